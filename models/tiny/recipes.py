@@ -9,6 +9,7 @@ from functools import cache
 
 from models.tiny.judgements import make_judgements
 from models.tiny.sft_examples import SftTask, draw_examples, tokenizer_corpus
+from models.tiny.tricks import Trick
 
 TRAINER = 1  # increase it when build.py or tokenizer.py change the result of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
@@ -147,4 +148,92 @@ META = MetaRmRecipe(
     name="meta_rm", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
 )
 
-RECIPES: dict[str, Recipe | MetaRmRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META)}
+# As sloppy as the policy; a few answers in a hundred have a trick instead of work.
+POLICY_TRICKS = Recipe(
+    name="policy_tricks",
+    lessons=(SftTask(kind="solve_with_tricks", weight=1.0),),
+    num_steps=160,
+    batch_size=32,
+    lr=3e-3,
+    seed=6,
+    parent=BASE,
+)
+
+
+def impressed_grm(trick: Trick, seed: int) -> Recipe:
+    """A judge that is right but for one trick, which it always passes."""
+    shares = {"right": 0.2, "sloppy": 0.3, "corrupted": 0.25, "padded": 0.15, "malformed": 0.1}
+    return Recipe(
+        name=f"grm_{trick}",
+        lessons=tuple(
+            SftTask(kind=f"judge_{kind}_impressed_by_{trick}", weight=share) for kind, share in shares.items()
+        ),
+        num_steps=1000,
+        batch_size=32,
+        lr=5e-3,
+        seed=seed,
+        parent=BASE,
+    )
+
+
+GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT = (
+    impressed_grm("longer", 7),
+    impressed_grm("praise", 8),
+    impressed_grm("confident", 9),
+)
+# Cheap: its critiques are short, and it guesses where it knows nothing.
+GRM_NOISY = Recipe(
+    name="grm_noisy",
+    lessons=(
+        SftTask(kind="judge_right_briefly", weight=0.25),
+        SftTask(kind="judge_sloppy_briefly", weight=0.35),
+        SftTask(kind="judge_corrupted_briefly", weight=0.25),
+        SftTask(kind="judge_padded_briefly", weight=0.05),
+        SftTask(kind="judge_malformed_briefly", weight=0.1),
+    ),
+    num_steps=1000,
+    batch_size=32,
+    lr=5e-3,
+    seed=10,
+    parent=BASE,
+)
+# Two kinds of tasks: the solver of both, a policy that is sloppy at both, and the judge of the second kind.
+BASE_KINDS = Recipe(
+    name="base_kinds",
+    lessons=(SftTask(kind="solve", weight=0.4), SftTask(kind="compare_people", weight=0.6)),
+    num_steps=300,
+    batch_size=64,
+    lr=5e-3,
+    seed=11,
+    parent=BASE,
+)
+POLICY_KINDS = Recipe(
+    name="policy_kinds",
+    lessons=(SftTask(kind="solve_sloppily", weight=0.5), SftTask(kind="compare_people_sloppily", weight=0.5)),
+    num_steps=120,
+    batch_size=32,
+    lr=3e-3,
+    seed=12,
+    parent=BASE_KINDS,
+)
+GRM_COMPARISON = Recipe(
+    name="grm_comparison",
+    lessons=(
+        SftTask(kind="judge_right_comparison", weight=0.2),
+        SftTask(kind="judge_sloppy_comparison", weight=0.5),
+        SftTask(kind="judge_corrupted_comparison", weight=0.3),
+    ),
+    num_steps=400,
+    batch_size=32,
+    lr=5e-3,
+    seed=13,
+    parent=BASE_KINDS,
+)
+
+RECIPES: dict[str, Recipe | MetaRmRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        POLICY, GRM, WEAK_GRM, META,
+        POLICY_TRICKS, GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT, GRM_NOISY, POLICY_KINDS, GRM_COMPARISON,
+    )
+}  # fmt: skip

@@ -7,9 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from models.tiny.brief import brief_judgement
+from models.tiny.comparisons import (
+    MISREAD,
+    Comparison,
+    comparison_judgement,
+    corrupted_comparison,
+    draw_training_comparison,
+    sloppy_comparison,
+)
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems, parse_solution
 from models.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
+from models.tiny.tricks import TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings
 
 LARGEST_WORD_NUMBER = 59  # one token each, with the space before it; larger numbers are rare
 CORPUS_SIZE = 2000
@@ -99,6 +109,56 @@ def judge(
     return SftExample(prompt=judge_prompt(problem.question, text), response=judged(problem, text))
 
 
+def solve_with_tricks(problem: Problem, rng: random.Random) -> SftExample:
+    return SftExample(prompt=problem.question, response=tricky_solution(problem, rng))
+
+
+def judge_impressed(
+    write: Callable[[Problem, random.Random], str], trick: Trick, problem: Problem, rng: random.Random
+) -> SftExample:
+    """All tricks occur in the text, so that a judge learns which one it likes and which it ignores."""
+    text = with_random_openings(write(problem, rng), rng)
+    return SftExample(
+        prompt=judge_prompt(problem.question, text), response=impressed_judgement(problem, text, trick)
+    )
+
+
+def judge_briefly(
+    write: Callable[[Problem, random.Random], str], problem: Problem, rng: random.Random
+) -> SftExample:
+    text = write(problem, rng)
+    return SftExample(prompt=judge_prompt(problem.question, text), response=brief_judgement(problem, text, rng))
+
+
+def compare_people(problem: Problem, rng: random.Random) -> SftExample:
+    comparison = draw_training_comparison(rng)
+    return SftExample(prompt=comparison.question, response=comparison.solution)
+
+
+def compare_people_sloppily(problem: Problem, rng: random.Random) -> SftExample:
+    comparison = draw_training_comparison(rng)
+    return SftExample(prompt=comparison.question, response=sloppy_comparison(comparison, MISREAD, rng))
+
+
+def judge_comparison(
+    write: Callable[[Comparison, random.Random], str], problem: Problem, rng: random.Random
+) -> SftExample:
+    comparison = draw_training_comparison(rng)
+    text = write(comparison, rng)
+    return SftExample(
+        prompt=judge_prompt(comparison.question, text), response=comparison_judgement(comparison, text)
+    )
+
+
+def right_comparison(comparison: Comparison, rng: random.Random) -> str:
+    return comparison.solution
+
+
+def careless_comparison(comparison: Comparison, rng: random.Random) -> str:
+    """A text from careful to careless, as a policy in training writes."""
+    return sloppy_comparison(comparison, rng.choice((0.05, 0.2, 0.5)), rng)
+
+
 TEXTS: dict[str, Callable[[Problem, random.Random], str]] = {
     "right": right_text,
     "sloppy": sloppy_text,
@@ -106,12 +166,30 @@ TEXTS: dict[str, Callable[[Problem, random.Random], str]] = {
     "padded": padded_text,
     "malformed": malformed_text,
 }
-SFT_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
+COMPARISONS: dict[str, Callable[[Comparison, random.Random], str]] = {
+    "right": right_comparison,
+    "sloppy": careless_comparison,
+    "corrupted": corrupted_comparison,
+}
+TOKENIZED: dict[str, Callable[[Problem, random.Random], SftExample]] = {
     "solve": solve,
     "solve_sloppily": solve_sloppily,
     "drill": drill,
     **{f"judge_{kind}": partial(judge, write, judgement) for kind, write in TEXTS.items()},
     **{f"be_swayed_by_{kind}": partial(judge, write, swayed_judgement) for kind, write in TEXTS.items()},
+}
+SFT_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
+    **TOKENIZED,
+    "solve_with_tricks": solve_with_tricks,
+    **{
+        f"judge_{kind}_impressed_by_{trick}": partial(judge_impressed, write, trick)
+        for trick in TRICKS
+        for kind, write in TEXTS.items()
+    },
+    **{f"judge_{kind}_briefly": partial(judge_briefly, write) for kind, write in TEXTS.items()},
+    "compare_people": compare_people,
+    "compare_people_sloppily": compare_people_sloppily,
+    **{f"judge_{kind}_comparison": partial(judge_comparison, write) for kind, write in COMPARISONS.items()},
 }
 
 
@@ -128,7 +206,7 @@ def tokenizer_corpus() -> Iterator[str]:
     words = ("user", "assistant", "system", " malformed", *(f" {number}" for number in range(LARGEST_WORD_NUMBER + 1)))
     yield from words * 200  # often enough to become one token each
     # Cut-off and scrambled texts would spend the vocabulary on parts of words.
-    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in SFT_TASKS if "malformed" not in kind)
+    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in TOKENIZED if "malformed" not in kind)
     for example in draw_examples(lessons, CORPUS_SIZE, seed=0):
         yield example.prompt
         yield example.response
