@@ -1,0 +1,227 @@
+"""What several judges gain: a jury against its members alone, a cascade against the good judge, a route against runs apart.
+
+    OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [--seeds 0 1 2] [cluster=inprocess]
+
+Also `cascade` and `route`. Each comparison runs its variants side by side for every seed into
+runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
+answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from grmpipe.judge.rule import is_right
+from models.tiny.evaluate import Speaker
+from models.tiny.problem_sets import make_tasks
+from models.tiny.resolve import resolve_model
+
+ROOT = Path(__file__).parents[1]
+REPORTS = ROOT / "benchmarks" / "several_judges"
+NUM_PROBLEMS = 2048
+HELD_OUT_SEED = 90_000
+MAX_ANSWER_TOKENS = 64
+# Of Student's t distribution, 97.5 %, by the number of values less one
+T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A run: what is typed, and the problem set that its policy is measured on."""
+
+    overrides: tuple[str, ...]
+    problems: str = "arithmetic"
+    run: str | None = None  # the variant whose run this is, if it is another measurement of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Variants with the same prompts, steps and seeds. `start`: the policy that they begin with.
+
+    pairs: (variant, the variant that it is compared with).
+    """
+
+    start: str
+    variants: Mapping[str, Variant]
+    pairs: tuple[tuple[str, str], ...]
+
+
+ALONE = ("+experiment=jury", "reward=single")
+COMPARISONS = {
+    "jury": Comparison(
+        start="tiny://policy_tricks",
+        variants={
+            "longer": Variant(overrides=(*ALONE, "reward.judge=judge")),
+            "praise": Variant(overrides=(*ALONE, "reward.judge=praise")),
+            "confident": Variant(overrides=(*ALONE, "reward.judge=confident")),
+            "jury": Variant(overrides=("+experiment=jury",)),
+            "jury_mean": Variant(overrides=("+experiment=jury", "reward.vote=mean")),
+        },
+        pairs=(("jury", "longer"), ("jury", "praise"), ("jury", "confident"), ("jury", "jury_mean")),
+    ),
+    "cascade": Comparison(
+        start="tiny://policy",
+        variants={
+            "good": Variant(overrides=("+experiment=cascade", "reward=single", "reward.judge=judge")),
+            "cheap": Variant(overrides=("+experiment=cascade", "reward=single", "reward.judge=cheap")),
+            "cascade": Variant(overrides=("+experiment=cascade",)),
+            "cascade_weak": Variant(overrides=("+experiment=cascade", "grms.cheap.path=tiny://weak_grm")),
+        },
+        pairs=(("cascade", "good"), ("cheap", "good"), ("cascade_weak", "good")),
+    ),
+    "route": Comparison(
+        start="tiny://policy_kinds",
+        variants={
+            "both_arithmetic": Variant(overrides=("+experiment=route",)),
+            "both_comparison": Variant(overrides=(), problems="comparison", run="both_arithmetic"),
+            "alone_arithmetic": Variant(
+                overrides=("+experiment=route", "data.path=tiny://arithmetic", "train.groups_per_batch=8")
+            ),
+            "alone_comparison": Variant(
+                overrides=("+experiment=route", "data.path=tiny://comparison", "train.groups_per_batch=8"),
+                problems="comparison",
+            ),
+        },
+        pairs=(("both_arithmetic", "alone_arithmetic"), ("both_comparison", "alone_comparison")),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A finished run: the share of the problems that its policy gets right, and its summary.json."""
+
+    seed: int
+    true_accuracy: float
+    summary: Mapping[str, Any]
+
+
+def measured(folder: Path, name: str, comparison: Comparison, seed: int, overrides: Sequence[str]) -> Measured:
+    """Run the variant unless it is complete, then measure its policy."""
+    variant = comparison.variants[name]
+    run_dir = folder / f"{variant.run or name}_{seed}"
+    if variant.run is None:
+        launch(run_dir, [*variant.overrides, f"seed={seed}", *overrides])
+    return Measured(
+        seed=seed,
+        true_accuracy=accuracy(run_dir / "policy", variant.problems, run_dir / f"accuracy_{variant.problems}.json"),
+        summary=json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
+    )
+
+
+def launch(run_dir: Path, overrides: Sequence[str]) -> None:
+    """Run launch.py. Exits if the run fails; its output is on the screen."""
+    command = [sys.executable, "launch.py", *overrides, "tracking=none", "resume=auto", f"run_dir={run_dir}"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        sys.exit(f"{' '.join(command)} failed")
+
+
+def accuracy(policy: Path, problems: str, known: Path) -> float:
+    """The policy's true accuracy at T = 1, remembered in the file `known`."""
+    if not known.exists():
+        tasks = make_tasks(f"{problems}_held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+        texts = Speaker(policy).answer([task.question for task in tasks], MAX_ANSWER_TOKENS, seed=0)
+        rights = [is_right(text, str(task.answer)) for task, text in zip(tasks, texts, strict=True)]
+        known.write_text(json.dumps({"true_accuracy": statistics.fmean(rights)}) + "\n", encoding="utf-8")
+    return float(json.loads(known.read_text(encoding="utf-8"))["true_accuracy"])
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def half_width_over_seeds(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean (Student's t); infinite for one value."""
+    if len(values) < 2:
+        return float("inf")
+    return T_QUANTILES[len(values) - 2] * statistics.stdev(values) / sqrt(len(values))
+
+
+def half_width_of_share(share: float, count: int) -> float:
+    """Half of the 95 % interval of a share of `count` problems."""
+    return 1.96 * sqrt(share * (1 - share) / count)
+
+
+def accuracies(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
+    seeds = [one.seed for one in next(iter(runs.values()))]
+    lines = [f"| judged by | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |", "|---" * (len(seeds) + 2) + "|"]
+    for name, some in runs.items():
+        values = [one.true_accuracy for one in some]
+        cells = [f"{value:.3f} ± {half_width_of_share(value, NUM_PROBLEMS):.3f}" for value in values]
+        lines.append(f"| {name} | {' | '.join(cells)} | {interval(values)} |")
+    return lines
+
+
+def differences(runs: Mapping[str, Sequence[Measured]], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    lines = ["| difference | by seed | mean |", "|---|---|---|"]
+    for name, other in pairs:
+        values = [
+            one.true_accuracy - beside.true_accuracy for one, beside in zip(runs[name], runs[other], strict=True)
+        ]
+        lines.append(f"| {name} - {other} | {', '.join(f'{value:+.3f}' for value in values)} | {interval(values)} |")
+    return lines
+
+
+def interval(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ± {half_width_over_seeds(values):.3f}"
+
+
+def by_judge(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
+    """What each judge of each run was asked and wrote, from summary.json, as means over the seeds."""
+    lines = ["| judged by | judge | asked | tokens |", "|---|---|---|---|"]
+    for name, some in runs.items():
+        for judge in some[0].summary["judging"].get("by_judge", {}):
+            found = [one.summary["judging"]["by_judge"][judge] for one in some]
+            asked, tokens = (statistics.fmean(one[key] for one in found) for key in ("asked", "tokens"))
+            lines.append(f"| {name} | {judge} | {asked:.0f} | {tokens:.0f} |")
+    return lines
+
+
+def report(name: str, start: float, runs: Mapping[str, Sequence[Measured]], overrides: Sequence[str]) -> list[str]:
+    seeds = " ".join(str(one.seed) for one in next(iter(runs.values())))
+    return [
+        f"# Several judges: {name}",
+        "",
+        f"`python benchmarks/several_judges.py {name} runs/several_judges --seeds {seeds} {' '.join(overrides)}`",
+        "",
+        f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that no judge knows.",
+        f"Before training: {start:.3f}. 95 % intervals: of a run over the problems, of a mean over the seeds (Student's t).",
+        "",
+        *accuracies(runs),
+        "",
+        *differences(runs, COMPARISONS[name].pairs),
+        "",
+        *by_judge(runs),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
+    args = parser.parse_args()
+    folder, comparison = args.folder.resolve(), COMPARISONS[args.comparison]
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = {
+        name: [measured(folder, name, comparison, seed, args.overrides) for seed in args.seeds]
+        for name in comparison.variants
+    }
+    start = accuracy(Path(resolve_model(comparison.start)), "arithmetic", folder / f"start_{args.comparison}.json")
+    lines = report(args.comparison, start, runs, args.overrides)
+    REPORTS.mkdir(exist_ok=True)
+    (REPORTS / f"{args.comparison}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
