@@ -1,4 +1,4 @@
-"""What several judges gain: a jury against its members alone, a cascade against the good judge, a route against runs apart.
+"""Several judges in one run: a jury against its members, a cascade against its good judge, a route against two runs.
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [--seeds 0 1 2] [cluster=inprocess]
 
@@ -163,9 +163,7 @@ def accuracies(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
 def differences(runs: Mapping[str, Sequence[Measured]], pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = ["| difference | by seed | mean |", "|---|---|---|"]
     for name, other in pairs:
-        values = [
-            one.true_accuracy - beside.true_accuracy for one, beside in zip(runs[name], runs[other], strict=True)
-        ]
+        values = [one.true_accuracy - beside.true_accuracy for one, beside in zip(runs[name], runs[other], strict=True)]
         lines.append(f"| {name} - {other} | {', '.join(f'{value:+.3f}' for value in values)} | {interval(values)} |")
     return lines
 
@@ -192,8 +190,9 @@ def report(name: str, start: float, runs: Mapping[str, Sequence[Measured]], over
         "",
         f"`python benchmarks/several_judges.py {name} runs/several_judges --seeds {seeds} {' '.join(overrides)}`",
         "",
-        f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that no judge knows.",
-        f"Before training: {start:.3f}. 95 % intervals: of a run over the problems, of a mean over the seeds (Student's t).",
+        f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that training",
+        f"never uses. Before training: {start:.3f}. Intervals of 95 %: of a run over the problems, of a mean over the",
+        "seeds (Student's t).",
         "",
         *accuracies(runs),
         "",

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from grmpipe.types import Criterion, Prompt
 from models.types import Message

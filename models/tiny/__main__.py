@@ -6,16 +6,14 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from models.tiny.evaluate import measure_judge, measure_policy
-from models.tiny.recipes import POLICY, RECIPES, MetaRmRecipe, Recipe
+from models.tiny.quality import quality_of
+from models.tiny.recipes import RECIPES, MetaRmRecipe, Recipe
 from models.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
-from models.tiny.tiny_meta_rm import measure_meta_rm
 
 
 def main(argv: list[str]) -> None:
@@ -42,12 +40,7 @@ def parse(argv: list[str]) -> list[str]:
 def build_and_ship(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe, progress)
-    if isinstance(recipe, MetaRmRecipe):
-        measured = asdict(measure_meta_rm(directory, directory_of(recipe.parent, progress)))
-    elif recipe is POLICY:
-        measured = asdict(measure_policy(directory))
-    else:
-        measured = asdict(measure_judge(directory, directory_of(POLICY, progress)))
+    measured = quality_of(recipe, directory, lambda other: directory_of(other, progress))
     ship(recipe, directory, measured)
     return measured
 

@@ -16,6 +16,7 @@ from models.tiny.malformed import malformed_text
 from models.tiny.problems import PASSING_SCORE, Problem, is_right, judge_prompt, make_problems, score_label
 from models.tiny.solutions import corrupted_solution
 from models.tiny.tokenizer import encode_prompt
+from models.tiny.tricks import bare
 
 NUM_PROBLEMS = 512
 HELD_OUT_SEED = 20_000
@@ -63,7 +64,7 @@ class Judged:
 
     @property
     def right(self) -> bool:
-        return is_right(self.problem, self.text)
+        return is_right(self.problem, bare(self.text))
 
     @property
     def agrees(self) -> bool:
@@ -110,7 +111,7 @@ def measure_policy(directory: Path) -> PolicyQuality:
 
 def accuracy_of(policy: Speaker, problems: Sequence[Problem], greedy: bool) -> float:
     texts = policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0, greedy=greedy)
-    return fmean(is_right(problem, text) for problem, text in zip(problems, texts, strict=True))
+    return fmean(is_right(problem, bare(text)) for problem, text in zip(problems, texts, strict=True))
 
 
 def measure_judge(directory: Path, policy_directory: Path) -> JudgeQuality:
@@ -134,7 +135,7 @@ def measure_judge(directory: Path, policy_directory: Path) -> JudgeQuality:
 
 
 def correlation_with_labels(judged: Sequence[Judged]) -> float:
-    pairs = [(one.score, score_label(one.problem, one.text)) for one in judged if one.score is not None]
+    pairs = [(one.score, score_label(one.problem, bare(one.text))) for one in judged if one.score is not None]
     scores, labels = zip(*pairs, strict=True)
     return correlation(scores, labels)
 

@@ -118,14 +118,10 @@ def judge_impressed(
 ) -> SftExample:
     """All tricks occur in the text, so that a judge learns which one it likes and which it ignores."""
     text = with_random_openings(write(problem, rng), rng)
-    return SftExample(
-        prompt=judge_prompt(problem.question, text), response=impressed_judgement(problem, text, trick)
-    )
+    return SftExample(prompt=judge_prompt(problem.question, text), response=impressed_judgement(problem, text, trick))
 
 
-def judge_briefly(
-    write: Callable[[Problem, random.Random], str], problem: Problem, rng: random.Random
-) -> SftExample:
+def judge_briefly(write: Callable[[Problem, random.Random], str], problem: Problem, rng: random.Random) -> SftExample:
     text = write(problem, rng)
     return SftExample(prompt=judge_prompt(problem.question, text), response=brief_judgement(problem, text, rng))
 
@@ -145,9 +141,7 @@ def judge_comparison(
 ) -> SftExample:
     comparison = draw_training_comparison(rng)
     text = write(comparison, rng)
-    return SftExample(
-        prompt=judge_prompt(comparison.question, text), response=comparison_judgement(comparison, text)
-    )
+    return SftExample(prompt=judge_prompt(comparison.question, text), response=comparison_judgement(comparison, text))
 
 
 def right_comparison(comparison: Comparison, rng: random.Random) -> str:

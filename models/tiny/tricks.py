@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal, get_args
 
 from models.tiny.problems import Problem, Solution, judgement, parse_solution

@@ -202,11 +202,11 @@ def test_build_command_ships_and_measures(
 ) -> None:
     monkeypatch.setattr(resolve, "SHIPPED", empty_cache / "shipped")
     monkeypatch.setattr("models.tiny.evaluate.NUM_PROBLEMS", 4)
-    monkeypatch.setattr(cli, "POLICY", MICRO)
-    monkeypatch.setitem(RECIPES, "micro", MICRO)
-    cli.main(["build", "micro"])
-    card = json.loads((empty_cache / "shipped" / "micro" / "recipe.json").read_text())
-    assert card["hash"] == MICRO.hash and set(card["measured"]) == {"true_accuracy", "true_accuracy_greedy"}
+    policy = replace(MICRO, name="policy_micro")
+    monkeypatch.setitem(RECIPES, policy.name, policy)
+    cli.main(["build", policy.name])
+    card = json.loads((empty_cache / "shipped" / policy.name / "recipe.json").read_text())
+    assert card["hash"] == policy.hash and set(card["measured"]) == {"true_accuracy", "true_accuracy_greedy"}
     assert "true_accuracy_greedy" in capsys.readouterr().out
 
 

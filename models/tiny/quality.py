@@ -1,0 +1,122 @@
+"""What is measured of each tiny model before it is shipped. Trains nothing, writes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from models.tiny.brief import UNKNOWN_THINGS, thing_of
+from models.tiny.comparisons import Comparison, compares_right, make_comparisons
+from models.tiny.evaluate import (
+    HELD_OUT_SEED,
+    MAX_ANSWER_TOKENS,
+    MAX_CRITIQUE_TOKENS,
+    NUM_PROBLEMS,
+    Speaker,
+    agreement,
+    judge_all,
+    measure_judge,
+    measure_policy,
+    score_of,
+)
+from models.tiny.problems import PASSING_SCORE, is_right, judge_prompt, make_problems
+from models.tiny.recipes import (
+    GRM_COMPARISON,
+    GRM_NOISY,
+    POLICY,
+    POLICY_KINDS,
+    POLICY_TRICKS,
+    MetaRmRecipe,
+    Recipe,
+)
+from models.tiny.sft_examples import careless_comparison, corrupted_comparison, sloppy_text
+from models.tiny.solutions import sloppy_solution
+from models.tiny.tiny_meta_rm import measure_meta_rm
+from models.tiny.tricks import CARELESS, TRICKS, bare, tricks_of, with_tricks
+
+Find = Callable[[Recipe], Path]  # the directory of another model
+Quality = dict[str, float]
+
+
+def quality_of(recipe: Recipe | MetaRmRecipe, directory: Path, find: Find) -> Quality:
+    """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
+    if isinstance(recipe, MetaRmRecipe):
+        return asdict(measure_meta_rm(directory, find(recipe.parent)))
+    if recipe.name.startswith("policy"):
+        return asdict(measure_policy(directory)) | policy_extras(recipe, directory)
+    if recipe == GRM_COMPARISON:
+        return quality_on_comparisons(directory)
+    return asdict(measure_judge(directory, find(POLICY))) | judge_extras(recipe, directory)
+
+
+def policy_extras(recipe: Recipe, directory: Path) -> Quality:
+    if recipe == POLICY_TRICKS:
+        return rates_of_tricks(directory)
+    return {"comparison_accuracy": accuracy_on_comparisons(directory)} if recipe == POLICY_KINDS else {}
+
+
+def judge_extras(recipe: Recipe, directory: Path) -> Quality:
+    if recipe == GRM_NOISY:
+        return quality_by_thing(directory)
+    return passes_by_trick(directory) if recipe.name.removeprefix("grm_") in TRICKS else {}
+
+
+def rates_of_tricks(directory: Path) -> Quality:
+    """The share of answers with each trick, and the share of right ones among them."""
+    problems = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+    texts = Speaker(directory).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
+    found = [(tricks_of(one, text), is_right(one, bare(text))) for one, text in zip(problems, texts, strict=True)]
+    rates = {f"{trick}_rate": fmean(trick in tricks for tricks, _ in found) for trick in TRICKS}
+    with_trick = [right for tricks, right in found if tricks]
+    return {**rates, "accuracy_with_trick": fmean(with_trick) if with_trick else 0.0}
+
+
+def passes_by_trick(directory: Path) -> Quality:
+    """The share of wrong answers with one trick that a judge passes."""
+    problems, judge, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), Speaker(directory), random.Random(0)
+    passes = {}
+    for trick in TRICKS:
+        texts = [with_tricks(sloppy_solution(one, CARELESS, rng), one, [trick], rng) for one in problems]
+        judged = judge_all(judge, problems, texts)
+        passes[f"passes_wrong_{trick}"] = fmean(one.passed for one in judged if not one.right)
+    return passes
+
+
+def quality_by_thing(directory: Path) -> Quality:
+    """Agreement where the cheap judge knows the thing, and where it guesses."""
+    problems, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
+    judged = judge_all(Speaker(directory), problems, [sloppy_text(problem, rng) for problem in problems])
+    known = [one for one in judged if thing_of(one.problem) not in UNKNOWN_THINGS]
+    unknown = [one for one in judged if thing_of(one.problem) in UNKNOWN_THINGS]
+    return {"known_accuracy": agreement(known), "unknown_accuracy": agreement(unknown)}
+
+
+def accuracy_on_comparisons(directory: Path) -> float:
+    made = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+    texts = Speaker(directory).answer([one.question for one in made], MAX_ANSWER_TOKENS, seed=0)
+    return fmean(compares_right(one, text) for one, text in zip(made, texts, strict=True))
+
+
+def quality_on_comparisons(directory: Path) -> Quality:
+    """Agreement with the rule on right, sloppy and corrupted answers in equal parts."""
+    made, rng = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
+    judge = Speaker(directory)
+    shares = {
+        "right_accuracy": [one.solution for one in made],
+        "sloppy_accuracy": [careless_comparison(one, rng) for one in made],
+        "corrupted_accuracy": [corrupted_comparison(one, rng) for one in made],
+    }
+    parts = {name: agreement_on_comparisons(judge, made, texts) for name, texts in shares.items()}
+    return {"accuracy": fmean(parts.values()), **parts}
+
+
+def agreement_on_comparisons(judge: Speaker, made: Sequence[Comparison], texts: Sequence[str]) -> float:
+    prompts = [judge_prompt(one.question, text) for one, text in zip(made, texts, strict=True)]
+    scores = [score_of(critique) for critique in judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed=2)]
+    return fmean(
+        score is not None and (score >= PASSING_SCORE) == compares_right(one, text)
+        for one, text, score in zip(made, texts, scores, strict=True)
+    )
