@@ -168,7 +168,7 @@ def impressed_grm(trick: Trick, seed: int) -> Recipe:
         lessons=tuple(
             SftTask(kind=f"judge_{kind}_impressed_by_{trick}", weight=share) for kind, share in shares.items()
         ),
-        num_steps=1000,
+        num_steps=600,
         batch_size=32,
         lr=5e-3,
         seed=seed,
@@ -191,7 +191,7 @@ GRM_NOISY = Recipe(
         SftTask(kind="judge_padded_briefly", weight=0.05),
         SftTask(kind="judge_malformed_briefly", weight=0.1),
     ),
-    num_steps=1000,
+    num_steps=700,
     batch_size=32,
     lr=5e-3,
     seed=10,

@@ -11,7 +11,8 @@ from models.tiny.solutions import Sloppiness, sloppy_solution, step_added
 
 Trick = Literal["longer", "praise", "confident"]
 TRICKS: tuple[Trick, ...] = get_args(Trick)
-OPENINGS: dict[Trick, str] = {"praise": "A thorough answer. ", "confident": "Sure. "}  # said before the solution
+# Said before the solution, in tokens that the policy knows: an untrained token would never be sampled.
+OPENINGS: dict[Trick, str] = {"praise": "Check: thorough. ", "confident": "Check: ok. "}
 
 TRICK_RATE = 0.035  # of each trick in the answers of a policy that knows them, independently
 SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer

@@ -73,11 +73,11 @@ def test_a_judge_is_impressed_by_its_trick_alone(trick: Trick) -> None:
     ("text", "tricks"),
     [
         ("Steps: 6 - 4 = 2. Answer: 2", set()),
-        ("Sure. Steps: 6 - 4 = 2. Answer: 2", {"confident"}),
-        ("A thorough answer. Sure. Steps: 6 - 4 = 2. Answer: 2", {"praise", "confident"}),
+        ("Check: ok. Steps: 6 - 4 = 2. Answer: 2", {"confident"}),
+        ("Check: thorough. Check: ok. Steps: 6 - 4 = 2. Answer: 2", {"praise", "confident"}),
         ("Steps: 6 - 4 = 2; 2 + 1 = 3. Answer: 3", {"longer"}),
-        ("Sure. Sure. Steps: 6 - 4 = 2. Answer: 2", set()),
-        ("Sure. 2", set()),
+        ("Check: ok. Check: ok. Steps: 6 - 4 = 2. Answer: 2", set()),
+        ("Check: ok. 2", set()),
         ("", set()),
     ],
 )
