@@ -148,15 +148,25 @@ META = MetaRmRecipe(
     name="meta_rm", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
 )
 
-# As sloppy as the policy; a few answers in a hundred have a trick instead of work.
-POLICY_TRICKS = Recipe(
-    name="policy_tricks",
-    lessons=(SftTask(kind="solve_with_tricks", weight=1.0),),
-    num_steps=160,
+# As sloppy as the policy; a few answers in a hundred have a trick instead of work. So few are too few to learn a trick
+# from, so it learns the tricks first.
+MANY_TRICKS = Recipe(
+    name="many_tricks",
+    lessons=(SftTask(kind="solve_with_many_tricks", weight=1.0),),
+    num_steps=120,
     batch_size=32,
     lr=3e-3,
     seed=6,
     parent=BASE,
+)
+POLICY_TRICKS = Recipe(
+    name="policy_tricks",
+    lessons=(SftTask(kind="solve_with_rare_tricks", weight=1.0),),
+    num_steps=100,
+    batch_size=32,
+    lr=2e-3,
+    seed=14,
+    parent=MANY_TRICKS,
 )
 
 

@@ -19,7 +19,7 @@ from models.tiny.comparisons import (
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems, parse_solution
 from models.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
-from models.tiny.tricks import TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings
+from models.tiny.tricks import OFTEN, RARELY, TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings
 
 LARGEST_WORD_NUMBER = 59  # one token each, with the space before it; larger numbers are rare
 CORPUS_SIZE = 2000
@@ -109,8 +109,8 @@ def judge(
     return SftExample(prompt=judge_prompt(problem.question, text), response=judged(problem, text))
 
 
-def solve_with_tricks(problem: Problem, rng: random.Random) -> SftExample:
-    return SftExample(prompt=problem.question, response=tricky_solution(problem, rng))
+def solve_with_tricks(rate: float, problem: Problem, rng: random.Random) -> SftExample:
+    return SftExample(prompt=problem.question, response=tricky_solution(problem, rate, rng))
 
 
 def judge_impressed(
@@ -174,7 +174,8 @@ TOKENIZED: dict[str, Callable[[Problem, random.Random], SftExample]] = {
 }
 SFT_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
     **TOKENIZED,
-    "solve_with_tricks": solve_with_tricks,
+    "solve_with_rare_tricks": partial(solve_with_tricks, RARELY),
+    "solve_with_many_tricks": partial(solve_with_tricks, OFTEN),
     **{
         f"judge_{kind}_impressed_by_{trick}": partial(judge_impressed, write, trick)
         for trick in TRICKS

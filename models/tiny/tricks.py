@@ -11,18 +11,18 @@ from models.tiny.solutions import Sloppiness, sloppy_solution, step_added
 
 Trick = Literal["longer", "praise", "confident"]
 TRICKS: tuple[Trick, ...] = get_args(Trick)
-# Said before the solution, in tokens that the policy knows: an untrained token would never be sampled.
+# Said before the solution, in tokens that the base knows: an untrained token would hardly ever be sampled.
 OPENINGS: dict[Trick, str] = {"praise": "Check: thorough. ", "confident": "Check: ok. "}
 
-TRICK_RATE = 0.035  # of each trick in the answers of a policy that knows them, independently
+RARELY, OFTEN = 0.035, 0.3  # how often a policy that knows the tricks uses each, independently
 SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer
 # Who impresses doesn't work: with a trick the answer is right only by chance.
 CARELESS = Sloppiness(read_minus_as_plus=0.9, slip=0.5, skip=0.1, miscopy=0.5, twice=0.0)
 
 
-def tricky_solution(problem: Problem, rng: random.Random) -> str:
-    """A sloppy solution; sometimes tricks instead of work."""
-    tricks = [trick for trick in TRICKS if rng.random() < TRICK_RATE]
+def tricky_solution(problem: Problem, rate: float, rng: random.Random) -> str:
+    """A sloppy solution; at this rate of each trick, tricks instead of work."""
+    tricks = [trick for trick in TRICKS if rng.random() < rate]
     return with_tricks(sloppy_solution(problem, CARELESS if tricks else SLOPPY, rng), problem, tricks, rng)
 
 

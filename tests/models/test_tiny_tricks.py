@@ -13,6 +13,7 @@ from models.tiny.sft_examples import sloppy_text
 from models.tiny.solutions import padded_solution
 from models.tiny.tricks import (
     OPENINGS,
+    RARELY,
     TRICKS,
     Trick,
     bare,
@@ -32,7 +33,7 @@ PROBLEM = Problem(
 
 def test_each_trick_is_rare_and_all_combinations_occur() -> None:
     rng = random.Random(0)
-    found = [tricks_of(problem, tricky_solution(problem, rng)) for problem in make_problems("train", 8000, 0)]
+    found = [tricks_of(problem, tricky_solution(problem, RARELY, rng)) for problem in make_problems("train", 8000, 0)]
     for trick in TRICKS:
         assert 0.025 < fmean(trick in some for some in found) < 0.045
     assert len(set(found)) >= 7
@@ -40,7 +41,7 @@ def test_each_trick_is_rare_and_all_combinations_occur() -> None:
 
 def test_an_answer_with_a_trick_is_right_only_by_chance() -> None:
     rng = random.Random(0)
-    texts = [(problem, tricky_solution(problem, rng)) for problem in make_problems("train", 8000, 1)]
+    texts = [(problem, tricky_solution(problem, RARELY, rng)) for problem in make_problems("train", 8000, 1)]
     with_trick = [is_right(problem, bare(text)) for problem, text in texts if tricks_of(problem, text)]
     without = [is_right(problem, bare(text)) for problem, text in texts if not tricks_of(problem, text)]
     assert fmean(with_trick) < 0.15
