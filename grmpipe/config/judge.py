@@ -60,6 +60,8 @@ class JudgeConfig:
     # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or your own
     # class.
     kind: str = "generative"
+    # Model that is asked: the role grm, or a name in grms.
+    model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.
     protocol: str = DEFAULT_PROTOCOL
