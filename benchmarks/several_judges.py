@@ -55,24 +55,34 @@ class Comparison:
     pairs: tuple[tuple[str, str], ...]
 
 
-ALONE = ("+experiment=jury", "reward=single")
+def quickstart(*overrides: str, problems: str = "arithmetic") -> Variant:
+    """A run with one judge."""
+    return Variant(overrides=("+experiment=quickstart", *overrides), problems=problems)
+
+
+def alone(trick: str) -> Variant:
+    """The policy of the jury beside one of its members, for as many steps."""
+    return quickstart("policy=tiny_tricks", f"grm=tiny_{trick}", "train.num_steps=100")
+
+
 COMPARISONS = {
     "jury": Comparison(
         start="tiny://policy_tricks",
         variants={
-            "longer": Variant(overrides=(*ALONE, "reward.judge=judge")),
-            "praise": Variant(overrides=(*ALONE, "reward.judge=praise")),
-            "confident": Variant(overrides=(*ALONE, "reward.judge=confident")),
+            "longer": alone("longer"),
+            "praise": alone("praise"),
+            "confident": alone("confident"),
+            "good": quickstart("policy=tiny_tricks", "train.num_steps=100"),
             "jury": Variant(overrides=("+experiment=jury",)),
             "jury_mean": Variant(overrides=("+experiment=jury", "reward.vote=mean")),
         },
-        pairs=(("jury", "longer"), ("jury", "praise"), ("jury", "confident"), ("jury", "jury_mean")),
+        pairs=(("jury", "longer"), ("jury", "praise"), ("jury", "confident"), ("jury", "good"), ("jury", "jury_mean")),
     ),
     "cascade": Comparison(
         start="tiny://policy",
         variants={
-            "good": Variant(overrides=("+experiment=cascade", "reward=single", "reward.judge=judge")),
-            "cheap": Variant(overrides=("+experiment=cascade", "reward=single", "reward.judge=cheap")),
+            "good": quickstart(),
+            "cheap": quickstart("grm=tiny_noisy", "judge.num_judgements=4"),
             "cascade": Variant(overrides=("+experiment=cascade",)),
             "cascade_weak": Variant(overrides=("+experiment=cascade", "grms.cheap.path=tiny://weak_grm")),
         },
@@ -83,11 +93,12 @@ COMPARISONS = {
         variants={
             "both_arithmetic": Variant(overrides=("+experiment=route",)),
             "both_comparison": Variant(overrides=(), problems="comparison", run="both_arithmetic"),
-            "alone_arithmetic": Variant(
-                overrides=("+experiment=route", "data.path=tiny://arithmetic", "train.groups_per_batch=8")
-            ),
-            "alone_comparison": Variant(
-                overrides=("+experiment=route", "data.path=tiny://comparison", "train.groups_per_batch=8"),
+            "alone_arithmetic": quickstart("policy=tiny_kinds", "train.groups_per_batch=8"),
+            "alone_comparison": quickstart(
+                "policy=tiny_kinds",
+                "grm=tiny_comparison",
+                "data.path=tiny://comparison",
+                "train.groups_per_batch=8",
                 problems="comparison",
             ),
         },
