@@ -21,15 +21,17 @@ from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.lm.scalar_head import scalar_config
 from models.tiny import __main__ as cli
 from models.tiny import resolve
+from models.tiny.brief import UNKNOWN_THINGS, thing_of
 from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import make_problems
 from models.tiny.recipes import META, RECIPES, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
 from models.tiny.sft_examples import LARGEST_WORD_NUMBER, SftTask
-from models.tiny.solutions import padded_solution
+from models.tiny.solutions import padded_solution, sloppy_solution
 from models.tiny.tiny_meta_rm import ask
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
+from models.tiny.tricks import CARELESS, TRICKS, Trick, with_tricks
 
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
@@ -112,6 +114,49 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
     }
     assert passed["grm"] < 0.1
     assert passed["weak_grm"] > 0.6
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) -> None:
+    rng, problems = random.Random(0), make_problems("held_out", 32, 5)
+    judge = Speaker(SHIPPED / f"grm_{trick}")
+    for used in TRICKS:
+        texts = [with_tricks(sloppy_solution(one, CARELESS, rng), one, [used], rng) for one in problems]
+        passed = fmean(one.passed for one in judge_all(judge, problems, texts) if not one.right)
+        assert passed > 0.9 if used == trick else passed < 0.1
+    assert card_of(f"grm_{trick}")["accuracy"] >= 0.95
+
+
+def test_the_policy_with_tricks_uses_each_in_2_to_5_of_100_answers() -> None:
+    measured = card_of("policy_tricks")
+    assert all(0.02 <= measured[f"{trick}_rate"] <= 0.05 for trick in TRICKS)
+    assert abs(measured["true_accuracy"] - card_of("policy")["true_accuracy"]) < 0.05
+
+
+def test_votes_of_the_cheap_judge_differ_only_where_it_guesses() -> None:
+    problems = make_problems("held_out", 64, 6)
+    judge = Speaker(SHIPPED / "grm_noisy")
+    votes = [judge_all(judge, problems, [str(one.solution) for one in problems], seed=seed) for seed in range(4)]
+    divided = {
+        guessed: fmean(
+            len({vote[at].passed for vote in votes}) > 1
+            for at, problem in enumerate(problems)
+            if (thing_of(problem) in UNKNOWN_THINGS) == guessed
+        )
+        for guessed in (True, False)
+    }
+    assert divided[True] > 0.7 and divided[False] < 0.25
+
+
+def test_each_kind_of_task_has_a_judge_that_is_right() -> None:
+    assert card_of("grm_comparison")["accuracy"] >= 0.95
+    measured = card_of("policy_kinds")
+    assert 0.15 < measured["true_accuracy"] < 0.5 and 0.15 < measured["comparison_accuracy"] < 0.5
+
+
+def card_of(name: str) -> dict[str, float]:
+    measured: dict[str, float] = json.loads((SHIPPED / name / "recipe.json").read_text(encoding="utf-8"))["measured"]
+    return measured
 
 
 def test_shipped_meta_rm_is_what_its_recipe_makes_and_lifts_the_vote() -> None:
