@@ -123,8 +123,8 @@ def check_rewards(
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """
-    for name in (name for name in (*judges, *rewards) if name == ROOT):
-        raise ValueError(f"{name}: is the name of the whole; type another name for this judge or composition")
+    if ROOT in judges or ROOT in rewards:
+        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
     for name in rewards:
         if name in judges:
             raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, Part, Pending
 from grmpipe.types import CascadeTally, Failed, Verdict
 from models.seeds import derive_seed, first_name
@@ -27,9 +28,11 @@ class Doubt:
     def about(self, verdict: Verdict | Failed) -> bool:
         if isinstance(verdict, Failed):
             return verdict.cause == "undecided"
-        if self.above_std is not None and verdict.score_std > self.above_std:
+        if self.above_std is not None and not reaches(self.above_std, verdict.score_std):
             return True
-        return self.band is not None and self.band[0] <= verdict.outcome <= self.band[1]
+        return (
+            self.band is not None and reaches(verdict.outcome, self.band[0]) and reaches(self.band[1], verdict.outcome)
+        )
 
 
 class ShareBound:
@@ -143,5 +146,5 @@ class Cascade:
             cascade=self.name,
             audited=len(both),
             error=sum(abs(cheap - good) for cheap, good in both),
-            flipped=sum((cheap >= self.pass_at) != (good >= self.pass_at) for cheap, good in both),
+            flipped=sum(reaches(cheap, self.pass_at) != reaches(good, self.pass_at) for cheap, good in both),
         )

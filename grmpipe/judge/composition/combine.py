@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,14 @@ from dataclasses import replace
 from grmpipe.config.judge import Scale
 from grmpipe.judge.verdict import added, mixed, outcome
 from grmpipe.types import Rollout, Verdict
+
+
+ROUNDING = 1e-9  # of a reward
+
+
+def reaches(reward: float, bound: float) -> bool:
+    """Whether a reward is at least a bound; what rounding takes from it doesn't count."""
+    return reward >= bound - ROUNDING
 
 
 def in_reward_units(verdict: Verdict, scale: Scale) -> Verdict:
@@ -49,7 +56,7 @@ def whole(rollout: Rollout, reward: float, behind: Sequence[Verdict], spread: fl
 
 def share_of_passes(rewards: Sequence[float], pass_at: float) -> float:
     """The majority: 1 if more than half of the rewards pass, 0 if less, 1/2 if exactly half."""
-    passes = sum(reward >= pass_at for reward in rewards)
+    passes = sum(reaches(reward, pass_at) for reward in rewards)
     return 0.5 if 2 * passes == len(rewards) else float(2 * passes > len(rewards))
 
 
@@ -74,7 +81,7 @@ def by_group(verdict: Verdict, rewards: Sequence[float]) -> Verdict:
     its share of the mean.
     """
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    if math.isclose(spread, 0.0, abs_tol=1e-9):
+    if spread <= ROUNDING:
         return replace(verdict, rewards=added(replace(span, value=0.0) for span in verdict.rewards))
     mean, count = statistics.fmean(rewards), len(verdict.rewards)
     return replace(

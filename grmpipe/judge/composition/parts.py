@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.composition.combine import in_reward_units, normalised, share_of_passes, weighted_mean, whole
+from grmpipe.judge.composition.combine import (
+    in_reward_units,
+    normalised,
+    reaches,
+    share_of_passes,
+    weighted_mean,
+    whole,
+)
 from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, Part, Pending, answered
 from grmpipe.judge.verdict import median, unasked
 from grmpipe.types import Failed, Rollout, Verdict
@@ -127,7 +134,7 @@ class Gate:
         gate = group.outcome(self.gate, sibling)
         if not isinstance(gate, Verdict):
             return gate
-        if gate.outcome < self.min_reward:
+        if not reaches(gate.outcome, self.min_reward):
             return whole(group.rollouts[sibling], self.floor, [gate], gate.score_std)
         inner = group.outcome(self.inner, sibling)
         if not isinstance(inner, Verdict):
