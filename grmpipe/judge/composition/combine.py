@@ -10,7 +10,6 @@ from grmpipe.config.judge import Scale
 from grmpipe.judge.verdict import added, mixed, outcome
 from grmpipe.types import Rollout, Verdict
 
-
 ROUNDING = 1e-9  # of a reward
 
 

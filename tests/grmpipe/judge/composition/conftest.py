@@ -17,11 +17,11 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.types import Failed, Judge, Judgement, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
+from grmpipe.types import Failed, Judge, Judgement, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
 from models.types import Completion, Message, VersionSpan
 
 REFUSED = Failed(stage="judge", cause="refused", attempts=0, detail="won't")
-Given = Callable[[str, int], float | tuple[float, ...] | Failed]  # (group, sibling) -> reward, votes, or a failure
+Given = Callable[[str, int], float | tuple[float, ...] | Verdict | Failed]  # (group, sibling) -> reward, votes, ..
 
 
 def judgement(group_id: str, siblings: tuple[int, ...], num_tokens: int = 3) -> Judgement:
@@ -56,6 +56,8 @@ class Simulated:
         given = self.given(rollout.group_id, rollout.sibling)
         if isinstance(given, Failed):
             return JudgeReport(verdict=given, failures=(given,))
+        if isinstance(given, Verdict):
+            return JudgeReport(verdict=given)
         rewards = given if isinstance(given, tuple) else (given,)
         scores = [self.scale.low + (self.scale.high - self.scale.low) * reward for reward in rewards]
         shown = () if seen == () else (judgement(rollout.group_id, seen or (rollout.sibling,)),)
