@@ -108,7 +108,8 @@ class Cascade:
         is_unsure = any(map(self.doubt.about, firsts))
         if self.bound.decided(len(firsts), wanted=is_unsure):
             return "escalate"
-        return "audit" if not is_unsure and self.audit.takes(self.name, drawn_for) else "keep"
+        is_sure = not is_unsure and any(isinstance(first, Verdict) for first in firsts)
+        return "audit" if is_sure and self.audit.takes(self.name, drawn_for) else "keep"
 
     # -- tallies -----------------------------------------------------------------------------------------------------
 
