@@ -273,7 +273,7 @@ class Simulation:
             ),
             max_staleness=max(step.staleness for step in self.steps),
             dropped=dict(self.pipeline.ledger.dropped),
-            failed_judgements=dict(self.pipeline.counters.total_so_far().failed),
+            failed_judgements=dict(self.pipeline.counters.total_so_far().judging.failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
             stalls=functools.reduce(StallTimes.plus, (step.stalls for step in inside)),
         )

@@ -142,6 +142,8 @@ class CompositionSession:
         outcome = self._group.outcome(self._composition.root, sibling)
         assert not isinstance(outcome, Pending), sibling
         by_judge = self._by_judge(sibling)
+        if isinstance(outcome, Failed) and not by_judge:
+            return JudgeReport(verdict=outcome, failures=(outcome,))
         reports = list(by_judge.values())
         return JudgeReport(
             verdict=outcome if isinstance(outcome, Failed) else self._shown(outcome, sibling),
