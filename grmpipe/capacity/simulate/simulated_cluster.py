@@ -227,7 +227,7 @@ class Simulation:
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
             play=make_play(self.workload, policy, self.driver),
-            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
+            judge=make_judge(self.workload, routers, self.driver),
             journal=self.needs,
             events=self.events,
         )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.reward import FIRST_JUDGE, ROOT, RewardConfig, judges_of, waits_for_siblings
+from grmpipe.config.judging import JUDGE
+from grmpipe.config.reward import ROOT, RewardConfig, judges_of, waits_for_siblings
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt, ShareBound
 from grmpipe.judge.composition.outcome import Part, walk
 from grmpipe.judge.composition.parts import (
@@ -61,7 +62,7 @@ def compose_judge(
         parts=walk(root),
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
-        scale=configs[FIRST_JUDGE].scale,
+        scale=configs[JUDGE].scale,
         waits=waits_for_siblings(reward, rewards),
     )
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
