@@ -153,18 +153,18 @@ META = MetaRmRecipe(
 MANY_TRICKS = Recipe(
     name="many_tricks",
     lessons=(SftTask(kind="solve_with_many_tricks", weight=1.0),),
-    num_steps=120,
+    num_steps=300,
     batch_size=32,
-    lr=3e-3,
+    lr=4e-3,
     seed=6,
     parent=BASE,
 )
 POLICY_TRICKS = Recipe(
     name="policy_tricks",
     lessons=(SftTask(kind="solve_with_rare_tricks", weight=1.0),),
-    num_steps=100,
+    num_steps=80,
     batch_size=32,
-    lr=2e-3,
+    lr=1.5e-3,
     seed=14,
     parent=MANY_TRICKS,
 )

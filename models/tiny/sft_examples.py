@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,8 +109,8 @@ def judge(
     return SftExample(prompt=judge_prompt(problem.question, text), response=judged(problem, text))
 
 
-def solve_with_tricks(rate: float, problem: Problem, rng: random.Random) -> SftExample:
-    return SftExample(prompt=problem.question, response=tricky_solution(problem, rate, rng))
+def solve_with_tricks(rates: Mapping[Trick, float], problem: Problem, rng: random.Random) -> SftExample:
+    return SftExample(prompt=problem.question, response=tricky_solution(problem, rates, rng))
 
 
 def judge_impressed(

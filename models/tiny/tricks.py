@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from models.tiny.problems import Problem, Solution, judgement, parse_solution
@@ -14,15 +14,17 @@ TRICKS: tuple[Trick, ...] = get_args(Trick)
 # Said before the solution, in tokens that the base knows: an untrained token would hardly ever be sampled.
 OPENINGS: dict[Trick, str] = {"praise": "Check: thorough. ", "confident": "Check: ok. "}
 
-RARELY, OFTEN = 0.035, 0.3  # how often a policy that knows the tricks uses each, independently
+# The share of answers with each trick, independently. A policy that imitates them uses the openings less often.
+RARELY: dict[Trick, float] = {"longer": 0.03, "praise": 0.035, "confident": 0.048}
+OFTEN: dict[Trick, float] = dict.fromkeys(TRICKS, 0.3)
 SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer
 # Who impresses doesn't work: with a trick the answer is right only by chance.
 CARELESS = Sloppiness(read_minus_as_plus=0.9, slip=0.5, skip=0.1, miscopy=0.5, twice=0.0)
 
 
-def tricky_solution(problem: Problem, rate: float, rng: random.Random) -> str:
-    """A sloppy solution; at this rate of each trick, tricks instead of work."""
-    tricks = [trick for trick in TRICKS if rng.random() < rate]
+def tricky_solution(problem: Problem, rates: Mapping[Trick, float], rng: random.Random) -> str:
+    """A sloppy solution; at these rates, tricks instead of work."""
+    tricks = [trick for trick in TRICKS if rng.random() < rates[trick]]
     return with_tricks(sloppy_solution(problem, CARELESS if tricks else SLOPPY, rng), problem, tricks, rng)
 
 

@@ -35,7 +35,7 @@ def test_each_trick_is_rare_and_all_combinations_occur() -> None:
     rng = random.Random(0)
     found = [tricks_of(problem, tricky_solution(problem, RARELY, rng)) for problem in make_problems("train", 8000, 0)]
     for trick in TRICKS:
-        assert 0.025 < fmean(trick in some for some in found) < 0.045
+        assert 0.02 < fmean(trick in some for some in found) < 0.055
     assert len(set(found)) >= 7
 
 
