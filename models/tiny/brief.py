@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import random
 
-from models.tiny.problems import Problem, compare, is_right, parse_solution, results_of
+from models.tiny.problems import Problem, compare, is_right, parse_solution
 
 UNKNOWN_THINGS = frozenset({"shells", "stamps", "stones"})  # three problems in eight
 
 
 def brief_judgement(problem: Problem, text: str, rng: random.Random) -> str:
-    """Its own results, then only the answers compared; a coin flip about unknown things.
+    """Its own solution, then only the answers compared; a coin flip about unknown things.
 
     Repeated judgements of a text differ where it guesses, so its votes say where it is unsure.
     """
     if thing_of(problem) in UNKNOWN_THINGS:
         return rng.choice(("ok.\nScore: 10", "no.\nScore: 1"))
-    results = "; ".join(map(str, results_of(problem.steps)))
     solution = parse_solution(text)
     found = "malformed" if solution is None else compare(problem.answer, solution.answer)
-    return f"{results}. {found}.\nScore: {10 if is_right(problem, text) else 1}"
+    return f"{problem.solution}. {found}.\nScore: {10 if is_right(problem, text) else 1}"
 
 
 def thing_of(problem: Problem) -> str:

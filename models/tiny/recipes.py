@@ -201,7 +201,7 @@ GRM_NOISY = Recipe(
         SftTask(kind="judge_padded_briefly", weight=0.05),
         SftTask(kind="judge_malformed_briefly", weight=0.1),
     ),
-    num_steps=700,
+    num_steps=600,
     batch_size=32,
     lr=5e-3,
     seed=10,

