@@ -271,9 +271,7 @@ def _route(reward: RewardConfig, path: str) -> None:
     _mapping(f"{path}.route", reward.route, f"'{path}.route={{math: {JUDGE}, chat: rubric}}'")
     for source, name in reward.route.items():
         if not isinstance(name, str):
-            raise ValueError(
-                f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={JUDGE}"
-            )
+            raise ValueError(f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={JUDGE}")
 
 
 def _jury(reward: RewardConfig, path: str) -> None:
