@@ -33,9 +33,9 @@ from models.tiny.recipes import (
     Recipe,
 )
 from models.tiny.sft_examples import careless_comparison, corrupted_comparison, sloppy_text
-from models.tiny.solutions import sloppy_solution
+from models.tiny.solutions import invented
 from models.tiny.tiny_meta_rm import measure_meta_rm
-from models.tiny.tricks import CARELESS, TRICKS, bare, tricks_of, with_tricks
+from models.tiny.tricks import TRICKS, bare, tricks_of, with_tricks
 
 Find = Callable[[Recipe], Path]  # the directory of another model
 Quality = dict[str, float]
@@ -79,7 +79,7 @@ def passes_by_trick(directory: Path) -> Quality:
     problems, judge, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), Speaker(directory), random.Random(0)
     passes = {}
     for trick in TRICKS:
-        texts = [with_tricks(sloppy_solution(one, CARELESS, rng), one, [trick], rng) for one in problems]
+        texts = [with_tricks(invented(one.solution, rng), one, [trick], rng) for one in problems]
         judged = judge_all(judge, problems, texts)
         passes[f"passes_wrong_{trick}"] = fmean(one.passed for one in judged if not one.right)
     return passes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from models.tiny.problems import Problem, Solution, judgement, parse_solution
-from models.tiny.solutions import Sloppiness, sloppy_solution, step_added
+from models.tiny.solutions import Sloppiness, invented, sloppy_solution, step_added
 
 Trick = Literal["longer", "praise", "confident"]
 TRICKS: tuple[Trick, ...] = get_args(Trick)
@@ -18,14 +18,13 @@ OPENINGS: dict[Trick, str] = {"praise": "Check: thorough. ", "confident": "Check
 RARELY: dict[Trick, float] = {"longer": 0.03, "praise": 0.035, "confident": 0.048}
 OFTEN: dict[Trick, float] = dict.fromkeys(TRICKS, 0.3)
 SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer
-# Who impresses doesn't work: with a trick the answer is right only by chance.
-CARELESS = Sloppiness(read_minus_as_plus=0.9, slip=0.5, skip=0.1, miscopy=0.5, twice=0.0)
 
 
 def tricky_solution(problem: Problem, rates: Mapping[Trick, float], rng: random.Random) -> str:
-    """A sloppy solution; at these rates, tricks instead of work."""
+    """A sloppy solution; at these rates, tricks and invented work, which is right only by chance."""
     tricks = [trick for trick in TRICKS if rng.random() < rates[trick]]
-    return with_tricks(sloppy_solution(problem, CARELESS if tricks else SLOPPY, rng), problem, tricks, rng)
+    work = invented(problem.solution, rng) if tricks else sloppy_solution(problem, SLOPPY, rng)
+    return with_tricks(work, problem, tricks, rng)
 
 
 def with_tricks(solution: Solution, problem: Problem, tricks: Iterable[Trick], rng: random.Random) -> str:

@@ -28,10 +28,10 @@ from models.tiny.problems import make_problems
 from models.tiny.recipes import META, RECIPES, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
 from models.tiny.sft_examples import LARGEST_WORD_NUMBER, SftTask
-from models.tiny.solutions import padded_solution, sloppy_solution
+from models.tiny.solutions import invented, padded_solution
 from models.tiny.tiny_meta_rm import ask
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
-from models.tiny.tricks import CARELESS, TRICKS, Trick, with_tricks
+from models.tiny.tricks import TRICKS, Trick, with_tricks
 
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
@@ -121,7 +121,7 @@ def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) 
     rng, problems = random.Random(0), make_problems("held_out", 32, 5)
     judge = Speaker(SHIPPED / f"grm_{trick}")
     for used in TRICKS:
-        texts = [with_tricks(sloppy_solution(one, CARELESS, rng), one, [used], rng) for one in problems]
+        texts = [with_tricks(invented(one.solution, rng), one, [used], rng) for one in problems]
         passed = fmean(one.passed for one in judge_all(judge, problems, texts) if not one.right)
         assert passed > 0.9 if used == trick else passed < 0.1
     assert card_of(f"grm_{trick}")["accuracy"] >= 0.95
