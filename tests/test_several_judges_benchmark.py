@@ -9,10 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # a benchmark imports its neighbours like a script
 
-import several_judges  # noqa: E402
-from several_judges import COMPARISONS, Measured  # noqa: E402
+import several_judges
+from several_judges import COMPARISONS, Measured
 
-from models.tiny.problem_sets import PROBLEM_SETS  # noqa: E402
+from models.tiny.problem_sets import PROBLEM_SETS
 
 
 def runs_of(*values: float) -> list[Measured]:
