@@ -79,7 +79,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
             "mt_bench": "rating",
             "prometheus2": "result",
             "selene": "bold_result",
-            "ce_rm": "boxed_halves",
+            "ce_rm": "overall_boxed",
         },
         early_stops=("relaxed",),
     ),

@@ -23,10 +23,10 @@ PARSERS = PathTable(
         "result": "RESULT", "result_letter": "RESULT_LETTER",
         "bold_result": "BOLD_RESULT", "bold_result_letter": "BOLD_RESULT_LETTER",
         "choice_field": "CHOICE_FIELD", "ranking_field": "RANKING_FIELD", "ranking_box": "RANKING_BOX",
-        "boxed_halves": "BOXED_HALVES",
+        "overall_boxed": "OVERALL_BOXED",
     },
 )  # fmt: skip
-ONE_SCORE = ("score_line", "rating", "result", "bold_result", "boxed_halves")  # parsers of one score
+ONE_SCORE = ("score_line", "rating", "result", "bold_result", "overall_boxed")  # parsers of one score
 TWO_SCORES = (  # parsers of the better one of two responses
     "letter", "letter_or_tie", "answer_letter", "result_letter", "bold_result_letter",
     "choice_field", "ranking_field", "ranking_box",

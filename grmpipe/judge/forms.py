@@ -90,7 +90,8 @@ BOXED = Form(line=boxed, closings=("$$", "\\]"))
 
 PROSE = r"[^<> \t\r\n][^\n]*"  # no quotation, no tag
 PROSE_WITHOUT_BRACKETS = r"(?:[^\[<> \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
-PROSE_WITHOUT_BOX = r"[^\\<> \t\r\n][^\\\n]*"
+BEFORE_OVERALL = r"(?:[^\\<> \t\r\n][^\\\n]*)?"  # without a box
+AFTER_OVERALL = r"[^\\\n]{0,80}"
 THOUGHT_AND_ITS_END = r"(?:[^> \t\r\n][^\n]*)?</think>[ \t]*"
 SPACE = r"[ \t]*"
 JSON_ENDS = ("}\n```", "}", "```")  # the longest first
@@ -157,6 +158,11 @@ def boxed_score(number: str, scale: Scale, num_scores: int) -> str:
     return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
 
 
+def overall_boxed(number: str, scale: Scale, num_scores: int) -> str:
+    r"""The pattern of `Overall score: $\boxed{7.5}$`, in any words: boxes of single criteria stand before it."""
+    return rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{boxed_score(number, scale, num_scores)}"
+
+
 def by_letter(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     """The better response gets the highest score and the other one the lowest; in a tie both get the lowest."""
     return {"A": (scale.high, scale.low), "B": (scale.low, scale.high), "C": (scale.low, scale.low)}[found[0]]
@@ -180,4 +186,4 @@ BOLD_RESULT_LETTER = Form(line=bold_result_letter, num_scores=2, scores_of=by_le
 CHOICE_FIELD = Form(line=choice_field, closings=JSON_ENDS, num_scores=2, scores_of=by_letter)
 RANKING_FIELD = Form(line=ranking_field, closings=JSON_ENDS, num_scores=2, scores_of=by_ranking)
 RANKING_BOX = Form(line=boxed_score, closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking)
-BOXED_HALVES = Form(line=boxed_score, lead=PROSE_WITHOUT_BOX, num_scores=1, halves=True, scores_of=decimals)
+OVERALL_BOXED = Form(line=overall_boxed, num_scores=1, halves=True, scores_of=decimals)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
+from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
 from models.types import Message
 
-SHIPPED = sorted(SHIPPED_TEMPLATES)
+PUBLIC = {path.stem for path in TEMPLATES.glob("*.jinja") if "set markers" in path.read_text(encoding="utf-8")}
+SHIPPED = sorted(set(SHIPPED_TEMPLATES) - PUBLIC)  # those with a fence
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 BARE = Prompt(
     prompt_id="p", messages=(Message(role="user", content="Q"),), reference="R", rubric=(Criterion(text="C"),)
