@@ -10,6 +10,8 @@ user message. `{% set markers = [...] %}` declares a model's own markers, as reg
 
 from __future__ import annotations
 
+import contextlib
+
 from collections.abc import Mapping
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes
@@ -72,10 +74,10 @@ def declares_markers(node: nodes.Node) -> bool:
 def markers_in(label: str, node: nodes.Node) -> list[str]:
     """The expressions of `{% set markers = ["...", ...] %}`."""
     assert isinstance(node, nodes.Assign)
-    try:
-        declared = node.node.as_const()
-    except nodes.Impossible:
-        declared = None
+    declared: object = None
+    if isinstance(node.node, nodes.Expr):
+        with contextlib.suppress(nodes.Impossible):  # it isn't a constant
+            declared = node.node.as_const()
     if not isinstance(declared, list) or not declared or not all(isinstance(one, str) for one in declared):
         raise ValueError(f'{label}: markers must be a list of regular expressions, such as ["</?answer>"]')
     return declared

@@ -37,7 +37,8 @@ ONE = sorted(FORMS)  # what can hold one score
 PAIRS = sorted(set(PARSERS) - set(ONE))
 PAIR_PIECES = (
     "[[A]]", "[[B]]", "[[C]]", "[", "<answer>", "</answer>", "[RESULT] ", "A", "B.", "**Result:** ",
-    '{"Choice": "Model A"}', '"Choice": "[Model B]"', '"ranking": 2', "{", "}", "```", "\\boxed{2}", "[The End of Ranking Score]", "</think>",
+    '{"Choice": "Model A"}', '"Choice": "[Model B]"', '"ranking": 2', "{", "}", "```", "\\boxed{2}",
+    "[The End of Ranking Score]", "</think>",
     "<think>", "> ", "\n", " ", "fine ",
 )  # fmt: skip
 
