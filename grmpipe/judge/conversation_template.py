@@ -11,7 +11,6 @@ user message. `{% set markers = [...] %}` declares a model's own markers, as reg
 from __future__ import annotations
 
 import contextlib
-
 from collections.abc import Mapping
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes

@@ -54,7 +54,7 @@ GOLDEN = {
     "rm_r1": Golden(
         "<type>Reasoning</type>\n\n<solution>12</solution>\n\n<eval>\n<quote_A>It is 12.</quote_A> is right.\n</eval>",
         {"<answer>[[A]]</answer>": (1, 0), "<answer>[[B]]</answer>": (0, 1)},
-        ("<answer>[[C]]</answer>", "<answer>[[A/B]]</answer>", "<answer>A</answer>", "[[A]]", "<answer>[[A]]</answer> x"),
+        ("<answer>[[C]]</answer>", "<answer>[[A/B]]</answer>", "<answer>A</answer>", "[[A]]"),
     ),
     "rm_r1_distilled": Golden(
         "Let me compute it: 12. So <answer>[[B]]</answer>? No.\n</think>\n\nThe first answer is right.",
