@@ -91,7 +91,7 @@ BOXED = Form(line=boxed, closings=("$$", "\\]"))
 PROSE = r"[^<> \t\r\n][^\n]*"  # no quotation, no tag
 PROSE_WITHOUT_BRACKETS = r"(?:[^\[<> \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
 BEFORE_OVERALL = r"(?:[^\\<> \t\r\n][^\\\n]*)?"  # without a box
-AFTER_OVERALL = r"[^\\\n]{0,80}"
+AFTER_OVERALL = r"[^\\$\n]{0,32}"
 THOUGHT_AND_ITS_END = r"(?:[^> \t\r\n][^\n]*)?</think>[ \t]*"
 SPACE = r"[ \t]*"
 JSON_ENDS = ("}\n```", "}", "```")  # the longest first

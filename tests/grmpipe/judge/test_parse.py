@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.judge_tables import PARSERS
+from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
 from grmpipe.judge.parse import Parser, parser_named, scores_of
 from grmpipe.judge.prompt import fenced
 from models.types import Completion, FinishReason, VersionSpan
@@ -257,7 +257,21 @@ def test_what_stands_before_the_verdict_does_not_change_it(noise: str, score: in
 
 
 @pytest.mark.parametrize(
-    "filling", ["*", " ", "_ ", "\n", "</think>", "<think>\n", "score ", "Score: 7 ", "\\boxed{7} "]
+    "filling",
+    [
+        "*",
+        " ",
+        "_ ",
+        "\n",
+        "</think>",
+        "<think>\n",
+        "score ",
+        "Score: 7 ",
+        "\\boxed{7} ",
+        "overall ",
+        "[[A]] ",
+        "[RESULT] ",
+    ],
 )
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
@@ -271,7 +285,7 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
         f"\\boxed{{7}}{long}x",
         f"score is{long}x",
     ):
-        parser_named(name)(text, 1, Scale())
+        parser_named(name)(text, 2 if name in TWO_SCORES else 1, Scale())
     assert time.perf_counter() - started_s < 0.5
 
 
