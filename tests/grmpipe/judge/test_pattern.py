@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -47,8 +48,9 @@ def matches(name: str, scale: Scale, text: str) -> bool:
     return re.fullmatch(judgement_pattern(name, scale, 1), text) is not None
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(
+    ("name", "scale"), [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in ONE)]
+)
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
     @given(st.from_regex(judgement_pattern(name, scale, 1), fullmatch=True))
     def holds(text: str) -> None:
@@ -78,6 +80,7 @@ def test_of_two_responses_it_lets_a_text_through_exactly_where_it_parses(name: s
     scale = Scale(low=1, high=6)
     pattern = judgement_pattern(name, scale, 2)
 
+    @settings(max_examples=40)
     @given(st.lists(st.sampled_from(PAIR_PIECES), max_size=8).map("".join) | st.from_regex(pattern, fullmatch=True))
     def holds(text: str) -> None:
         assert (re.fullmatch(pattern, text) is not None) == (parser_named(name)(text, 2, scale) != "unparseable")
