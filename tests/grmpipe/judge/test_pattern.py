@@ -52,6 +52,7 @@ def matches(name: str, scale: Scale, text: str) -> bool:
     ("name", "scale"), [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in ONE)]
 )
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
+    @settings(max_examples=50)
     @given(st.from_regex(judgement_pattern(name, scale, 1), fullmatch=True))
     def holds(text: str) -> None:
         assert parser_named(name)(text, 1, scale) != "unparseable"
@@ -129,6 +130,7 @@ def test_it_holds_back(name: str, text: str) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("num_scores", [2, 4])
 def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores: int, scale: Scale) -> None:
+    @settings(max_examples=50)
     @given(st.from_regex(judgement_pattern("boxed", scale, num_scores), fullmatch=True))
     def holds(text: str) -> None:
         assert parser_named("boxed")(text, num_scores, scale) != "unparseable"
