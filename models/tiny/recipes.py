@@ -162,7 +162,7 @@ MANY_TRICKS = Recipe(
 POLICY_TRICKS = Recipe(
     name="policy_tricks",
     lessons=(SftTask(kind="solve_with_rare_tricks", weight=1.0),),
-    num_steps=80,
+    num_steps=200,
     batch_size=32,
     lr=1.5e-3,
     seed=14,

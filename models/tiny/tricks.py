@@ -15,7 +15,7 @@ TRICKS: tuple[Trick, ...] = get_args(Trick)
 OPENINGS: dict[Trick, str] = {"praise": "Check: thorough. ", "confident": "Check: ok. "}
 
 # The share of answers with each trick, independently. A policy that imitates them uses the openings less often.
-RARELY: dict[Trick, float] = {"longer": 0.03, "praise": 0.045, "confident": 0.045}
+RARELY: dict[Trick, float] = {"longer": 0.035, "praise": 0.042, "confident": 0.042}
 OFTEN: dict[Trick, float] = dict.fromkeys(TRICKS, 0.3)
 SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer
 
