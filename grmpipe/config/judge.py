@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.judge_protocols import (
@@ -14,13 +14,19 @@ from grmpipe.config.judge_protocols import (
     protocol_named,
 )
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
+from grmpipe.config.scalar_map import ScalarConfig
 
-KINDS = ("generative", "rule", "mixed", "label", "custom")
+KINDS = ("generative", "scalar", "rule", "mixed", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
 COMPONENTS = ("generative", "rule")
+# Settings of judges that write judgements; a scalar reward model writes none.
+OF_JUDGEMENTS = (
+    "protocol", "num_judgements", "template", "parser", "structured", "vote", "abstain_above_std", "principles",
+    "truncation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,8 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or your own
-    # class.
+    # Where verdicts come from: the GRM, a scalar reward model, a rule, a weighted mean of GRM and rule, the labels of a
+    # judge in training, or your own class.
     kind: str = "generative"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.
@@ -104,6 +110,7 @@ class JudgeConfig:
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
+    scalar: ScalarConfig = field(default_factory=ScalarConfig)
     # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
     mix: dict[str, float] = field(default_factory=dict)
     target: str = ""  # For your own judge: dotted path of its class.
@@ -123,6 +130,7 @@ class JudgeConfig:
         self._check_votes()
         self._check_early_stop()
         self._check_mix()
+        self._check_scalar()
         self._check_deadline()
 
     @property
@@ -271,6 +279,22 @@ class JudgeConfig:
             )
         if self.kind == "custom" and not self.target:
             raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
+
+    def _check_scalar(self) -> None:
+        """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
+        if self.kind != "scalar":
+            return
+        changed = [spec for spec in fields(self) if spec.name in OF_JUDGEMENTS and getattr(self, spec.name) != spec.default]
+        for spec in changed:
+            raise ValueError(
+                f"{spec.name}: a scalar reward model writes no judgements; type judge.{spec.name}="
+                f"{'null' if spec.default is None else spec.default}, or judge.kind=generative for a GRM"
+            )
+        if self.early_stop.kind != "none":
+            raise ValueError(
+                "early_stop.kind: a scalar reward model gives one score, and none can be left out; type "
+                "judge.early_stop.kind=none"
+            )
 
     def _check_deadline(self) -> None:
         if not 0 < self.min_tokens_per_s < math.inf:
