@@ -284,7 +284,9 @@ class JudgeConfig:
         """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
         if self.kind != "scalar":
             return
-        changed = [spec for spec in fields(self) if spec.name in OF_JUDGEMENTS and getattr(self, spec.name) != spec.default]
+        changed = [
+            spec for spec in fields(self) if spec.name in OF_JUDGEMENTS and getattr(self, spec.name) != spec.default
+        ]
         for spec in changed:
             raise ValueError(
                 f"{spec.name}: a scalar reward model writes no judgements; type judge.{spec.name}="

@@ -178,8 +178,6 @@ META = MetaRmRecipe(
 )
 
 # Reads the answer itself and writes nothing: a Bradley-Terry model's place beside the GRMs.
-REWARD_MODEL = RewardModelRecipe(
-    name="reward_model", parent=GRM, num_steps=1200, batch_size=48, lr=2e-3, seed=14
-)
+REWARD_MODEL = RewardModelRecipe(name="reward_model", parent=GRM, num_steps=1200, batch_size=48, lr=2e-3, seed=14)
 
 RECIPES: dict[str, AnyRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META, REWARD_MODEL)}

@@ -132,7 +132,9 @@ class OpenAIEngine:
     def _finish_reason(self, answer: ChatAnswer) -> FinishReason:
         finish = answer.finish_reason
         if answer.refusal or finish == "content_filter":
-            raise EngineRefused(self._client.clean(f"{self._client.host} filtered it: {answer.refusal[:500] or finish}"))
+            raise EngineRefused(
+                self._client.clean(f"{self._client.host} filtered it: {answer.refusal[:500] or finish}")
+            )
         if finish not in FINISH_REASONS:
             known = ", ".join(FINISH_REASONS)
             said = f"finish_reason {finish[:100]!r}" if finish else "no finish_reason"

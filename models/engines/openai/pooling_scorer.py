@@ -76,9 +76,7 @@ class PoolingScorer:
             return self._score(await self._client.post(self._url, body, size, priority))
 
         body = {"model": self._model_path, "input": list(token_ids), **self._route.fields, **self._extra_body}
-        size = RequestSize(
-            expected_tokens=len(token_ids), most_tokens=2 * len(token_ids), max_bytes=MAX_ANSWER_BYTES
-        )
+        size = RequestSize(expected_tokens=len(token_ids), most_tokens=2 * len(token_ids), max_bytes=MAX_ANSWER_BYTES)
         return await self._client.retried(f"score{next(self._request_ids)}", priority, attempt)
 
     async def close(self) -> None:

@@ -18,7 +18,8 @@ from models.tiny.resolve import SHIPPED
 from models.types import Completion, EngineDied, EngineRefused, Message, VersionSpan
 
 PROMPT = Prompt(
-    prompt_id="p", messages=(Message(role="system", content="Be brief."), Message(role="user", content="What is 6 x 2?"))
+    prompt_id="p",
+    messages=(Message(role="system", content="Be brief."), Message(role="user", content="What is 6 x 2?")),
 )
 ANSWER = rollout_of_text("g", 0, "12")
 
@@ -61,7 +62,9 @@ def two_turns() -> Rollout:
         span = VersionSpan(model="policy", version=0, start=0, end=1)
         completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", versions=(span,))
         return Turn(
-            prompt_ids=(), completion=completion, replies=tuple(Message(role="user", content=reply) for reply in replies)
+            prompt_ids=(),
+            completion=completion,
+            replies=tuple(Message(role="user", content=reply) for reply in replies),
         )
 
     turns = (turn("Is it 11?", "No.", "Again!"), turn("It is 12."))
@@ -173,7 +176,10 @@ def test_no_more_conversations_are_in_flight_than_allowed(renderer: Renderer) ->
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"num_judgements": 4}, "^num_judgements: a scalar reward model writes no judgements; type judge.num_judgements=1"),
+        (
+            {"num_judgements": 4},
+            "^num_judgements: a scalar reward model writes no judgements; type judge.num_judgements=1",
+        ),
         ({"template": "pointwise"}, "^template: .* type judge.template=tiny"),
         ({"abstain_above_std": 2.0}, "^abstain_above_std: .* type judge.abstain_above_std=null"),
         ({"vote": "median"}, "^vote: .* type judge.vote=mean"),
