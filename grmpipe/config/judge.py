@@ -284,10 +284,9 @@ class JudgeConfig:
         """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
         if self.kind != "scalar":
             return
-        changed = [
-            spec for spec in fields(self) if spec.name in OF_JUDGEMENTS and getattr(self, spec.name) != spec.default
-        ]
-        for spec in changed:
+        for spec in fields(self):
+            if spec.name not in OF_JUDGEMENTS or getattr(self, spec.name) == spec.default:
+                continue
             raise ValueError(
                 f"{spec.name}: a scalar reward model writes no judgements; type judge.{spec.name}="
                 f"{'null' if spec.default is None else spec.default}, or judge.kind=generative for a GRM"

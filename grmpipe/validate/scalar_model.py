@@ -54,11 +54,15 @@ def find_remote_scalar_model(role: str, key: str, options: ModelConfig, engine: 
 
 def check_one_label(directory: str) -> None:
     """Raises ValueError (`path: ...`) for a model without a head of one number, or one that can't be packed."""
-    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.packed_check import unpackable  # late: seconds, which few runs need
     from models.lm.scalar_head import outline_scalar_head, scalar_config
 
     scalar_config(directory)
-    check_packable(outline_scalar_head(directory), directory)
+    if (why := unpackable(outline_scalar_head(directory))) is not None:
+        raise ValueError(
+            f"path: {directory!r} can't be scored here: {why}; serve it with vLLM or SGLang and type engine=openai for "
+            "it, or give a reward model of Llama, Mistral, Qwen2 or Qwen3"
+        )
 
 
 def load_renderer(directory: str, options: ModelConfig) -> Renderer:

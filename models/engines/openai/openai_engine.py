@@ -130,15 +130,13 @@ class OpenAIEngine:
         raise BusyError(cause)
 
     def _finish_reason(self, answer: ChatAnswer) -> FinishReason:
-        finish = answer.finish_reason
+        finish, host = answer.finish_reason, self._client.host
         if answer.refusal or finish == "content_filter":
-            raise EngineRefused(
-                self._client.clean(f"{self._client.host} filtered it: {answer.refusal[:500] or finish}")
-            )
+            raise EngineRefused(self._client.clean(f"{host} filtered it: {answer.refusal[:500] or finish}"))
         if finish not in FINISH_REASONS:
             known = ", ".join(FINISH_REASONS)
             said = f"finish_reason {finish[:100]!r}" if finish else "no finish_reason"
-            raise EngineRefused(self._client.clean(f"{self._client.host} ended an answer with {said}; known: {known}"))
+            raise EngineRefused(self._client.clean(f"{host} ended an answer with {said}; known: {known}"))
         return FINISH_REASONS[finish]
 
 

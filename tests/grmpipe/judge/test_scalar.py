@@ -178,7 +178,7 @@ def test_no_more_conversations_are_in_flight_than_allowed(renderer: Renderer) ->
     [
         (
             {"num_judgements": 4},
-            "^num_judgements: a scalar reward model writes no judgements; type judge.num_judgements=1",
+            "^num_judgements: a scalar reward model writes no .* type judge.num_judgements=1",
         ),
         ({"template": "pointwise"}, "^template: .* type judge.template=tiny"),
         ({"abstain_above_std": 2.0}, "^abstain_above_std: .* type judge.abstain_above_std=null"),
