@@ -12,8 +12,8 @@ MAPS = ("sigmoid", "linear")
 class ScalarConfig:
     """How the raw score of a scalar reward model becomes a reward from 0 to 1, and how it is batched."""
 
-    # sigmoid: the probability that a Bradley-Terry model gives; linear: a straight line from low to high, cut off at
-    # both.
+    # Curve: the probability that a Bradley-Terry model gives (sigmoid), or a straight line from low to high, cut off at
+    # both (linear).
     map: str = "sigmoid"
     center: float = 0.0  # [raw score] For sigmoid: raw score of reward 0.5.
     # [raw score] For sigmoid: raw scores per unit of its argument; larger keeps scores apart that are far from center.
