@@ -66,6 +66,8 @@ class JudgeConfig:
     # Where verdicts come from: the GRM, a scalar reward model, a rule, a weighted mean of GRM and rule, the labels of a
     # judge in training, or your own class.
     kind: str = "generative"
+    # Model that is asked: the role grm, or a name in grms.
+    model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.
     protocol: str = DEFAULT_PROTOCOL

@@ -12,6 +12,7 @@ from grmpipe.judge.markup import Markup
 from models.types import ChatEngine, Completion, Engine, Message, RequestContext, SamplingParams
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
+from scheduler.stage import BusyMeter
 
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
@@ -37,6 +38,11 @@ class Grm(Protocol):
     name: str
     context_tokens: int
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one request in flight."""
+        ...
+
     def shown(self, text: str) -> str:
         """A text of the policy, escaped as this GRM's prompts need it."""
         ...
@@ -52,7 +58,26 @@ class Grm(Protocol):
         ...
 
 
-class LocalGrm:
+class MeteredGrm:
+    """What both kinds of GRM have in common: the time in which they are asked."""
+
+    def __init__(self, name: str, context_tokens: int) -> None:
+        self.name = name
+        self.context_tokens = context_tokens
+        self._meter: BusyMeter | None = None
+
+    @property
+    def busy_s(self) -> float:
+        return self._meter.busy_s if self._meter is not None else 0.0
+
+    def _in_flight(self) -> BusyMeter:
+        """Context around a request. The meter needs the event loop, and so begins with the first request."""
+        if self._meter is None:
+            self._meter = BusyMeter()
+        return self._meter
+
+
+class LocalGrm(MeteredGrm):
     """A GRM on an engine of this run, which may be a router of many. Token ids are made here.
 
     clock: times its answers; stands still while all its engines are being replaced.
@@ -61,8 +86,7 @@ class LocalGrm:
     def __init__(
         self, name: str, engine: Engine, renderer: PromptRenderer, context_tokens: int, clock: ActiveClock | None = None
     ) -> None:
-        self.name = name
-        self.context_tokens = context_tokens
+        super().__init__(name, context_tokens)
         self._engine = engine
         self._renderer = renderer
         self._clock = clock
@@ -78,10 +102,11 @@ class LocalGrm:
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
-        return await self._engine.generate(prompt.token_ids, params, context)
+        with self._in_flight():
+            return await self._engine.generate(prompt.token_ids, params, context)
 
 
-class RemoteGrm:
+class RemoteGrm(MeteredGrm):
     """A GRM behind an endpoint. It takes messages, and returns a text and a count of tokens.
 
     context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
@@ -89,8 +114,7 @@ class RemoteGrm:
     """
 
     def __init__(self, name: str, engine: ChatEngine, context_tokens: int, events: EventSink, markup: Markup) -> None:
-        self.name = name
-        self.context_tokens = context_tokens
+        super().__init__(name, context_tokens)
         self._engine = engine
         self._events = events
         self._markup = markup
@@ -107,7 +131,8 @@ class RemoteGrm:
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        completion = await self._engine.chat((Message(role="user", content=prompt.text),), params, context)
+        with self._in_flight():
+            completion = await self._engine.chat((Message(role="user", content=prompt.text),), params, context)
         num_tokens = completion.num_tokens
         self._events.span(self.name, context.role, start_s, clock(), request=context.request_id, num_tokens=num_tokens)
         return completion

@@ -147,7 +147,7 @@ class PipelineState:
     in_flight: Mapping[int, str] = field(default_factory=dict)  # prompt index -> group_id
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
-    judge_version: int = 0  # of a judge that trains in the same run
+    judge_version: int = 0  # optimizer steps of the models that judge and train in the same run
     num_resampled: int = 0  # zero-advantage groups dropped since the last step
 
 

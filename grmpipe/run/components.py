@@ -10,7 +10,7 @@ from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
-from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
 from grmpipe.types import Prompt, Rollout
@@ -20,7 +20,7 @@ from scheduler.clock import ActiveClock
 
 
 def make_parts(
-    prepared: Prepared, running: RunComponents, observers: Observers, cotraining: CoTraining | None = None
+    prepared: Prepared, running: RunComponents, observers: Observers, cotrainings: CoTrainings
 ) -> PipelineComponents:
     """The components of the policy's pipeline."""
     learners = Learners(
@@ -29,7 +29,7 @@ def make_parts(
         engines=running.policy,
         critic=running.critic,
         share=running.maintenance.share,
-        cotraining=cotraining,
+        cotrainings=cotrainings,
     )
     return compose(
         prepared.config,
@@ -68,7 +68,6 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         pass_score=pass_score_of(prepared.config),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
-        scale=prepared.config.judge.scale if prepared.config.judge.kind == "mixed" else None,
     )
 
 

@@ -16,7 +16,6 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.labels import LabelReward, rule_of
-from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
@@ -42,7 +41,7 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
-    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed)
+    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed)
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
@@ -68,9 +67,6 @@ def make_judge(workload: Workload, grm: Router | None, kind: str, driver: Simula
         return PointwiseAdapter(RuleJudge(config.judge.rule, config.judge.scale))
     if kind == "label":
         return PointwiseAdapter(LabelReward(rule_of(config.judge)))
-    if kind == "mixed":
-        mix = config.judge.mix.items()
-        return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
     assert grm is not None, "an external GRM can't be simulated"
     here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
     return GenerativeJudge(here, config.judge, config.seed)
