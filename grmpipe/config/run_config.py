@@ -295,6 +295,11 @@ class RunConfig:
             key = key_of_judge(name)
             if judge.kind == "custom":
                 raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
+            if judge.kind == "scalar":
+                raise ValueError(
+                    f"{key}.kind: task=simulate doesn't model a scalar reward model, whose work is small compared with "
+                    f"a GRM's; to see the rest type {key}=rule"
+                )
             if name in self.judging.generative and judge.protocol_kind.scores != "responses":
                 raise ValueError(
                     f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
@@ -419,7 +424,8 @@ class RunConfig:
         asks_critic = self.critic.enabled and self.task != "evaluate"
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic
-        return (POLICY, "learner", *self.judging.local_roles, *learners, *more)
+        judging = (*self.judging.local_roles, *self.judging.scorer_roles)
+        return (POLICY, "learner", *judging, *learners, *more)
 
 
 def roles_with(grms: Collection[str]) -> tuple[str, ...]:

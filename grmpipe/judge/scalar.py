@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from grmpipe.config.judge import JudgeConfig
@@ -30,28 +31,30 @@ class ConversationRenderer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarModel:
+    """A scalar reward model that judges ask, here or behind an endpoint. context_tokens: its window; 0 if unknown."""
+
+    scorer: Scorer
+    renderer: ConversationRenderer
+    context_tokens: int
+
+
 class ScalarJudge:
-    """Judges a rollout by the raw score of its conversation. Sends at most `judge.max_concurrency` at once.
+    """Judges a rollout by the raw score of its conversation. Sends at most `judge.max_concurrency` at once."""
 
-    context_tokens: the context window of the model behind `scorer`; 0 if unknown.
-    """
-
-    def __init__(
-        self, scorer: Scorer, renderer: ConversationRenderer, context_tokens: int, config: JudgeConfig
-    ) -> None:
-        self._scorer = scorer
-        self._renderer = renderer
-        self._context_tokens = context_tokens
+    def __init__(self, model: ScalarModel, config: JudgeConfig) -> None:
+        self._model = model
         self._config = config
         self._places = PrioritySemaphore(config.max_concurrency)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            token_ids = self._renderer.render_whole(tuple(conversation(prompt, rollout)))
+            token_ids = self._model.renderer.render_whole(tuple(conversation(prompt, rollout)))
         except ValueError as error:  # a template may refuse some order of roles
             return refused(f"prompt {prompt.prompt_id}: {error}")
-        if 0 < self._context_tokens < len(token_ids):
-            detail = f"a conversation of {len(token_ids)} tokens; the reward model reads {self._context_tokens}"
+        if 0 < self._model.context_tokens < len(token_ids):
+            detail = f"a conversation of {len(token_ids)} tokens; the reward model reads {self._model.context_tokens}"
             return failure(unasked("too_long", detail))
         raw_score = await self._raw_score(token_ids, priority)
         return failure(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
@@ -59,7 +62,7 @@ class ScalarJudge:
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
             async with self._places.enter(priority), asyncio.timeout(self._config.timeout_s):
-                raw_score = await self._scorer.score(token_ids, priority)
+                raw_score = await self._model.scorer.score(token_ids, priority)
         except TimeoutError:
             return failed("timeout", 0, f"no score within {self._config.timeout_s:g} s")
         except EngineRefused as error:

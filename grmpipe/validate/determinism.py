@@ -41,6 +41,10 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
     for name, judge in config.judging.generative.items():
         yield from refused_judging(key_of_judge(name), judge)
+    for name, judge in config.judging.scalar.items():
+        if judge.scalar.max_batch_tokens > 1:
+            key = f"{key_of_judge(name)}.scalar.max_batch_tokens"
+            yield f"a reward model scores together what arrives together; type {key}=1"
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 

@@ -11,7 +11,7 @@ import pytest
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.scalar_map import ScalarConfig
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
-from grmpipe.judge.scalar import ScalarJudge
+from grmpipe.judge.scalar import ScalarJudge, ScalarModel
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Turn, Verdict
 from models.renderer import Renderer
 from models.tiny.resolve import SHIPPED
@@ -47,7 +47,8 @@ def renderer() -> Renderer:
 def judged(
     renderer: Renderer, scorer: Fixed, rollout: Rollout = ANSWER, context_tokens: int = 512, **config: object
 ) -> JudgeReport:
-    judge = ScalarJudge(scorer, renderer, context_tokens, JudgeConfig(kind="scalar", **config))  # type: ignore[arg-type]
+    model = ScalarModel(scorer=scorer, renderer=renderer, context_tokens=context_tokens)
+    judge = ScalarJudge(model, JudgeConfig(kind="scalar", **config))  # type: ignore[arg-type]
     (report,) = asyncio.run(judge_group(PointwiseAdapter(judge), PROMPT, [rollout], priority=-3))
     return report
 
@@ -150,7 +151,8 @@ def test_a_template_that_refuses_the_roles_refuses_the_rollout(renderer: Rendere
         def render_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
             raise ValueError("chat_template: it can't render a conversation of system, user, assistant")
 
-    judge = ScalarJudge(Fixed(1.0), Picky(), 0, JudgeConfig(kind="scalar"))
+    model = ScalarModel(scorer=Fixed(1.0), renderer=Picky(), context_tokens=0)
+    judge = ScalarJudge(model, JudgeConfig(kind="scalar"))
     report = asyncio.run(judge.judge(PROMPT, ANSWER))
     assert isinstance(report.verdict, Failed) and report.verdict.cause == "refused"
 
@@ -167,7 +169,8 @@ def test_no_more_conversations_are_in_flight_than_allowed(renderer: Renderer) ->
             self.asked.pop()
             return 0.0
 
-    judge = PointwiseAdapter(ScalarJudge(Counting(0.0), renderer, 0, JudgeConfig(kind="scalar", max_concurrency=2)))
+    model = ScalarModel(scorer=Counting(0.0), renderer=renderer, context_tokens=0)
+    judge = PointwiseAdapter(ScalarJudge(model, JudgeConfig(kind="scalar", max_concurrency=2)))
     rollouts = [rollout_of_text("g", sibling, "12") for sibling in range(6)]
     assert len(asyncio.run(judge_group(judge, PROMPT, rollouts))) == 6
     assert most == 2
