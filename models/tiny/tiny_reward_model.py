@@ -120,6 +120,7 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, problem: Problem, text: str) -
 def loss(model: Qwen3ForSequenceClassification, answers: Sequence[Answer]) -> Tensor:
     longest = max(len(answer.token_ids) for answer in answers)
     pad_id = model.config.pad_token_id
+    assert pad_id is not None, "the tiny tokenizer has a padding token"
     ids_BT = torch.tensor([answer.token_ids + (pad_id,) * (longest - len(answer.token_ids)) for answer in answers])
     scores_B = model(input_ids=ids_BT, attention_mask=torch.ne(ids_BT, pad_id).long()).logits[:, 0]
     return F.binary_cross_entropy_with_logits(scores_B, torch.tensor([float(answer.right) for answer in answers]))
