@@ -135,6 +135,7 @@ class RunConfig:
         self._check_critic()
         self._check_lora()
         self._check_meta()
+        self._check_scalar()
         self._check_simulated()
         if self.judge.kind == "label" or self.trained_grms:
             self._check_labels()
@@ -285,6 +286,14 @@ class RunConfig:
                 "policy.lora.rank: task=train_meta_rm trains all weights of a meta-RM; type policy.lora.rank=0"
             )
 
+    def _check_scalar(self) -> None:
+        """Check that the task knows scalar reward models."""
+        for name in self.judging.scalar if self.task in ("plan", "simulate") else ():
+            raise ValueError(
+                f"{key_of_judge(name)}.kind: task={self.task} doesn't model a scalar reward model, whose work is small "
+                f"compared with a GRM's; to see the rest type {key_of_judge(name)}=rule"
+            )
+
     def _check_simulated(self) -> None:
         """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
         if self.task != "simulate":
@@ -295,11 +304,6 @@ class RunConfig:
             key = key_of_judge(name)
             if judge.kind == "custom":
                 raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
-            if judge.kind == "scalar":
-                raise ValueError(
-                    f"{key}.kind: task=simulate doesn't model a scalar reward model, whose work is small compared with "
-                    f"a GRM's; to see the rest type {key}=rule"
-                )
             if name in self.judging.generative and judge.protocol_kind.scores != "responses":
                 raise ValueError(
                     f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "

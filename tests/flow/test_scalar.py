@@ -77,6 +77,7 @@ def test_a_reward_model_is_measured_against_labels(
         ((*SCALAR, "cotrain.enabled=true"), r"^cotrain\.enabled: there is no local GRM to train"),
         ((*SCALAR, "train.deterministic=true"), r"^train\.deterministic: a reward model scores together what arrives"),
         ((*SCALAR, "task=simulate"), r"^judge\.kind: task=simulate doesn't model a scalar reward model"),
+        ((*SCALAR, "task=plan"), r"^judge\.kind: task=plan doesn't model a scalar reward model"),
         ((*SCALAR, *REMOTE), r"^grm\.engine_options\.tokenizer: no tokenizer of 'org/rm' is here"),
         ((*SCALAR, *REMOTE[:2]), r"^engine\.openai\.api_key_env: "),
     ],
