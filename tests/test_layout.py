@@ -33,6 +33,7 @@ ORDER = [
     "grmpipe/envs",
     "grmpipe/data",
     "grmpipe/judge",
+    "grmpipe/judge/composition",
     "grmpipe/judge/monitor",
     "grmpipe/judge/protocols",
     "grmpipe/pipeline",

@@ -16,12 +16,11 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 from grmpipe.config.scalar_map import ScalarConfig
 
-KINDS = ("generative", "scalar", "rule", "mixed", "label", "custom")
+KINDS = ("generative", "scalar", "rule", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
-COMPONENTS = ("generative", "rule")
 # Settings of judges that write judgements; a scalar reward model writes none.
 OF_JUDGEMENTS = (
     "protocol", "num_judgements", "template", "parser", "structured", "vote", "abstain_above_std", "principles",
@@ -63,10 +62,10 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: the GRM, a scalar reward model, a rule, a weighted mean of GRM and rule, the labels of a
-    # judge in training, or your own class.
+    # Where verdicts come from: a GRM, a scalar reward model, a rule, the labels of a judge in training, or your own
+    # class.
     kind: str = "generative"
-    # Model that is asked: the role grm, or a name in grms.
+    # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.
@@ -113,8 +112,6 @@ class JudgeConfig:
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
     scalar: ScalarConfig = field(default_factory=ScalarConfig)
-    # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
-    mix: dict[str, float] = field(default_factory=dict)
     target: str = ""  # For your own judge: dotted path of its class.
     options: dict[str, Any] = field(default_factory=dict)  # For your own judge: arguments of its class.
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
@@ -131,7 +128,7 @@ class JudgeConfig:
         self._check_template()
         self._check_votes()
         self._check_early_stop()
-        self._check_mix()
+        self._check_target()
         self._check_scalar()
         self._check_deadline()
 
@@ -265,20 +262,7 @@ class JudgeConfig:
                 f"type judge.num_judgements={fewest} or more, or judge.early_stop.kind=none"
             )
 
-    def _check_mix(self) -> None:
-        if self.kind == "mixed" and not self.mix:
-            raise ValueError("mix: is empty; for kind=mixed type +judge.mix={generative:0.8,rule:0.2}")
-        for name, weight in self.mix.items():
-            if name not in COMPONENTS:
-                raise ValueError(f"mix: unknown component {name!r}; known: {', '.join(COMPONENTS)}")
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"mix.{name}: a weight must be above 0, got {weight}; leave out components that don't count"
-                )
-        if self.kind == "mixed" and self.vote == "sum":
-            raise ValueError(
-                "vote: a sum goes from k to 10 k, and can't be mixed with other scores; type judge.vote=mean"
-            )
+    def _check_target(self) -> None:
         if self.kind == "custom" and not self.target:
             raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
 

@@ -66,6 +66,11 @@ class Judging:
         return tuple(role for role in self.roles if self.engine_kind_of(role).outside)
 
     @property
+    def by_policy(self) -> bool:
+        """Whether the policy judges its own rollouts (self-rewarding, arXiv 2401.10020)."""
+        return bool(self.asking(POLICY))
+
+    @property
     def max_concurrency(self) -> int:
         """Most judge tasks in flight."""
         return sum(judge.max_concurrency for judge in self.judges.values())

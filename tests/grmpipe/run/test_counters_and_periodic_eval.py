@@ -76,8 +76,8 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
     step = counters.close_step()
     assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
-    assert (step.asked, step.counted, step.judge_tokens) == (3, 1, 10)
-    assert step.failed == {"unparseable": 1, "timeout": 1}
+    assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
+    assert step.judging.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
     restored.restore(counters.saved())
     restored.rollout(rollout(2, 5))
