@@ -28,6 +28,10 @@ from scheduler.events import NoEvents
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ("+experiment=quickstart", "cluster=inprocess", "tracking=none")
 SCALAR = ("judge=scalar", "grm=tiny_reward_model")
+MIXED = (
+    "+grm@grms.rm=tiny_reward_model", "+judge@judges.rm=scalar", "judges.rm.model=rm", "reward=mix",
+    "reward.mix={judge: 0.5, rm: 0.5}",
+)  # fmt: skip
 REMOTE = ("grm.engine=openai", "grm.path=org/rm", "engine.openai.api_key_env=''")
 
 
@@ -53,6 +57,15 @@ def test_a_policy_trains_on_the_scores_of_a_reward_model(small_run: Callable[...
     assert all("reward/raw_score_std" in line and "reward/scalar_mean" in line for line in files.steps())
     timeline = json.loads((files.run_dir / "timeline.json").read_text())
     assert "grm-0" in {event["args"]["name"] for event in timeline if event["name"] == "thread_name"}
+
+
+def test_a_grm_and_a_reward_model_judge_a_policy_together(small_run: Callable[..., Any]) -> None:
+    files = small_run(*MIXED)
+    files.check_complete(groups=12)
+    assert files.summary["engines_replaced"] == {"policy": 0, "grm": 0, "rm": 0}
+    for step in files.steps():
+        reward = (step["reward/judge_mean"] + step["reward/rm_mean"]) / 2
+        assert step["train/reward"] == pytest.approx(reward, abs=1e-6)
 
 
 def test_a_reward_model_is_measured_against_labels(
