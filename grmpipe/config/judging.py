@@ -50,6 +50,11 @@ class Judging:
         return tuple(role for role in self.scalar_roles if not self.engine_kind_of(role).outside)
 
     @property
+    def asked_roles(self) -> tuple[str, ...]:
+        """All models that judges ask and that aren't the policy."""
+        return (*self.roles, *self.scalar_roles)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The models with engines of their own that judges ask, here or remote."""
         asked = {judge.model for judge in self.generative.values()}
@@ -128,7 +133,7 @@ def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[s
                 f"or reward.judge={name}"
             )
     for role in grms:
-        if role not in (*judging.roles, *judging.scalar_roles):
+        if role not in judging.asked_roles:
             raise ValueError(f"grms.{role}: no judge of this run asks it; type judges.<name>.model={role}")
 
 
@@ -144,7 +149,7 @@ def check_judging(judging: Judging) -> None:
     for name, judge in judging.generative.items():
         for refusal in refusals(key_of_judge(name), judge, judging.engine_kind_of(judge.model)):
             raise ValueError(refusal)
-    for role in (role for role in (*judging.roles, *judging.scalar_roles) if judging.engine_kind_of(role).outside):
+    for role in (role for role in judging.asked_roles if judging.engine_kind_of(role).outside):
         model, key = judging.models[role], key_of_model(role)
         if model.path.startswith("tiny://"):
             raise ValueError(

@@ -37,8 +37,10 @@ def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScal
     for role in config.judging.scalar_roles:
         key, engine = key_of_model(role), resolve_engine(role, config)
         with section(f"{key}."):
-            model = find_scalar_model(role, config, progress) if engine.endpoint is None else None
-            model = model or find_remote_scalar_model(role, config.models[role], engine, progress)
+            if engine.endpoint is None:
+                model = find_scalar_model(role, config, progress)
+            else:
+                model = find_remote_scalar_model(role, config.models[role], engine, progress)
         if engine.endpoint is None:
             check_vocabulary(key, config.models[role], model.renderer)
         else:
