@@ -75,8 +75,9 @@ def test_a_reward_model_is_measured_against_labels(
     run_task(
         composed(*SCALAR, "task=evaluate", "evaluate.path=tiny://judgements", "evaluate.num_items=32", "run_dir=e")
     )
-    final = json.loads((tmp_path / "e" / "summary.json").read_text())["eval"]["final"]
-    assert final["accuracy"] > 0.6
+    subsets = json.loads((tmp_path / "e" / "evaluation.json").read_text())["subsets"]
+    told = [subsets[f"ranked/{kind}"]["judged"] for kind in ("malformed", "padded", "sloppy")]
+    assert all(one["failed_share"] == 0.0 and one["accuracy"] > 0.6 for one in told)
 
 
 @pytest.mark.parametrize(
