@@ -156,9 +156,7 @@ def check_rewards(
     _check_normalised(reward, rewards)
 
 
-def judges_of(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None
-) -> tuple[str, ...]:
+def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None) -> tuple[str, ...]:
     """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections.
 
     source: of a prompt, of which the judges are wanted; None: of any.
