@@ -216,10 +216,7 @@ def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Jud
         "score_length_correlation": correlated(lambda one, _, sibling: one.verdict_scores(scale).get(sibling)),
         "label_length_correlation": correlated(lambda _, item, sibling: float(sibling == item.best)),
     }
-    habits = {
-        name.removeprefix("judge/"): share
-        for name, share in PositionBias().with_judgements(judgements).metrics().items()
-    }
+    habits = PositionBias().with_judgements(judgements).metrics()
     return habits | {name: value for name, value in values.items() if value is not None}
 
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.key_errors import under_key
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
@@ -21,7 +23,7 @@ from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
-from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
+from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge, members_of
 from grmpipe.run.periodic_eval import PeriodicEval
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
@@ -184,13 +186,17 @@ class TrainingRun(Run[Prepared]):
         return self._stats.cotrainings
 
     async def _try_judge(self, running: RunComponents) -> None:
-        """Raises ConfigError for a judge whose answers can't be read."""
+        """Raises ConfigError for a judge whose answers can't be read. Each judge of a composition is tried on its own,
+        because a cascade or a gate may ask it late.
+        """
         prompts = [
             self._prepared.prompts.at(prompt_index)
             for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
         ]
-        if problem := await preflight_judgement(running.judge, self._config.judge, prompts):
-            raise ConfigError(f"judge.{problem}")
+        members = members_of(running.judge)
+        for name, config in self._config.judging.generative.items():
+            if problem := await preflight_judgement(members.get(name, running.judge), config, prompts):
+                raise ConfigError(under_key(f"{key_of_judge(name)}.", problem))
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge = self._config.judge
@@ -213,11 +219,15 @@ class TrainingRun(Run[Prepared]):
         """Call after `_restore`: it continues from the file of metrics."""
         config, judge = self._config, self._config.judge
         assert isinstance(parts.judge_guard, JudgeFitness)
+        generative, members = self._config.judging.generative, members_of(running.judge)
+        learning = {POLICY, *self._config.trained_grms}
+        changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
             judge=running.judge,
+            members=members,
+            frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,
-            compares=judge.protocol_kind.compares,
-            frozen=not running.trainable_grms,
+            compares=any(one.protocol_kind.compares for one in generative.values()),
             scale=(judge.score_min, judge.score_max),
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
