@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.monitor.position_bias import Flips, PositionBias, correlation_within, order_flips
+from grmpipe.judge.monitor.position_bias import (
+    Flips,
+    PositionBias,
+    bias_metrics,
+    correlation_within,
+    order_flips,
+)
 from grmpipe.types import Judgement
 from models.types import Completion
 
@@ -51,6 +57,20 @@ def test_a_hard_question_makes_no_correlation() -> None:
 
 
 def test_habits_add_up_over_reports() -> None:
-    bias_metrics = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
-    bias_metrics = bias_metrics.with_judgements([judgement((0, 1), (5, 5), "other")])
-    assert bias_metrics == PositionBias(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)
+    total = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
+    total = total.with_judgements([judgement((0, 1), (5, 5), "other")])
+    assert total == PositionBias(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)
+
+
+def test_two_judges_that_disagree_flip_no_order() -> None:
+    likes_first = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((0, 1), (9, 1))])
+    likes_second = PositionBias().with_judgements([judgement((1, 0), (9, 1)), judgement((1, 0), (5, 5))])
+    metrics = bias_metrics({"a": likes_first, "b": likes_second})
+    assert (metrics["judge/a/noise_flips_share"], metrics["judge/noise_flips_share"]) == (0.0, 0.0)
+    assert "judge/order_flips_share" not in metrics, "judgements of two judges are no views of one"
+    assert (metrics["judge/b/ties_share"], metrics["judge/ties_share"]) == (0.5, 0.25)
+    assert bias_metrics({"": likes_first}).keys() == {
+        "judge/ties_share",
+        "judge/first_place_share",
+        "judge/noise_flips_share",
+    }
