@@ -130,9 +130,11 @@ class JudgeMonitor:
 
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
         if drift.is_sure and name not in self._drifting:
+            judge, count = f"judge {name}" if name else "judge", len(drift.differences)
             self._report_alarm(
-                f"The judge{name and ' ' + name} has changed: at step {step} its scores of {len(drift.differences)} fixed responses differ by {drift.mean:+.2f} "
-                "on average, under the same seeds, although it isn't trained; is another model behind it?"
+                f"The {judge} has changed: at step {step} its scores of {count} fixed responses differ by "
+                f"{drift.mean:+.2f} on average, under the same seeds, although it isn't trained; is another model "
+                "behind it?"
             )
         self._drifting = self._drifting | {name} if drift.is_sure else self._drifting - {name}
 

@@ -87,7 +87,7 @@ def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     assert all(metrics["judge_monitor/attack_success_share"] > 0 for metrics in measured if metrics)
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert [line["scores"] for line in lines] == [[2.0], [4.0], [7.0]]
-    assert all(line.keys() == {"prompt", "texts", "scores"} for line in lines), "one judge: no scores by judge"
+    assert all(line.keys() == {"prompt", "texts", "scores", "xxh3"} for line in lines), "one judge: no scores by judge"
 
 
 def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path: Path) -> None:
@@ -148,9 +148,7 @@ def test_the_drift_of_one_judge_is_found_and_named_also_after_a_resume(tmp_path:
     assert (metrics["alarm/second/canary_drift"], metrics["alarm/judge/canary_drift"]) == (1.0, 0.0)
     assert metrics["alarm/canary_drift"] == 1.0
     assert scene.alarms[0].startswith("The judge second has changed: at step 2 its scores of 3 fixed responses differ")
-    assert scene.alarms[1].startswith(
-        "judge_monitor.limits.second: at step 2 judge_monitor/second/canary_drift is -1.5"
-    )
+    assert "limits.second: at step 2 judge_monitor/second/canary_drift is -1.5" in scene.alarms[1]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, **metrics}) + "\n")
     scene.run(go_on)
     assert len(scene.alarms) == 2, "both were told before"
