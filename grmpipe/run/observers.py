@@ -30,7 +30,7 @@ FILES = {
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "judged.jsonl": "every item with its scores and critiques",
-    "accuracy.png": "accuracy over k",
+    "accuracy.png": "accuracy over k, or by judge",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
