@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.key_errors import under_key
 from grmpipe.judge.monitor.preflight import preflight_judgement
 from models.types import EngineDied
 
@@ -45,3 +46,12 @@ def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: A
     judge, _ = bench.generative(author)
     assert bench.run(preflight_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
     assert told(bench, EngineDied("killed")) is None
+
+
+def test_what_is_said_of_a_further_judge_names_its_own_keys(bench: Any) -> None:
+    said = told(bench, bench.answer("I like it."))
+    assert said is not None
+    error = under_key("judges.second.", said)
+    assert error.startswith("judges.second.parser: score_line could read none of")
+    assert "type a judges.second.template (and its judges.second.parser)" in error
+    assert "or judges.second.structured=true" in error
