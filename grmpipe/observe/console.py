@@ -23,7 +23,7 @@ from grmpipe.observe.gauges import (
     SCORE,
     WAITS,
     Gauge,
-    Shown,
+    GaugeSet,
     failures_by_cause,
     failures_text,
     judge_texts,
@@ -54,7 +54,7 @@ class ConsoleSink:
 
     name = "console"
 
-    def __init__(self, num_steps: int, console: Console | None = None, shown: Shown = ONE_JUDGE) -> None:
+    def __init__(self, num_steps: int, console: Console | None = None, shown: GaugeSet = ONE_JUDGE) -> None:
         self._num_steps = num_steps
         self._shown = shown
         self.console = console or RunConsole(highlight=False)

@@ -75,7 +75,7 @@ OF_CASCADE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class GaugeSet:
     """The gauges of a run. With several judges the reward is theirs together, and no score is."""
 
     score: Gauge
@@ -83,8 +83,8 @@ class Shown:
     held_out: Sequence[Gauge]
 
 
-ONE_JUDGE = Shown(score=SCORE, line=LINE, held_out=HELD_OUT)
-SEVERAL_JUDGES = Shown(
+ONE_JUDGE = GaugeSet(score=SCORE, line=LINE, held_out=HELD_OUT)
+SEVERAL_JUDGES = GaugeSet(
     score=REWARD, line=[REWARD if gauge is SCORE else gauge for gauge in LINE], held_out=HELD_OUT_REWARD
 )
 
@@ -121,7 +121,7 @@ def failures_text(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
 
 
-def step_lines(step: int, num_steps: int, metrics: Metrics, shown: Shown = ONE_JUDGE) -> Iterator[str]:
+def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ONE_JUDGE) -> Iterator[str]:
     """The lines of a step without a panel: one for its batch, one for several judges, one for an evaluation on held-out
     prompts. Empty if it has none of them.
     """
