@@ -14,7 +14,6 @@ from typing import Any
 
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
-from grmpipe.judge.composition.composed_judge import ComposedJudge
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
@@ -45,11 +44,6 @@ class MonitoredJudge:
     fitness: JudgeFitness
     compares: bool
     scale: tuple[int, int]
-
-
-def members_of(judge: Judge) -> Mapping[str, Judge]:
-    """Each of several judges by its name; empty for a single one."""
-    return judge.composition.judges if isinstance(judge, ComposedJudge) else {}
 
 
 class JudgeMonitor:

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from grmpipe.config.judging import POLICY, key_of_judge
-from grmpipe.config.key_errors import under_key
+from grmpipe.config.judging import POLICY
 from grmpipe.config.reward import max_errors
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
+from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
-from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
+from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary
@@ -25,7 +25,7 @@ from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
-from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge, members_of
+from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.run.periodic_eval import PeriodicEval
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
@@ -193,17 +193,14 @@ class TrainingRun(Run[Prepared]):
         return self._stats.cotrainings
 
     async def _try_judge(self, running: RunComponents) -> None:
-        """Raises ConfigError for a judge whose answers can't be read. Each judge of a composition is tried on its own,
-        because a cascade or a gate may ask it late.
-        """
+        """Raises ConfigError for a judge whose answers can't be read."""
         prompts = [
             self._prepared.prompts.at(prompt_index)
             for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
         ]
-        members = members_of(running.judge)
-        for name, config in self._config.judging.generative.items():
-            if problem := await preflight_judgement(members.get(name, running.judge), config, prompts):
-                raise ConfigError(under_key(f"{key_of_judge(name)}.", problem))
+        generative = self._config.judging.generative
+        if problem := await preflight_judgements(running.judge, members_of(running.judge), generative, prompts):
+            raise ConfigError(problem)
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge = self._config.judge

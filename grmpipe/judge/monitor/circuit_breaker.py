@@ -20,14 +20,14 @@ ROUNDING = 1e-9  # tolerance in score units: 5.3 - 4.3 counts as a rise of 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RecentResult:
     """A result as the breaker remembers it. cause: of a failure; None: a success. of: whose failure it is, if known."""
 
     cause: Cause | None
     of: tuple[str, ...] = ()
 
 
-SUCCESS = Seen(cause=None)
+SUCCESS = RecentResult(cause=None)
 
 
 class CircuitBreaker:
@@ -53,7 +53,7 @@ class CircuitBreaker:
         self._max_failure_rate = max_failure_rate
         self._window = window
         self._pause_s = pause_s
-        self._recent: deque[Seen] = deque(maxlen=window)
+        self._recent: deque[RecentResult] = deque(maxlen=window)
         self._last_detail = ""
         self._state: BreakerState = "open"
         self._paused_until_s = 0.0
@@ -80,7 +80,7 @@ class CircuitBreaker:
         """
         if self.state(now_s) != "open":
             return
-        self._recent.append(Seen(cause=result.cause, of=tuple(of)) if isinstance(result, Failed) else SUCCESS)
+        self._recent.append(RecentResult(cause=result.cause, of=tuple(of)) if isinstance(result, Failed) else SUCCESS)
         self._num_since_opening += 1
         if isinstance(result, Failed):
             self._last_detail = result.detail

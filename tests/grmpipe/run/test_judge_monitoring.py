@@ -14,11 +14,11 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge, members_of
+from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.key_errors import under_key
-from grmpipe.judge.monitor.preflight import preflight_judgement
+from grmpipe.config.reward import RewardConfig
+from grmpipe.judge.composition.composed_judge import compose_judge, members_of
+from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
 from models.types import EngineDied
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
@@ -48,10 +49,20 @@ def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: A
     assert told(bench, EngineDied("killed")) is None
 
 
-def test_what_is_said_of_a_further_judge_names_its_own_keys(bench: Any) -> None:
-    said = told(bench, bench.answer("I like it."))
-    assert said is not None
-    error = under_key("judges.second.", said)
-    assert error.startswith("judges.second.parser: score_line could read none of")
-    assert "type a judges.second.template (and its judges.second.parser)" in error
-    assert "or judges.second.structured=true" in error
+def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_own_keys(bench: Any) -> None:
+    gate, _ = bench.generative(lambda prompt, context: bench.answer("Score: 1"))
+    late, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
+    configs = {"judge": JudgeConfig(), "second": JudgeConfig()}
+    composed = compose_judge(
+        RewardConfig(kind="gate", gate="judge", inner="second"), {}, {"judge": gate, "second": late}, configs, seed=0
+    )
+    said = bench.run(preflight_judgements(composed, members_of(composed), configs, [bench.prompt()]))
+    assert said.startswith("judges.second.parser: score_line could read none of 4 preflight judgements")
+    assert "type a judges.second.template (and its judges.second.parser)" in said
+    assert said.endswith("or judges.second.structured=true if its engine has a grammar")
+
+
+def test_a_single_judge_is_named_by_its_section(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
+    said = bench.run(preflight_judgements(judge, members_of(judge), {"judge": JudgeConfig()}, [bench.prompt()]))
+    assert said.startswith("judge.parser: score_line could read none of")
