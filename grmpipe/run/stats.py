@@ -203,6 +203,7 @@ def setup_of(config: RunConfig) -> Setup:
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
     return Setup(
         judge="outside" if judging.roles and not judging.local_roles else judge,
+        grms=judging.local_roles or (POLICY,),
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
