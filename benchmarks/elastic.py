@@ -409,9 +409,10 @@ HEAD = """\
 {slots} slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
 real runs; the engines only take time (`models/engines/simulated/simulated_engine.py`): a decoding step takes
 {steps_ms}, plus rows and cached tokens. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8 slots,
-or a quarter or a sixteenth of that; {judgements} judgements per rollout and judge. Lengths are log-normal (sigma {sigma:g}). Medians in
-tokens: {medians}. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step {learn:g} s. A
-ratio above 1: elastic is faster. The even split is the fastest of those whose parts differ by one slot at most.
+or a quarter or a sixteenth of that; {judgements} judgements per rollout and judge. Lengths are log-normal (sigma
+{sigma:g}). Medians in tokens: {medians}. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer
+step {learn:g} s. A ratio above 1: elastic is faster. The even split is the fastest of those whose parts differ by one
+slot at most.
 
 `{command}`: means over {seeds} draws of the lengths, and the range of the ratio.
 
