@@ -122,7 +122,7 @@ class Verdict:
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting.
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
-    grm_version: completed optimizer steps of the GRMs of the run, together; 0 if none is trained in this run.
+    grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
     """
 
     rewards: tuple[RewardSpan, ...]

@@ -60,7 +60,7 @@ class JudgeConfig:
     # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or your own
     # class.
     kind: str = "generative"
-    # Model that is asked: the role grm, or a name in grms.
+    # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.

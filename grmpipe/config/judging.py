@@ -50,6 +50,11 @@ class Judging:
         return tuple(role for role in self.roles if self.engine_kind_of(role).outside)
 
     @property
+    def by_policy(self) -> bool:
+        """Whether the policy judges its own rollouts (self-rewarding, arXiv 2401.10020)."""
+        return bool(self.asking(POLICY))
+
+    @property
     def max_concurrency(self) -> int:
         """Most judge tasks in flight."""
         return sum(judge.max_concurrency for judge in self.judges.values())
@@ -108,7 +113,7 @@ def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[s
             )
     for role in grms:
         if role not in judging.roles:
-            raise ValueError(f"grms.{role}: no judge of this run asks it; type judge.model={role}")
+            raise ValueError(f"grms.{role}: no judge of this run asks it; type judges.<name>.model={role}")
 
 
 def check_judging(judging: Judging) -> None:
@@ -119,8 +124,8 @@ def check_judging(judging: Judging) -> None:
                 f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
                 f"{', '.join(judging.models)}, or add it by +grm@grms.{judge.model}=path"
             )
-        for refusal in refusals(judge, judging.engine_kind_of(judge.model)):
-            raise ValueError(f"{key_of_judge(name)}.{refusal}")
+        for refusal in refusals(key_of_judge(name), judge, judging.engine_kind_of(judge.model)):
+            raise ValueError(refusal)
     for role in judging.remote_roles:
         model, key = judging.models[role], key_of_model(role)
         if model.path.startswith("tiny://"):
@@ -130,16 +135,17 @@ def check_judging(judging: Judging) -> None:
             )
 
 
-def refusals(judge: JudgeConfig, engine: type[AnyEngine]) -> Iterator[str]:
-    """What the engine of a judge's model can't do for it."""
-    key = f"{key_of_model(judge.model)}.engine"
+def refusals(key: str, judge: JudgeConfig, engine: type[AnyEngine]) -> Iterator[str]:
+    """What the engine of a judge's model can't do for it. key: of the judge."""
+    engine_key = f"{key_of_model(judge.model)}.engine"
     if judge.structured and not engine.grammar:
         able = " or ".join(engines_that(lambda kind: kind.grammar))
         yield (
-            f"structured: {key} can't constrain a judgement by a grammar; type judge.structured=false, or {key}={able}"
+            f"{key}.structured: {engine_key} can't constrain a judgement by a grammar; type {key}.structured=false, or "
+            f"{engine_key}={able}"
         )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:
         yield (
-            f"vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "
-            "type judge.vote=mean"
+            f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "
+            f"type {key}.vote=mean"
         )

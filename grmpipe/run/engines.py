@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -62,34 +62,36 @@ class ServingEngines:
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
     """Start all engines. Of roles that share a device's memory, one sleeps before the next one starts."""
-    served = prepared.roles.served
-    shared = [group for group in engine_groups(prepared) if len(group) > 1]
-    alone = [model for model in prepared.models if not served[model.name].shares_with]
-    if any(served[model.name].is_time_shared for model in alone):
-        own = await start_in_turn(cluster, alone, prepared, events)
-        parts = [own, *[await start_shared(cluster, group, prepared, events) for group in shared]]
-    else:
-        parts = await asyncio.gather(
-            start_together(cluster, alone, prepared, events),
-            *(start_shared(cluster, group, prepared, events) for group in shared),
-        )
+    parts = await asyncio.gather(
+        *(start(cluster, models, prepared, events) for start, models in start_groups(prepared.models, prepared.roles))
+    )
     return ServingEngines.joined(parts, [model.name for model in prepared.models])
 
 
-def engine_groups(prepared: Prepared) -> list[tuple[Model, ...]]:
-    """The models by the engines that serve them, in their order: those that share engines are in one group."""
-    groups: dict[frozenset[str], list[Model]] = {}
-    for model in prepared.models:
-        role = prepared.roles.served[model.name]
-        groups.setdefault(frozenset((role.name, *role.shares_with)), []).append(model)
-    return [tuple(group) for group in groups.values()]
+StartGroup = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
 
 
-async def start_together(
+def start_groups(models: Sequence[Model], roles: Roles) -> list[tuple[StartGroup, list[Model]]]:
+    """The models that are started together, and how: those on one engine, those that take turns on the devices of a
+    pool, and each of the others.
+    """
+    groups: dict[tuple[StartGroup, str], list[Model]] = {}
+    for model in models:
+        role = roles.served[model.name]
+        if role.shares_with:
+            groups.setdefault((start_shared, role.pool), []).append(model)
+        elif role.is_time_shared:
+            groups.setdefault((start_in_turn, role.pool), []).append(model)
+        else:
+            groups[start_alone, model.name] = [model]
+    return [(start, group) for (start, _), group in groups.items()]
+
+
+async def start_alone(
     cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
 ) -> ServingEngines:
-    started = await asyncio.gather(*(start_engines(cluster, model, prepared, events) for model in models))
-    return serving(cluster, {model.name: router for model, router in zip(models, started, strict=True)})
+    (model,) = models
+    return serving(cluster, {model.name: await start_engines(cluster, model, prepared, events)})
 
 
 async def start_in_turn(

@@ -85,7 +85,9 @@ class TrainingRun(Run[Prepared]):
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
         await cotrainings.push()
-        pipeline_state = replace(pipeline_state, judge_version=cotrainings.version)
+        policy_judges = self._config.judging.by_policy
+        judging_version = cotrainings.version + (pipeline_state.version if policy_judges else 0)
+        pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, periodic_eval, judge_monitor)
@@ -94,6 +96,7 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed
         )
+        numbers = replace(numbers, policy_judges=policy_judges)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:

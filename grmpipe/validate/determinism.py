@@ -39,6 +39,8 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         )
     if config.critic.enabled:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
+    if config.judging.by_policy:
+        yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
     for name, judge in config.judging.generative.items():
         yield from refused_judging(key_of_judge(name), judge)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
