@@ -5,7 +5,9 @@ The costs, the memory and the simulation of a candidate are given as functions.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,8 @@ from grmpipe.capacity.lower_bound import StepWork, busiest_core_s, busy_s, chain
 from scheduler.devices import GB
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
-# Up to here every split is tried; for more slots, splits are coarser. By the number of parts: 1081 splits, 1771.
-FINE_SLOTS = {1: 48, 2: 48, 3: 48, 4: 24}
+MOST_SPLITS = 2000  # of the slots of one kind among some pools; with more of them, splits are coarser
+MOST_FINE_SLOTS = 48  # up to here every split is tried, if there are few pools
 EVEN = 1.02  # simulated times within this factor are equal; the smaller bound then goes first
 
 
@@ -207,7 +209,18 @@ def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig]) -> Iterat
 
 def splits(slots: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Ways to split slots into parts of at least one; in larger pieces if there are many."""
-    yield from splits_by(slots, parts, piece=-(-slots // FINE_SLOTS[parts]))
+    yield from splits_by(slots, parts, piece=-(-slots // fine_slots(parts)))
+
+
+@functools.cache
+def fine_slots(parts: int) -> int:
+    """The slots up to which every split into this many parts is tried: 48 for 3 (1081 splits), 24 for 4 (1771), 17 for
+    5 (1820).
+    """
+    slots = parts
+    while slots < MOST_FINE_SLOTS and math.comb(slots, parts - 1) <= MOST_SPLITS:
+        slots += 1
+    return slots
 
 
 def splits_by(slots: int, parts: int, piece: int) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,6 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml
 from models.types import EngineSpeed
 
-GRM = "grm"
 MIN_CLEAR = 40  # uninterrupted requests; with fewer, the others are used too
 
 
@@ -64,9 +63,10 @@ def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | No
         if not (run_dir / name).is_file():
             raise ConfigError(f"plan.profile: {run_dir} holds no {name}; give the directory of a run, or its timeline")
     config = read_yaml(run_dir / "config.yaml")
-    known = {POLICY: rollout_sizes(run_dir), GRM: judgement_sizes(run_dir)}
+    judging = config.judging
+    known = {POLICY: rollout_sizes(run_dir)} | judgement_sizes(run_dir, judging.roles, judging.role_by_judge)
     seen = [*read_spans(run_dir / "timeline.json")]
-    roles = [role for role in (POLICY, GRM) if any(span.name == role for span in seen)]
+    roles = [role for role in known if any(span.name == role for span in seen)]
     hidden = {role: [*left_out(requests_of(role, seen), known[role])] for role in roles}
     steps = seconds_by_step(run_dir)
     driver = driver_of(steps, config)

@@ -11,7 +11,8 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.candidates import Predicted
-from grmpipe.capacity.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
+from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of
+from grmpipe.capacity.plan.work import SAMPLED_PROMPTS
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured

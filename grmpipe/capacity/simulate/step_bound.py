@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, LEARNING, POLICY, VALUED, busiest_slot_s, is_on_cpu
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY, VALUED, busiest_slot_s, is_learning, is_on_cpu
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
 from scheduler.placement import Placement
