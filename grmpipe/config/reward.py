@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-FIRST_JUDGE = "judge"  # the name of the judge that `judge` configures; others have that of their entry in `judges`
+from grmpipe.config.judging import JUDGE
+
 ROOT = "reward"
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "majority", "accuracy")
@@ -129,6 +130,8 @@ def check_rewards(
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """
+    if ROOT in judges or ROOT in rewards:
+        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
     for name in rewards:
         if name in judges:
             raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
@@ -194,7 +197,7 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
         if missing and one.default is None:
             raise ValueError(
                 f"{path}.route: nobody judges prompts of the source {missing[0]!r}; add it, or type "
-                f"{path}.default={FIRST_JUDGE}"
+                f"{path}.default={JUDGE}"
             )
 
 
@@ -284,11 +287,11 @@ def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig])
 
 def _single(reward: RewardConfig, path: str) -> None:
     if reward.judge == "":
-        raise ValueError(f"{path}.judge: names no judge; type {path}.judge={FIRST_JUDGE}")
+        raise ValueError(f"{path}.judge: names no judge; type {path}.judge={JUDGE}")
 
 
 def _mix(reward: RewardConfig, path: str) -> None:
-    _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{FIRST_JUDGE}: 0.7, safety: 0.3}}'")
+    _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
     for name, weight in reward.mix.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(
@@ -298,16 +301,14 @@ def _mix(reward: RewardConfig, path: str) -> None:
 
 
 def _route(reward: RewardConfig, path: str) -> None:
-    _mapping(f"{path}.route", reward.route, f"'{path}.route={{math: {FIRST_JUDGE}, chat: rubric}}'")
+    _mapping(f"{path}.route", reward.route, f"'{path}.route={{math: {JUDGE}, chat: rubric}}'")
     for source, name in reward.route.items():
         if not isinstance(name, str):
-            raise ValueError(
-                f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={FIRST_JUDGE}"
-            )
+            raise ValueError(f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={JUDGE}")
 
 
 def _jury(reward: RewardConfig, path: str) -> None:
-    example = f"'{path}.members=[{FIRST_JUDGE}, safety]'"
+    example = f"'{path}.members=[{JUDGE}, safety]'"
     members = reward.members
     if not isinstance(members, list | tuple) or not members or not all(isinstance(name, str) for name in members):
         raise ValueError(f"{path}.members: must be a list of names, got {members!r}; type {example}")
@@ -366,13 +367,13 @@ def _mapping(key: str, value: object, example: str) -> None:
 def _named(path: str, **names: str | None) -> None:
     for key, name in names.items():
         if not name:
-            raise ValueError(f"{path}.{key}: names no judge; type {path}.{key}={FIRST_JUDGE}")
+            raise ValueError(f"{path}.{key}: names no judge; type {path}.{key}={JUDGE}")
 
 
 REWARD_KINDS: dict[str, RewardKind] = {
     "single": RewardKind(
         keys=("judge",),
-        names=lambda reward: (reward.judge or FIRST_JUDGE,),
+        names=lambda reward: (reward.judge or JUDGE,),
         check=_single,
         passes=True,
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
@@ -33,27 +34,26 @@ class JudgeParts:
 def make_judge(prepared: Prepared, grms: Mapping[str, Grm], meta_rm: MetaRmScorer | None = None) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config, parts = prepared.config, JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm)
-    judges = {name: JUDGES[judge.kind](parts, judge) for name, judge in config.judging.judges.items()}
-    (only,) = judges.values()
-    return only
+    judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
+    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
 
 
-def generative_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     prepared = parts.prepared
     return GenerativeJudge(
-        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode
+        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode, name
     )
 
 
-def rule_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
 
 
-def label_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(LabelReward(rule_of(judge)))
 
 
-def custom_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return load_custom_judge(judge)
 
 
@@ -68,7 +68,7 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
     return InProcessCluster(placement)
 
 
-JUDGES: dict[str, Callable[[JudgeParts, JudgeConfig], Judge]] = {
+JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "rule": rule_judge,
     "label": label_judge,

@@ -11,10 +11,19 @@ from typing import Literal
 from grmpipe.config.judging import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.grm import Grm
-from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
+from grmpipe.observe.summary import (
+    CascadeSummary,
+    EvalSummary,
+    GroupsSummary,
+    JudgeSummary,
+    JudgingSummary,
+    Status,
+    Summary,
+)
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.counters import Counters
+from grmpipe.pipeline.counters import Counters, JudgeCounts
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.cotrain.cotrainings import CoTrainings
@@ -247,13 +256,40 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
 
 
 def judging(total: Counters) -> JudgingSummary:
+    judges = total.judging
     return JudgingSummary(
-        asked=total.asked,
-        counted=total.counted,
-        failed=total.failed,
-        tokens=total.judge_tokens,
-        saved_by_early_stop=total.saved_tokens,
-        early_stop_error=total.audit_error / total.audits if total.audits else None,
+        asked=judges.asked,
+        counted=judges.counted,
+        failed=judges.failed,
+        tokens=judges.judge_tokens,
+        saved_by_early_stop=judges.saved_tokens,
+        early_stop_error=judges.early_stop_error,
         aborted_tasks=total.aborted,
         voided_verdicts=total.voided,
+        by_judge={name: judge_summary(counts) for name, counts in total.by_judge.items()},
+        cascades={name: cascade_summary(counts) for name, counts in total.cascades.items()},
+    )
+
+
+def judge_summary(counts: JudgeCounts) -> JudgeSummary:
+    return JudgeSummary(
+        asked=counts.asked,
+        counted=counts.counted,
+        failed=counts.failed,
+        tokens=counts.judge_tokens,
+        saved_by_early_stop=counts.saved_tokens,
+        early_stop_error=counts.early_stop_error,
+        score_mean=counts.scores / counts.verdicts if counts.verdicts else None,
+    )
+
+
+def cascade_summary(counts: CascadeCounts) -> CascadeSummary:
+    return CascadeSummary(
+        rollouts=counts.rollouts,
+        escalated_share=counts.escalated_share,
+        unsure_share=counts.unsure_share,
+        audited=counts.audited,
+        audit_error=counts.mean_error,
+        audit_error_se=counts.standard_error,
+        flipped_share=counts.flipped_share,
     )

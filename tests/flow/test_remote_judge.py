@@ -46,11 +46,12 @@ def outside() -> Iterator[tuple[str, ...]]:
     thread.join()
 
 
-def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
+def test_a_judge_outside_judges_the_run_and_planted_secrets_are_in_no_file(
     small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
     monkeypatch.setenv("GATEWAY", "planted-by-environment")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
     tracked = ("tracking=wandb", "tracking.wandb_mode=offline")
     files = small_run(*outside, "train.num_steps=2", f"+engine.openai.extra_body={body}", *tracked)
@@ -69,7 +70,7 @@ def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
     assert any(path.suffix == ".wandb" for path in written)
     for path in written:
         text = path.read_text(errors="replace")
-        for secret in ("the-key", "planted-by-environment", "planted-as-typed", "HTTP Request"):
+        for secret in ("the-key", "planted-by-environment", "planted-as-typed", "s3cret-0123456789", "HTTP Request"):
             assert secret not in text, (path, secret)
     assert files.run_dir.stat().st_mode & 0o077 == 0
 
