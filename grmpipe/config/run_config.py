@@ -50,6 +50,7 @@ from scheduler.weights.weight_sync import SyncConfig
 TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # roles that every placement may seat
+WRITTEN_BY_SIMULATIONS = ("score_line", "boxed")  # parsers of judgements that a simulation can write
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere
 
 
@@ -295,6 +296,11 @@ class RunConfig:
             key = key_of_judge(name)
             if judge.kind == "custom":
                 raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
+            if name in self.judging.generative and judge.parser not in WRITTEN_BY_SIMULATIONS:
+                raise ValueError(
+                    f"{key}.parser: task=simulate doesn't know how to write for {judge.parser}; to see the rest of the "
+                    "run type judge=pointwise"
+                )
             if name in self.judging.generative and judge.protocol_kind.scores != "responses":
                 raise ValueError(
                     f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
@@ -319,10 +325,10 @@ class RunConfig:
                 f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
                 f"{key_of_model(role)}.path and a {key_of_model(role)}.engine other than openai"
             )
-        if self.task in ("plan", "simulate"):
+        if self.task == "simulate":
             raise ValueError(
-                f"{key}.enabled: task={self.task} models only one learner; to see the rest of the run type "
-                f"{key}.enabled=false"
+                f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
+                f"memory, or {key}.enabled=false to simulate the rest of the run"
             )
         judge = self.judge_training(role)
         if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
@@ -420,6 +426,11 @@ class RunConfig:
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic
         return (POLICY, "learner", *self.judging.local_roles, *learners, *more)
+
+
+def can_write(judge: JudgeConfig) -> bool:
+    """Whether a simulation can write what the judge reads, and knows the number of its scores."""
+    return judge.parser in WRITTEN_BY_SIMULATIONS and judge.protocol_kind.scores == "responses"
 
 
 def roles_with(grms: Collection[str]) -> tuple[str, ...]:

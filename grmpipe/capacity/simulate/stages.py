@@ -29,8 +29,9 @@ NO_WAIT_S = 1e6  # too long to be worth a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The workload, independent of the placement. chars_per_token and lengths: by role; of a GRM only if one judges
-    here.
+    """The workload, independent of the placement.
+
+    chars_per_token: of each model, by its role. lengths: of the policy's turns, and of each judge's judgements.
     """
 
     config: RunConfig

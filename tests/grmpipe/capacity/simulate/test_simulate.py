@@ -67,7 +67,7 @@ def workload(
         config=config,
         prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(64)]),
         chars_per_token={"policy": 4.0, "grm": 4.0},
-        lengths={"policy": lengths, "grm": critiques},
+        lengths={"policy": lengths, "judge": critiques},
     )
 
 
@@ -314,7 +314,7 @@ def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
     judged = {"judgements": [{"completion": completion}], "failures": [{"cause": "timeout"}]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n" + '{"torn')
     (tmp_path / "judgements.jsonl").write_text(json.dumps(judged) + "\n")
-    assert lengths_in(tmp_path) == {"policy": [20], "grm": [30]}
+    assert lengths_in(tmp_path) == {"policy": [20], "judge": [30]}
 
 
 def test_a_simulation_is_fast() -> None:
