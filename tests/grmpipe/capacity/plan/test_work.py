@@ -71,7 +71,7 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> 
 
 def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
     own = replace(survey.config.judges["safety"], model="policy")
-    roles = {role: seat for role, seat in survey.config.placement.roles.items() if role != "safety"}
+    roles = {role: seat for role, seat in survey.config.placement.roles.items() if not role.startswith("safety")}
     placed = replace(survey.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")
     alone = replace(survey.config, placement=placed, grms={}, judges={"safety": own}, reward=reward)
