@@ -206,6 +206,12 @@ def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]
     return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
 
 
+def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
+    """Cascade -> the error of its sure verdicts above which an alarm is raised."""
+    used = _reachable(reward, rewards)
+    return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
+
+
 def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[tuple[str, RewardConfig]]:
     """Every composition and the path of its keys."""
     yield ROOT, reward

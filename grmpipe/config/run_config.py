@@ -50,7 +50,6 @@ from scheduler.weights.weight_sync import SyncConfig
 TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # roles that every placement may seat
-WRITTEN_BY_SIMULATIONS = ("score_line", "boxed")  # parsers of judgements that a simulation can write
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere
 
 
@@ -296,12 +295,7 @@ class RunConfig:
             key = key_of_judge(name)
             if judge.kind == "custom":
                 raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
-            if name in self.judging.generative and judge.parser not in WRITTEN_BY_SIMULATIONS:
-                raise ValueError(
-                    f"{key}.parser: task=simulate doesn't know how to write for {judge.parser}; to see the rest of the "
-                    "run type judge=pointwise"
-                )
-            if name in self.judging.generative and judge.protocol_kind.scores != "responses":
+            if not is_judge_simulated(judge):
                 raise ValueError(
                     f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
                     "judgement; to see the rest of the run type judge=pointwise"
@@ -428,9 +422,9 @@ class RunConfig:
         return (POLICY, "learner", *self.judging.local_roles, *learners, *more)
 
 
-def can_write(judge: JudgeConfig) -> bool:
-    """Whether a simulation can write what the judge reads, and knows the number of its scores."""
-    return judge.parser in WRITTEN_BY_SIMULATIONS and judge.protocol_kind.scores == "responses"
+def is_judge_simulated(judge: JudgeConfig) -> bool:
+    """Whether a simulation knows the judge, and the number of scores in a judgement."""
+    return judge.kind in ("rule", "label") or (judge.kind == "generative" and judge.protocol_kind.scores == "responses")
 
 
 def roles_with(grms: Collection[str]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ have no leading zeros.
 
 from __future__ import annotations
 
+import re
+
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
@@ -22,9 +24,18 @@ OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a 
 def judgement_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
     """Whatever, or a thought and whatever; then the verdict's line, as `judge.parser` names it."""
     form = PARSERS.found(name, Form)
-    closing = rf"(?:{BLANK}\n{BLANK_LINES}(?:{'|'.join(map(literal, form.closings))}))?" if form.closings else ""
-    line = form.line(scores(scale), scale, num_scores)
-    return rf"{BLANK_LINES}(?:{thought()}|{no_thought()})?{BLANK}{line}{closing}{BLANK_LINES}"
+    number = scores(scale, form.halves)
+    closing = f"(?:{'|'.join(map(lines_of, form.closings))})?" if form.closings else ""
+    verdict = rf"(?:{thought()}|{no_thought()})?{BLANK}{form.whole_line(number, scale, num_scores)}"
+    if form.lead_ends_thought:
+        unended = rf"{THOUGHT_BEGINS}[^\n]*\n{LINES}{BLANK}{form.lead}{form.line(number, scale, num_scores)}"
+        verdict = f"(?:{verdict}|{unended})"
+    return rf"{BLANK_LINES}{verdict}{closing}{BLANK_LINES}"
+
+
+def lines_of(closing: str) -> str:
+    """The pattern of further lines."""
+    return "".join(rf"{BLANK}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
 
 
 def thought() -> str:
@@ -41,14 +52,21 @@ def no_thought() -> str:
 
 
 def literal(text: str) -> str:
-    return "".join(rf"\{character}" for character in text)
+    return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
 
 
-def scores(scale: Scale) -> str:
-    """The pattern of all scores of a scale. Raises ValueError if there are too many to list."""
+def scores(scale: Scale, halves: bool = False) -> str:
+    """The pattern of all scores of a scale, with or without halves. Raises ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
             "type judge.structured=false, or a smaller scale (judge.score_min, judge.score_max)"
         )
-    return "(?:" + "|".join(str(score) for score in range(scale.low, scale.high + 1)) + ")"
+    decimals = [half_of(score, scale) if halves else "" for score in range(scale.low, scale.high + 1)]
+    return "(?:" + "|".join(f"{score}{ending}" for score, ending in enumerate(decimals, start=scale.low)) + ")"
+
+
+def half_of(score: int, scale: Scale) -> str:
+    """The pattern of the decimals of a score. A half leads away from zero, and may leave the scale."""
+    leaves = score == (scale.high if score >= 0 else scale.low)
+    return r"(?:\.0)?" if leaves else r"(?:\.[05])?"

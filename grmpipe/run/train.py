@@ -7,7 +7,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from grmpipe.config.reward import max_errors
 from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
 from grmpipe.observe.recorder import GROUPS
@@ -49,6 +51,7 @@ class TrainingRun(Run[Prepared]):
         self._running: RunComponents | None = None
         self._pipeline: Pipeline | None = None
         self._periodic_eval: PeriodicEval | None = None
+        self._cascade_alarm = CascadeAlarm(max_errors(prepared.config.reward, prepared.config.rewards))
         if self._state is not None:
             self._stats.restore(self._state, prepared.config.train.groups_per_batch)
 
@@ -101,6 +104,7 @@ class TrainingRun(Run[Prepared]):
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals)
+            self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
         if not periodic_eval.initial:
             await periodic_eval.first(
                 pipeline_state.version, lambda: judge_monitor.first(pipeline_state.version, periodic_eval.seen)
@@ -156,6 +160,9 @@ class TrainingRun(Run[Prepared]):
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
         metrics["alarm/hacking"] = float(periodic_eval.ringing)
+        for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
+            periodic_eval.report_alarm(alarm)
+        metrics |= self._cascade_alarm.metrics()
         metrics |= await judge_monitor.after_step(report.step, metrics)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, periodic_eval.rows)

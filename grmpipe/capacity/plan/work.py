@@ -122,14 +122,14 @@ def judge_lengths(name: str, survey: Survey, profile: Profile | None) -> Lengths
 def judge_prompt_tokens(name: str, survey: Survey) -> float:
     """The mean tokens of a judge's prompt without the judged answer."""
     judge = survey.config.judging.judges[name]
-    texts = judge_texts(judge, prompts_judged(name, survey))
-    return fmean(num_tokens(survey.models[judge.model], (Message(role="user", content=text),)) for text in texts)
+    asked = judge_questions(judge, prompts_judged(name, survey))
+    return fmean(num_tokens(survey.models[judge.model], messages) for messages in asked)
 
 
-def judge_texts(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """The texts with which a judge asks about an empty answer."""
+def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple[Message, ...]]:
+    """The messages with which a judge asks about empty answers."""
     template = JudgePrompt.of(judge)
-    return [template.render(prompt, "", principles="") for prompt in prompts]
+    return [template.render(prompt, *template.blanks, principles="") for prompt in prompts]
 
 
 def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:

@@ -15,7 +15,7 @@ from grmpipe.capacity.shared_cores import shared_by
 from grmpipe.capacity.simulate.driver import SimulatedDriver
 from grmpipe.capacity.simulate.scripts import FIRST_SCORE, IDS_APART, ModelWriter, Writer
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
-from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
+from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
 from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
@@ -186,7 +186,7 @@ class Simulation:
             lengths=self.workload.lengths[name],
             seed=config.seed,
             scale=judge.scale,
-            boxed=judge.parser == "boxed",
+            boxed=written(judge).parser == "boxed",
             num_scores=judge.responses_shown(config.train.group_size),
             unparseable_share=config.simulate.unparseable_share,
             principles=self.workload.lengths.get(PRINCIPLES),

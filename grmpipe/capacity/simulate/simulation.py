@@ -14,13 +14,13 @@ from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_texts, policy_lengths, prompts_judged
+from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.judging import GRM, key_of_model
-from grmpipe.config.run_config import ConfigError, RunConfig, can_write
+from grmpipe.config.run_config import ConfigError, RunConfig, is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.observe.plain_json import plain
@@ -62,8 +62,7 @@ def is_simulated(config: RunConfig) -> bool:
     """Whether a simulation knows all that takes time: no judge of the user's, behind an endpoint, with steps or a
     rubric; no GRM that learns.
     """
-    judges = config.judging.judges.values()
-    known = all(judge.kind != "custom" for judge in judges) and all(map(can_write, config.judging.generative.values()))
+    known = all(is_judge_simulated(judge) for judge in config.judging.judges.values())
     return known and not (config.judging.remote_roles or config.trained_grms or config.env.is_custom)
 
 
@@ -90,17 +89,16 @@ def chars_per_token(role: str, survey: Survey) -> float:
     model = survey.models[role].model
     if model is None:
         return BYTES_PER_TOKEN
-    texts = list(sample_texts(role, survey))
-    num_tokens = sum(len(model.renderer.render((Message(role="user", content=text),))) for text in texts)
-    return max(1, sum(map(len, texts))) / num_tokens
+    asked = list(sample_conversations(role, survey))
+    num_tokens = sum(len(model.renderer.render(messages)) for messages in asked)
+    return max(1, sum(len(message.content) for messages in asked for message in messages)) / num_tokens
 
 
-def sample_texts(role: str, survey: Survey) -> list[str]:
+def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]:
     if role == POLICY:
-        prompts = survey.data.train[:SAMPLED_PROMPTS]
-        return ["\0".join(message.content for message in prompt.messages) for prompt in prompts]
+        return [prompt.messages for prompt in survey.data.train[:SAMPLED_PROMPTS]]
     judges = survey.config.judging.asking(role)
-    return [text for name, judge in judges.items() for text in judge_texts(judge, prompts_judged(name, survey))]
+    return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
 
 
 def rollout_lengths(survey: Survey, profile: Profile | None) -> Lengths:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from grmpipe.types import CascadeTally
+from grmpipe.types import CascadeTally, Metrics
 
 ONE_SIDED_95 = 1.645  # standard normal quantile
 FEWEST_AUDITS = 10  # audits below which the error of an estimate isn't known well enough for an alarm
@@ -91,6 +91,10 @@ class CascadeAlarm:
         exceeded = {name for name, one in counts.items() if exceeds(one, self._limits.get(name, math.inf))}
         new, self._ringing = exceeded - self._ringing, exceeded
         return [alarm_text(name, counts[name], self._limits[name]) for name in sorted(new)]
+
+    def metrics(self) -> Metrics:
+        """Whether the alarm is on; empty without a cascade."""
+        return {"alarm/cascade": float(bool(self._ringing))} if self._limits else {}
 
 
 def exceeds(counts: CascadeCounts, max_error: float) -> bool:

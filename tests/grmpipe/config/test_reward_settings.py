@@ -13,6 +13,7 @@ from grmpipe.config.reward import (
     check_rewards,
     check_sources,
     judges_of,
+    max_errors,
     waits_for_siblings,
 )
 
@@ -198,6 +199,13 @@ def test_only_compositions_in_use_wait_for_siblings() -> None:
     assert waits_for_siblings(RewardConfig(judge="inner"), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(**{**CASCADE, "escalate": "rollout"}), {})
+
+
+def test_the_alarms_limits_are_those_of_the_cascades_in_use() -> None:
+    cascade = RewardConfig(**CASCADE, max_error=0.2)
+    assert max_errors(cascade, {"unused": RewardConfig(**CASCADE)}) == {"reward": 0.2}
+    assert max_errors(RewardConfig(judge="both"), {"both": cascade}) == {"both": 0.2}
+    assert max_errors(RewardConfig(), {"unused": cascade}) == {}
 
 
 def test_every_key_belongs_to_a_kind() -> None:

@@ -188,8 +188,14 @@ def test_the_alarm_needs_an_error_that_is_surely_above_its_limit() -> None:
     (text,) = alarm.check({"reward": audits([0.2, 0.3] * 8)})
     assert "cascade reward" in text and "0.250 on average" in text and "25%" in text
     assert alarm.check({"reward": audits([0.2, 0.3] * 9)}) == [], "it was said"
+    assert alarm.metrics() == {"alarm/cascade": 1.0}
     assert alarm.check({"reward": audits([0.0] * 20)}) == []
+    assert alarm.metrics() == {"alarm/cascade": 0.0}
     assert len(alarm.check({"reward": audits([0.3] * 20)})) == 1, "it is news again"
+
+
+def test_without_a_cascade_there_is_no_alarm() -> None:
+    assert CascadeAlarm({}).metrics() == {}
 
 
 def test_counts_add_up() -> None:
