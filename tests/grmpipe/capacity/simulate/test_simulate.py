@@ -274,6 +274,16 @@ def test_answers_that_move_between_slots_keep_the_format_of_their_judge() -> Non
     assert run.dropped == {}
 
 
+def test_the_format_of_a_public_grm_is_judged_with_its_own_prompt() -> None:
+    pairs = replace(
+        SECOND, protocol="pairwise", template="mt_bench_pairwise", parser="letter_or_tie", vote="majority",
+        num_judgements=2,
+    )  # fmt: skip
+    run = simulate(of_several(pairs), seats_of_three(), ONE_ROW, 3)
+    assert run.failed_judgements == {}
+    assert judgements_in(run, "safety") == pytest.approx(4 * 6 * 2 * 20 * 0.01)
+
+
 def test_a_cascade_asks_its_second_model_about_no_more_than_it_may() -> None:
     cascade = RewardConfig(kind="cascade", first="judge", then="safety", unsure_band=[0.3, 0.7], share=0.25)
     run = simulate(of_several(reward=cascade), seats_of_three(), ONE_ROW, 12)
