@@ -131,8 +131,8 @@ def engine_of(
             begun_s=span.begun_s,
             prompt_tokens=sizes[0].prompt_tokens if sizes else usual,
             new_tokens=span.args["num_tokens"],
-            # Siblings share a prompt; so do the judgements of one rollout.
-            shares=seat.rsplit("/", 1)[0] if role == POLICY else seat,
+            # Siblings share a prompt; so do the judgements of one rollout by one judge.
+            shares=seat.rsplit("/", 1)[0] if role == POLICY else f"{seat}{mark_of(span)}",
             counts=span.args["request"] in clear,
         )
         lanes[span.lane].append(request)
@@ -195,6 +195,12 @@ def beside(neighbour: Span, sizes: Sizes, seat: str) -> Span:
 def seat_of(span: Span) -> str:
     """`g000012/3` of g000012/3/t0 and g000012/3/j0.0."""
     return str(span.args["request"]).rsplit("/", 1)[0]
+
+
+def mark_of(span: Span) -> str:
+    """`@short` of g000012/3/j0.0@short: the judge that asked; nothing for the first one."""
+    _, marked, judge = str(span.args["request"]).rpartition("@")
+    return f"@{judge}" if marked else ""
 
 
 def mean_lengths(known: Mapping[str, list[Sizes]]) -> Lengths:
