@@ -126,7 +126,7 @@ class ConsoleSink:
         progress.add_row(Text(f"step {step}/{self._num_steps}", style="bold"), bar)
         failures = failures_text(self._failed)
         failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
-        judges = [Text(), judge_grid(self._latest)] if any(judge_texts(self._latest)) else []
+        judges: list[RenderableType] = [Text(), judge_grid(self._latest)] if any(judge_texts(self._latest)) else []
         body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), *judges, failed)
         return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=self._width)
 
