@@ -3,6 +3,7 @@
 python benchmarks/elastic.py --keep cases.jsonl --minutes 5    # repeat until the table is complete
 python benchmarks/elastic.py --keep cases.jsonl > table.md
 python benchmarks/elastic.py --mixes drifting --staleness 1 --loads full
+python benchmarks/elastic.py --roles 3                         # a policy and two judges of different models
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ from scheduler.weights.weight_push import SyncConfig, SyncReport
 from scheduler.weights.weight_sync import WeightSync
 
 SLOTS = 8
-GROUP_SIZE, JUDGEMENTS = 8, 4
+GROUP_SIZE = 8
 MAX_TOKENS = 8192
 SIGMA = 0.8  # of the logarithm of lengths: the longest of 128 is about nine times the median
 PROMPT_TOKENS, JUDGE_PROMPT_TOKENS = 256, 1024
@@ -66,28 +67,44 @@ PROMPT_TOKENS, JUDGE_PROMPT_TOKENS = 256, 1024
 # each: the same shape with a quarter of the events.
 POLICY = EngineSpeed(step_s=0.008, row_s=0.0002, cached_token_s=2.0e-7, prefill_token_s=3.5e-5, max_rows=64)
 GRM = EngineSpeed(step_s=0.013, row_s=0.0003, cached_token_s=2.5e-7, prefill_token_s=6e-5, max_rows=64)
+SPEEDS = {"policy": POLICY, "grm": GRM, "safety": POLICY}  # the second judge is as large as the policy
 PUSH_S, WAKE_S, LEARN_S = 1.0, 0.5, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Median lengths at the beginning and at the end of a run."""
+    """Median lengths of each role's answers at the beginning and at the end of a run. `judgements`: of each judge."""
 
     name: str
-    rollout: tuple[float, float]
-    judgement: tuple[float, float]
+    medians: Mapping[str, tuple[float, float]]
+    judgements: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.medians)
 
     def median(self, role: str, share: float) -> float:
-        first, last = self.rollout if role == "policy" else self.judgement
+        first, last = self.medians[role]
         return first * (last / first) ** share
+
+
+def one_judge(name: str, policy: tuple[float, float], grm: tuple[float, float]) -> Mix:
+    return Mix(name=name, medians={"policy": policy, "grm": grm}, judgements=4)
+
+
+def two_judges(name: str, policy: tuple[float, float], grm: tuple[float, float], safety: tuple[float, float]) -> Mix:
+    return Mix(name=name, medians={"policy": policy, "grm": grm, "safety": safety}, judgements=2)
 
 
 MIXES = {
     mix.name: mix
     for mix in (
-        Mix(name="judge-heavy", rollout=(400, 400), judgement=(400, 400)),
-        Mix(name="policy-heavy", rollout=(1600, 1600), judgement=(100, 100)),
-        Mix(name="drifting", rollout=(1600, 400), judgement=(100, 400)),
+        one_judge("judge-heavy", (400, 400), (400, 400)),
+        one_judge("policy-heavy", (1600, 1600), (100, 100)),
+        one_judge("drifting", (1600, 400), (100, 400)),
+        two_judges("steady", (800, 800), (400, 400), (200, 200)),
+        two_judges("judges drifting", (400, 400), (800, 100), (100, 800)),
+        two_judges("all drifting", (1600, 400), (100, 800), (100, 400)),
     )
 }
 LOADS = {"full": 64, "a quarter": 16, "a sixteenth": 4}  # groups in a batch; full: 64 rollouts a slot
@@ -98,7 +115,7 @@ class Case:
     mix: str
     staleness: int
     load: str
-    policy_slots: int | None  # None: elastic
+    split: tuple[int, ...] | None  # slots of each role; None: elastic
     steps: int = 6
     seed: int = 0
     balance: BalanceConfig = field(default_factory=BalanceConfig)
@@ -202,23 +219,23 @@ class Trainer:
 
 
 class Judge:
-    """Asks for this many judgements, and gives each sibling the same score."""
+    """Asks each judge for this many judgements, all at once, and gives each sibling the same score."""
 
-    def __init__(self, grm: Engine) -> None:
-        self._grm = grm
+    def __init__(self, grms: Mapping[str, Engine], judgements: int) -> None:
+        self._grms = grms
+        self._judgements = judgements
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         name = f"{rollout.group_id}/{rollout.sibling}"
         ids = (hash(name) % 50_000, *range(JUDGE_PROMPT_TOKENS - 1))
         params = SamplingParams(max_new_tokens=MAX_TOKENS)
         async with asyncio.TaskGroup() as tasks:
-            for index in range(JUDGEMENTS):
-                context = RequestContext(
-                    request_id=f"{name}/j{index}", group_id=rollout.group_id, role="grm", priority=priority
-                )
-                tasks.create_task(self._grm.generate(ids, params, context))
+            for (role, grm), index in itertools.product(self._grms.items(), range(self._judgements)):
+                request_id = f"{name}/j{index}" if role == "grm" else f"{name}/{role}/j{index}"
+                context = RequestContext(request_id=request_id, group_id=rollout.group_id, role=role, priority=priority)
+                tasks.create_task(grm.generate(ids, params, context))
         span = RewardSpan(turn=0, start=0, end=1, value=0.5)
-        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=1.0, num_judgements=JUDGEMENTS)
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=1.0, num_judgements=self._judgements)
         return JudgeReport(verdict=verdict)
 
 
@@ -244,19 +261,14 @@ def author_of(case: Case) -> Callable[[Sequence[int], SamplingParams, RequestCon
 async def simulate(case: Case) -> Outcome:
     author, weights = author_of(case), Weights()
     devices = [SharedDevice() for _ in range(SLOTS)]
-    split = case.policy_slots
-    seats = {
-        "policy": range(SLOTS if split is None else split),
-        "grm": range(0 if split is None else split, SLOTS),
-    }
-    speeds = {"policy": POLICY, "grm": GRM}
+    mix = MIXES[case.mix]
     routers = {
         role: Router(
             role,
-            {f"{role}-{n}": SlotEngine(role, author, speed=speeds[role], device=devices[n]) for n in seats[role]},
+            {f"{role}-{n}": SlotEngine(role, author, speed=SPEEDS[role], device=devices[n]) for n in seats},
             continuation=Continuation(decode=lambda ids: "x", seed_after=lambda seed, count: seed),
         )
-        for role in seats
+        for role, seats in seats_of(case).items()
     }
     sync = WeightSync(weights, (1, 2, 3), SyncConfig())
     reports: list[StepReport] = []
@@ -275,7 +287,7 @@ async def simulate(case: Case) -> Outcome:
         prompts=Prompts(),
         too_long=lambda prompt: False,
         play=played,
-        judge=PointwiseAdapter(Judge(routers["grm"])),
+        judge=PointwiseAdapter(Judge({role: routers[role] for role in mix.roles[1:]}, mix.judgements)),
         judge_guard=JudgeFitness(CircuitBreaker(max_failure_rate=1.0, window=32, pause_s=5.0)),
         trainer=Trainer(weights),
         push_weights=push,
@@ -294,7 +306,7 @@ async def simulate(case: Case) -> Outcome:
         seed=0,
     )
     pipeline = Pipeline(parts, config, after_step)
-    pool = elastic_pool(routers, sync, case) if split is None else None
+    pool = elastic_pool(routers, sync, case) if case.split is None else None
 
     async def run() -> None:
         await push(0)
@@ -306,22 +318,40 @@ async def simulate(case: Case) -> Outcome:
     return Outcome(step_s=took_s / case.steps, moves=sum(pool.moves.values()) if pool else 0)
 
 
+def seats_of(case: Case) -> dict[str, range]:
+    """Role -> its slots; elastic: all of them."""
+    roles = MIXES[case.mix].roles
+    if case.split is None:
+        return dict.fromkeys(roles, range(SLOTS))
+    ends = list(itertools.accumulate(case.split))
+    return {role: range(end - slots, end) for role, slots, end in zip(roles, case.split, ends, strict=True)}
+
+
+def splits_among(count: int) -> list[tuple[int, ...]]:
+    """Every way to divide the slots among this many roles, each with one or more."""
+    cuts = itertools.combinations(range(1, SLOTS), count - 1)
+    return [tuple(end - begin for begin, end in itertools.pairwise((0, *inner, SLOTS))) for inner in cuts]
+
+
+def is_even(split: Sequence[int]) -> bool:
+    return max(split) - min(split) <= 1
+
+
 def elastic_pool(routers: dict[str, Router], sync: WeightSync, case: Case) -> ElasticPool:
-    return ElasticPool(
-        "all",
-        {str(n): {role: f"{role}-{n}" for role in routers} for n in range(SLOTS)},
-        {
-            "policy": ElasticRole(
-                router=routers["policy"],
-                bring_current=sync.catch_up,
-                max_rows=POLICY.max_rows,
-                sleeps=True,
-                nothing_pushed=sync.nothing_pushed,
-            ),
-            "grm": ElasticRole(router=routers["grm"], max_rows=GRM.max_rows, sleeps=True),
-        },
-        case.balance,
+    policy = ElasticRole(
+        router=routers["policy"],
+        bring_current=sync.catch_up,
+        max_rows=POLICY.max_rows,
+        sleeps=True,
+        nothing_pushed=sync.nothing_pushed,
     )
+    judging = {
+        role: ElasticRole(router=router, max_rows=SPEEDS[role].max_rows, sleeps=True)
+        for role, router in routers.items()
+        if role != "policy"
+    }
+    slots = {str(n): {role: f"{role}-{n}" for role in routers} for n in range(SLOTS)}
+    return ElasticPool("all", slots, {"policy": policy, **judging}, case.balance)
 
 
 def measure(case: Case) -> Outcome:
@@ -356,44 +386,68 @@ class Cases:
 
 
 def row(cases: Cases, case: Case, seeds: Sequence[int]) -> str:
-    """Seconds per step: elastic, the best split and the even split. The spread of the ratio is over the seeds."""
+    """Seconds per step: elastic, the best split and the even one (of several even ones the fastest). The spread of the
+    ratio is over the seeds.
+    """
     elastic = cases.mean(case, seeds)
-    fixed = {n: replace(case, policy_slots=n) for n in range(1, SLOTS)}
-    splits = {n: cases.mean(split, seeds).step_s for n, split in fixed.items()}
+    fixed = {split: replace(case, split=split) for split in splits_among(len(MIXES[case.mix].roles))}
+    splits = {split: cases.mean(one, seeds).step_s for split, one in fixed.items()}
     best = min(splits, key=splits.__getitem__)
-    even = splits[SLOTS // 2]
+    even = min(step_s for split, step_s in splits.items() if is_even(split))
     ratios = [
         cases.outcome(replace(fixed[best], seed=seed)).step_s / cases.outcome(replace(case, seed=seed)).step_s
         for seed in seeds
     ]
     return (
-        f"| {case.mix} | {case.staleness} | {case.load} | {elastic.step_s:.1f} s | {splits[best]:.1f} s ({best} + "
-        f"{SLOTS - best}) | **{splits[best] / elastic.step_s:.3f}** | {min(ratios):.3f} to {max(ratios):.3f} | "
-        f"{even:.1f} s | {even / elastic.step_s:.2f} | {elastic.moves / case.steps:.1f} |"
+        f"| {case.mix} | {case.staleness} | {case.load} | {elastic.step_s:.1f} s | {splits[best]:.1f} s "
+        f"({' + '.join(map(str, best))}) | **{splits[best] / elastic.step_s:.3f}** | {min(ratios):.3f} to "
+        f"{max(ratios):.3f} | {even:.1f} s | {even / elastic.step_s:.2f} | {elastic.moves / case.steps:.1f} |"
     )
 
 
 HEAD = """\
-# Elastic slots against every static split
+{slots} slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
+real runs; the engines only take time (`models/engines/simulated/simulated_engine.py`): a decoding step takes
+{steps_ms}, plus rows and cached tokens. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8 slots,
+or a quarter or a sixteenth of that; {judgements} judgements per rollout and judge. Lengths are log-normal (sigma
+{sigma:g}). Medians in tokens: {medians}. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer
+step {learn:g} s. A ratio above 1: elastic is faster. The even split is the fastest of those whose parts differ by one
+slot at most.
 
-8 slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
-real runs; the engines only take time (`models/engines/simulated/`): policy {policy_ms:g} ms per decoding step, judge
-{grm_ms:g} ms, plus rows and cached tokens. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
-slots, or a quarter or a sixteenth of that; 4 judgements per rollout. Lengths are log-normal (sigma {sigma:g}). Medians
-of a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to
-400 and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step
-{learn:g} s. Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
-
-`python benchmarks/elastic.py --steps {steps} --seeds {seeds} --first-seed {first_seed}`: means over {seeds} draws of
-the lengths, and the range of the ratio. The balancer's rule was chosen on draws 0 to 2; these are new.
+`{command}`: means over {seeds} draws of the lengths, and the range of the ratio.
 
 | mix | staleness | load | elastic | best split | ratio | by draw | even split | ratio | moves a step |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 
+def head(mixes: Sequence[Mix], options: argparse.Namespace) -> str:
+    roles = mixes[0].roles
+    command = f"python benchmarks/elastic.py --roles {len(roles)} --steps {options.steps} --seeds {options.seeds}"
+    return HEAD.format(
+        slots=SLOTS,
+        steps_ms=", ".join(f"{SPEEDS[role].step_s * 1e3:g} ms for {role}" for role in roles),
+        judgements=mixes[0].judgements,
+        sigma=SIGMA,
+        medians="; ".join(f"{mix.name}, {medians_of(mix)}" for mix in mixes),
+        push=PUSH_S,
+        wake=WAKE_S,
+        learn=LEARN_S,
+        command=f"{command} --first-seed {options.first_seed}",
+        seeds=options.seeds,
+    )
+
+
+def medians_of(mix: Mix) -> str:
+    return ", ".join(
+        f"{role} {first:g}" if first == last else f"{role} from {first:g} to {last:g}"
+        for role, (first, last) in mix.medians.items()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mixes", nargs="*", default=list(MIXES))
+    parser.add_argument("--roles", type=int, choices=(2, 3), default=2, help="a policy and one judge, or two")
+    parser.add_argument("--mixes", nargs="*", help="names of mixes; all of this many roles unless given")
     parser.add_argument("--staleness", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
     parser.add_argument("--steps", type=int, default=8)
@@ -405,13 +459,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     cases = Cases(options.keep, time.monotonic() + 60 * options.minutes)
-    head = HEAD.format(
-        steps=options.steps, seeds=options.seeds, first_seed=options.first_seed, policy_ms=POLICY.step_s * 1e3,
-        grm_ms=GRM.step_s * 1e3, sigma=SIGMA, push=PUSH_S, wake=WAKE_S, learn=LEARN_S,
-    )  # fmt: skip
-    print(head, flush=True)
-    for staleness, load, mix in itertools.product(options.staleness, options.loads, options.mixes):
-        case = Case(mix=mix, staleness=staleness, load=load, policy_slots=None, steps=options.steps)
+    mixes = options.mixes or [name for name, mix in MIXES.items() if len(mix.roles) == options.roles]
+    print(head([MIXES[name] for name in mixes], options), flush=True)
+    for staleness, load, mix in itertools.product(options.staleness, options.loads, mixes):
+        case = Case(mix=mix, staleness=staleness, load=load, split=None, steps=options.steps)
         try:
             print(row(cases, case, seeds), flush=True)
         except TimeoutError:

@@ -62,7 +62,7 @@ def workload(
         config=config,
         prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(4096)]),
         chars_per_token={"policy": 4.0, "grm": 4.0},
-        lengths={"policy": rollouts, "grm": judgements},
+        lengths={"policy": rollouts, "judge": judgements},
     )
 
 

@@ -8,7 +8,7 @@ tokens, as EngineSpeed needs. The arithmetic of attention is left out: 7 % for 8
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models.types import EngineSpeed
 from scheduler.devices import GB, DeviceSpec
@@ -47,6 +47,8 @@ class Costs:
     switch_s: float = 0.0  # an elastic slot's change of role
     driver_request_s: float = 0.0  # time of the driver process for each request to an engine; these don't overlap
     critic: LearnerSpeed | None = None  # if advantages need one
+    grm_learners: Mapping[str, LearnerSpeed] = field(default_factory=dict)  # of judging models, by the learner's role
+    grm_sync_s: Mapping[str, float] = field(default_factory=dict)  # a push of each of them
     cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core
 
 

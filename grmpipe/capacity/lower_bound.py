@@ -9,18 +9,23 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs
+from grmpipe.config.judging import LEARNER as GRM_LEARNER
 from models.types import EngineSpeed
 from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
 CRITIC = "critic"
-LEARNING = (LEARNER, CRITIC)  # roles whose processes are the ranks of one model: all have the same work
 VALUED = 4 / 3  # of forward and backward: a critic reads each token once more for its value
 DRIVER = "driver"  # the driver process: neither a role nor a seat
 POLICY = "policy"
+
+
+def is_learning(role: str) -> bool:
+    """Whether a role's processes are the ranks of one model in training: all of them have the same work."""
+    return role in (LEARNER, CRITIC) or role.endswith(GRM_LEARNER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +38,29 @@ class RoleWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrmTraining:
+    """The work of a judging model's learner in a step of the policy. `model`: the role whose weights it trains."""
+
+    model: str
+    steps: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
     """The work of a step."""
 
-    engines: Mapping[str, RoleWork]  # in the order of the flow: policy, then judges
+    engines: Mapping[str, RoleWork]  # in the order of the flow: policy, then the models that judge
     learner_tokens: float
     groups: int
     max_staleness: int
     critic_tokens: float = 0.0  # 0: no critic
+    grm_learners: Mapping[str, GrmTraining] = field(default_factory=dict)  # by the learner's role
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.engines, *(LEARNING if self.critic_tokens > 0 else (LEARNER,)))
+        critic = (CRITIC,) if self.critic_tokens > 0 else ()
+        return (*self.engines, LEARNER, *critic, *self.grm_learners)
 
 
 def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
@@ -64,7 +80,7 @@ def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
 
 def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:
     """Seconds per step that each process of a role, or the driver, is busy. `costs`: those of a learner with this many
-    ranks. A push of weights stops learner and policy.
+    ranks. A push of weights stops the learner and the engines that it goes to.
     """
     if role == DRIVER:
         return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
@@ -73,8 +89,21 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
     if role == CRITIC:
         assert costs.critic is not None
         return work.critic_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
+    if (trained := work.grm_learners.get(role)) is not None:
+        speed = costs.grm_learners[role]
+        return trained.tokens * speed.token_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
-    return own + (costs.sync_s if role == POLICY else 0.0)
+    return own + pushes_s(role, work, costs)
+
+
+def pushes_s(role: str, work: StepWork, costs: Costs) -> float:
+    """Seconds per step in which a role's engines stand still for pushes of weights."""
+    of_grm = (
+        trained.steps * costs.grm_sync_s[learner]
+        for learner, trained in work.grm_learners.items()
+        if trained.model == role
+    )
+    return (costs.sync_s if role == POLICY else 0.0) + sum(of_grm)
 
 
 def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int = 0) -> float:
@@ -96,9 +125,9 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
         if role in floating:
             continue
         where[role] = {(seat.pool, slot) for seat in seats for slot in seat.slots}
-        for place in where[role] if role in LEARNING else ():
+        for place in where[role] if is_learning(role) else ():
             fixed[place] += loads[role]
-    engines = [role for role in where if role not in LEARNING]
+    engines = [role for role in where if not is_learning(role)]
     means = []
     for size in range(1, len(engines) + 1):
         for roles in itertools.combinations(engines, size):
@@ -121,13 +150,19 @@ def is_on_cpu(placement: Placement, seat: Seat) -> bool:
 
 
 def chain_s(work: StepWork, costs: Costs) -> float:
-    """The time of one request after the other through every role, each alone on its engine; then a group, the step, the
-    push.
+    """The time of a rollout, then of a judgement by the slowest judging model, each alone on its engine; then a group,
+    the step, the push. Models that judge may all be asked at once.
     """
-    played = 0.0
-    for role, asked in work.engines.items():
-        speed, cached = costs.engines[role], asked.prompt_tokens + asked.new_tokens / 2
-        token_s = speed.step_s + speed.row_s + cached * speed.cached_token_s
-        played += speed.request_s + asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
+    alone_s = {role: mean_alone_s(asked, costs.engines[role]) for role, asked in work.engines.items()}
+    judged_s = max((alone_s[role] for role in alone_s if role != POLICY), default=0.0)
     last_group_s = work.learner_tokens / work.groups * costs.learner.token_s
-    return played + last_group_s + costs.learner.step_s + costs.sync_s
+    return alone_s[POLICY] + judged_s + last_group_s + costs.learner.step_s + costs.sync_s
+
+
+def mean_alone_s(asked: RoleWork, speed: EngineSpeed) -> float:
+    """The time of a request of mean lengths, alone on its engine."""
+    if not asked.requests:
+        return 0.0
+    cached = asked.prompt_tokens + asked.new_tokens / 2
+    token_s = speed.step_s + speed.row_s + cached * speed.cached_token_s
+    return speed.request_s + asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s

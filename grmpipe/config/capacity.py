@@ -93,6 +93,8 @@ class StatedCosts:
 
     policy: SpeedConfig = field(default_factory=SpeedConfig)
     grm: SpeedConfig = field(default_factory=SpeedConfig)
+    # Engines of further models that judge: `+simulate.costs.grms={<name>: {step_s: 0.02}}`.
+    grms: dict[str, SpeedConfig] = field(default_factory=dict)
     learner_token_s: float = 0.0  # Forward and backward pass of a packed token, all ranks together.
     learner_step_s: float = 0.0  # Optimizer step of the learner.
     critic_token_s: float = 0.0  # Forward and backward pass of a packed token in the critic, all ranks together.
@@ -108,6 +110,11 @@ class StatedCosts:
         ):  # fmt: skip
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ValueError(f"costs.{key}: must be 0 or more, got {getattr(self, key)}")
+
+    @property
+    def engines(self) -> dict[str, SpeedConfig]:
+        """Role -> speed of one of its engines."""
+        return {"policy": self.policy, "grm": self.grm, **self.grms}
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,17 @@ class RewardConfig:
         """The judges and compositions that it names, each once, in the order in which they are typed."""
         return tuple(dict.fromkeys(self.reward_kind.names(self)))
 
+    def names_for(self, source: str) -> tuple[str, ...]:
+        """Those of them that may judge prompts of a source."""
+        if self.route is None:
+            return self.names
+        name = self.route.get(source, self.default)
+        return () if name is None else (name,)
+
+    def asked(self, source: str) -> Mapping[str, float]:
+        """Name -> the largest share of the rollouts on prompts of this source that it judges."""
+        return self.reward_kind.asked(self, source)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
@@ -105,6 +116,7 @@ class RewardKind:
     check:  (section, its path) -> None; raises ValueError that begins with the key.
     passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
     waits:  whether a sibling's reward depends on its siblings' verdicts.
+    asked:  (section, source of prompts) -> name -> the largest share of these prompts' rollouts that it judges.
     """
 
     keys: tuple[str, ...]
@@ -112,6 +124,7 @@ class RewardKind:
     check: Callable[[RewardConfig, str], None]
     passes: bool = False
     waits: Callable[[RewardConfig], bool] = lambda reward: False
+    asked: Callable[[RewardConfig, str], Mapping[str, float]] = lambda reward, source: dict.fromkeys(reward.names, 1.0)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -149,12 +162,42 @@ def check_rewards(
     _check_normalised(reward, rewards)
 
 
-def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> tuple[str, ...]:
-    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections."""
+def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None) -> tuple[str, ...]:
+    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections.
+
+    source: of a prompt, of which the judges are wanted; None: of any.
+    """
     found: dict[str, None] = {}
-    for name in reward.names:
-        found |= dict.fromkeys(judges_of(rewards[name], rewards) if name in rewards else (name,))
+    for name in reward.names if source is None else reward.names_for(source):
+        found |= dict.fromkeys(judges_of(rewards[name], rewards, source) if name in rewards else (name,))
     return tuple(found)
+
+
+def asked_shares(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Mapping[str, float]
+) -> dict[str, float]:
+    """Judge -> the largest share of the rollouts that it judges. sources: source of prompts -> their share.
+
+    What verdicts decide isn't known: every response is assumed to pass a gate, and a cascade to escalate as much as it
+    may, next to its audit.
+    """
+    asked = dict.fromkeys(judges_of(reward, rewards), 0.0)
+    for source, share in sources.items():
+        for judge, part in asked_of_source(reward, rewards, source).items():
+            asked[judge] += share * part
+    return asked
+
+
+def asked_of_source(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str) -> dict[str, float]:
+    """The same for prompts of one source, without the judges that aren't asked. A judge that is named twice is asked
+    once.
+    """
+    found: dict[str, float] = {}
+    for name, share in reward.asked(source).items():
+        inner = asked_of_source(rewards[name], rewards, source) if name in rewards else {name: 1.0}
+        for judge, part in inner.items():
+            found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
+    return found
 
 
 def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
@@ -177,6 +220,15 @@ def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dic
     """Cascade -> the error of its sure verdicts above which an alarm is raised."""
     used = _reachable(reward, rewards)
     return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
+
+
+def arrival_orders(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
+    """What makes rewards depend on the order in which verdicts arrive, in words that end with what to type."""
+    for path, one in _reachable(reward, rewards):
+        if one.kind == "cascade" and one.share < 1:
+            yield f"{path}.share={one.share:g} goes to the groups that are unsure first; type {path}.share=1"
+        if one.uses_accuracy:
+            yield f"{path}.vote=accuracy weighs by the last evaluation that has ended; type {path}.vote=mean"
 
 
 def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[tuple[str, RewardConfig]]:
@@ -311,6 +363,16 @@ def _cascade(reward: RewardConfig, path: str) -> None:
         )
 
 
+def _routed(reward: RewardConfig, source: str) -> dict[str, float]:
+    name = reward.route.get(source, reward.default)
+    return {} if name is None else {name: 1.0}
+
+
+def _escalated(reward: RewardConfig, source: str) -> dict[str, float]:
+    first, then = reward.names
+    return {first: 1.0, then: min(1.0, reward.share + reward.audit_share)}
+
+
 def is_band(band: object) -> bool:
     """Whether it is a pair of rewards in ascending order."""
     if not isinstance(band, list | tuple) or len(band) != 2:
@@ -350,6 +412,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         keys=("route", "default"),
         names=lambda reward: (*reward.route.values(), *([reward.default] if reward.default else [])),
         check=_route,
+        asked=_routed,
         passes=True,
     ),
     "jury": RewardKind(
@@ -365,6 +428,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: (reward.first or "", reward.then or ""),
         check=_cascade,
         waits=lambda reward: reward.escalate == "group",
+        asked=_escalated,
     ),
     "gate": RewardKind(
         keys=("gate", "min_reward", "floor", "inner"),

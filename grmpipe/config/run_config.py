@@ -135,6 +135,7 @@ class RunConfig:
         self._check_critic()
         self._check_lora()
         self._check_meta()
+        self._check_scalar()
         self._check_simulated()
         if self.judge.kind == "label" or self.trained_grms:
             self._check_labels()
@@ -285,6 +286,14 @@ class RunConfig:
                 "policy.lora.rank: task=train_meta_rm trains all weights of a meta-RM; type policy.lora.rank=0"
             )
 
+    def _check_scalar(self) -> None:
+        """Check that the task knows scalar reward models."""
+        for name in self.judging.scalar if self.task in ("plan", "simulate") else ():
+            raise ValueError(
+                f"{key_of_judge(name)}.kind: task={self.task} doesn't model a scalar reward model, whose work is small "
+                f"compared with a GRM's; to see the rest type {key_of_judge(name)}=rule"
+            )
+
     def _check_simulated(self) -> None:
         """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
         if self.task != "simulate":
@@ -295,7 +304,7 @@ class RunConfig:
             key = key_of_judge(name)
             if judge.kind == "custom":
                 raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
-            if name in self.judging.generative and judge.protocol_kind.scores != "responses":
+            if not is_judge_simulated(judge):
                 raise ValueError(
                     f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
                     "judgement; to see the rest of the run type judge=pointwise"
@@ -319,10 +328,10 @@ class RunConfig:
                 f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
                 f"{key_of_model(role)}.path and a {key_of_model(role)}.engine other than openai"
             )
-        if self.task in ("plan", "simulate"):
+        if self.task == "simulate":
             raise ValueError(
-                f"{key}.enabled: task={self.task} models only one learner; to see the rest of the run type "
-                f"{key}.enabled=false"
+                f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
+                f"memory, or {key}.enabled=false to simulate the rest of the run"
             )
         judge = self.judge_training(role)
         if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
@@ -419,7 +428,13 @@ class RunConfig:
         asks_critic = self.critic.enabled and self.task != "evaluate"
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic
-        return (POLICY, "learner", *self.judging.local_roles, *learners, *more)
+        judging = (*self.judging.local_roles, *self.judging.scorer_roles)
+        return (POLICY, "learner", *judging, *learners, *more)
+
+
+def is_judge_simulated(judge: JudgeConfig) -> bool:
+    """Whether a simulation knows the judge, and the number of scores in a judgement."""
+    return judge.kind in ("rule", "label") or (judge.kind == "generative" and judge.protocol_kind.scores == "responses")
 
 
 def roles_with(grms: Collection[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from models.tiny.quality import quality_of
-from models.tiny.recipes import RECIPES, MetaRmRecipe, Recipe
+from models.tiny.recipes import RECIPES, AnyRecipe
 from models.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
 
 
@@ -37,7 +37,7 @@ def parse(argv: list[str]) -> list[str]:
     return names
 
 
-def build_and_ship(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
+def build_and_ship(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe, progress)
     measured = quality_of(recipe, directory, lambda other: directory_of(other, progress))

@@ -29,22 +29,27 @@ from models.tiny.recipes import (
     POLICY,
     POLICY_KINDS,
     POLICY_TRICKS,
+    AnyRecipe,
     MetaRmRecipe,
     Recipe,
+    RewardModelRecipe,
 )
 from models.tiny.sft_examples import careless_comparison, corrupted_comparison, sloppy_text
 from models.tiny.solutions import invented
 from models.tiny.tiny_meta_rm import measure_meta_rm
+from models.tiny.tiny_reward_model import measure_reward_model
 from models.tiny.tricks import TRICKS, bare, tricks_of, with_tricks
 
 Find = Callable[[Recipe], Path]  # the directory of another model
 Quality = dict[str, float]
 
 
-def quality_of(recipe: Recipe | MetaRmRecipe, directory: Path, find: Find) -> Quality:
+def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
     if isinstance(recipe, MetaRmRecipe):
         return asdict(measure_meta_rm(directory, find(recipe.parent)))
+    if isinstance(recipe, RewardModelRecipe):
+        return asdict(measure_reward_model(directory, find(POLICY)))
     if recipe.name.startswith("policy"):
         return asdict(measure_policy(directory)) | policy_extras(recipe, directory)
     if recipe == GRM_COMPARISON:

@@ -24,6 +24,8 @@ class RateEstimator:
     _takeovers: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _sorted: list[int] = field(default_factory=list)
     _tails: list[int] = field(default_factory=list)
+    _line: tuple[float, float] | None = None  # of `step`, until the next measurement: a balancer asks often
+    _step_now_s: float | None = None
 
     def ended(self, num_tokens: int) -> None:
         """A request ended with `num_tokens` tokens."""
@@ -34,6 +36,7 @@ class RateEstimator:
         """After its first token, an engine took `seconds` for `num_tokens` tokens, with `rows` rows on average."""
         if num_tokens > 1 and seconds > 0:
             self._steps.append((max(rows, 1.0), seconds / (num_tokens - 1)))
+            self._line = self._step_now_s = None
 
     def took_over(self, seconds: float, in_hand: int) -> None:
         """An engine with `in_hand` requests took `seconds` until a migrated request continued."""
@@ -47,7 +50,9 @@ class RateEstimator:
     @property
     def step_now_s(self) -> float:
         """The recent mean time per token."""
-        return sum(step for _, step in self._steps) / len(self._steps) if self._steps else 0.0
+        if self._step_now_s is None:
+            self._step_now_s = sum(step for _, step in self._steps) / len(self._steps) if self._steps else 0.0
+        return self._step_now_s
 
     def mean(self, running_tokens: float) -> float:
         """The mean length of a request, given the tokens of those in flight: the first to end are the short ones, so
@@ -75,6 +80,11 @@ class RateEstimator:
         """
         if not self._steps:
             return PRIOR_S
+        if self._line is None:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> tuple[float, float]:
         count = len(self._steps)
         rows = sum(row for row, _ in self._steps) / count
         seconds = sum(step for _, step in self._steps) / count

@@ -82,8 +82,20 @@ class Pool:
     def num_serving(self, role: str) -> int:
         return sum(slot.role == role and role in slot.able for slot in self.slots)
 
+    def others_s(self, source: str, target: str) -> list[float]:
+        """Times of the roles that a move doesn't change. One without a slot has none: any move leaves it waiting."""
+        return [
+            backlog.finish_s(num_slots)
+            for role, backlog in self.roles.items()
+            if role not in (source, target) and (num_slots := self.num_serving(role))
+        ]
+
     def move(self, slot: Slot, target: str, reason: str) -> Move:
-        """A move with its gain: the time of both roles until their work is done, before minus after."""
+        """A move with its gain: the norm of all roles' times until their work is done, before minus after.
+
+        The norm of the two roles alone has the same sign, but not the same size: next to a role that takes much longer,
+        a second between two short ones is worth little.
+        """
         source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
         n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
         n_left = n_source - (slot.role in slot.able)
@@ -94,8 +106,9 @@ class Pool:
         left_s = leaving * source.takeover_s / max(n_left, 1)
         coming = goal.requests / (n_target + 1) if n_target else 0.0
         lost_s = (cost_s + coming * goal.takeover_s) / (n_target + 1) if goal.requests else 0.0
-        before_s = together_s(source.finish_s(n_source), goal.finish_s(n_target))
-        after_s = together_s(source.finish_s(n_left) + left_s, goal.finish_s(n_target + 1) + lost_s)
+        others_s = self.others_s(slot.role, target)
+        before_s = together_s(source.finish_s(n_source), goal.finish_s(n_target), *others_s)
+        after_s = together_s(source.finish_s(n_left) + left_s, goal.finish_s(n_target + 1) + lost_s, *others_s)
         return Move(
             slot=slot.name,
             source=slot.role,
@@ -110,10 +123,10 @@ class Pool:
         return not (self.roles[slot.role].requests and slot.role in slot.able and self.num_serving(slot.role) == 1)
 
 
-def together_s(one_s: float, other_s: float) -> float:
-    """The norm of two roles' times: at least the longer one, at most their sum."""
-    longer_s, ratio = max(one_s, other_s), min(one_s, other_s) / max(one_s, other_s, 1e-12)
-    return longer_s * (1 + ratio**NORM) ** (1 / NORM)
+def together_s(*times_s: float) -> float:
+    """The norm of the roles' times: at least the longest one, at most their sum."""
+    longest_s = max(max(times_s), 1e-12)
+    return longest_s * sum((time_s / longest_s) ** NORM for time_s in times_s) ** (1 / NORM)
 
 
 def decide(pool: Pool) -> Move | None:

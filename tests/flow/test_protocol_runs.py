@@ -79,7 +79,7 @@ def simulated(**judge: Any) -> SimulatedRun:
         config=config,
         prompts=PromptStream(prompts),
         chars_per_token={"policy": 4.0, "grm": 4.0},
-        lengths={"policy": lognormal(20, 0.5), "grm": lognormal(30, 0.3)},
+        lengths={"policy": lognormal(20, 0.5), "judge": lognormal(30, 0.3)},
     )
     costs = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=0.0, step_s=0.1), sync_s=0.0)
     return simulate(workload, placement, costs, num_steps=4)

@@ -5,7 +5,9 @@ The costs, the memory and the simulation of a candidate are given as functions.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,9 @@ from grmpipe.capacity.lower_bound import StepWork, busiest_core_s, busy_s, chain
 from scheduler.devices import GB
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
-# Up to here every split is tried; for more slots, splits are coarser. By the number of parts: 1081 splits, 1771.
-FINE_SLOTS = {1: 48, 2: 48, 3: 48, 4: 24}
+MOST_SPLITS = 2000  # of the slots of one kind among some pools; with more of them, splits are coarser
+MOST_CANDIDATES = 50_000  # of all layouts together, before the widths of engines: more roles have coarser splits
+MOST_FINE_SLOTS = 48  # up to here every split is tried, if there are few pools
 EVEN = 1.02  # simulated times within this factor are equal; the smaller bound then goes first
 
 
@@ -167,9 +170,11 @@ def enumerate_candidates(question: SearchProblem) -> Iterator[Candidate]:
     """Every way to share pools, every kind of slot for each pool, every split of the slots, every width of an
     engine.
     """
-    for blocks in partitions(question.work.roles):
+    layouts = list(partitions(question.work.roles))
+    most_splits = min(MOST_SPLITS, MOST_CANDIDATES // len(layouts))
+    for blocks in layouts:
         for kinds in itertools.product(question.kinds, repeat=len(blocks)):
-            for slots in slot_splits(kinds, question.kinds):
+            for slots in slot_splits(kinds, question.kinds, most_splits):
                 choices = [
                     [
                         one_pool
@@ -194,20 +199,32 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield (*blocks[:index], (first, *block), *blocks[index + 1 :])
 
 
-def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig]) -> Iterator[tuple[int, ...]]:
+def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig], most_splits: int) -> Iterator[tuple[int, ...]]:
     """Slots for each block, with all slots of a kind in use."""
     shares = []
     for kind in dict.fromkeys(kinds):
         places = [index for index, other in enumerate(kinds) if other == kind]
-        shares.append([dict(zip(places, split, strict=True)) for split in splits(pools[kind].slots, len(places))])
+        ways = splits(pools[kind].slots, len(places), most_splits)
+        shares.append([dict(zip(places, split, strict=True)) for split in ways])
     for chosen in itertools.product(*shares):
         merged = {index: slots for share in chosen for index, slots in share.items()}
         yield tuple(merged[index] for index in range(len(kinds)))
 
 
-def splits(slots: int, parts: int) -> Iterator[tuple[int, ...]]:
+def splits(slots: int, parts: int, most: int = MOST_SPLITS) -> Iterator[tuple[int, ...]]:
     """Ways to split slots into parts of at least one; in larger pieces if there are many."""
-    yield from splits_by(slots, parts, piece=-(-slots // FINE_SLOTS[parts]))
+    yield from splits_by(slots, parts, piece=-(-slots // fine_slots(parts, most)))
+
+
+@functools.cache
+def fine_slots(parts: int, most: int) -> int:
+    """The slots up to which every split into this many parts is tried, if there are at most `most`: of 2000, 48 slots
+    for 3 parts (1081 splits), 24 for 4 (1771), 17 for 5 (1820).
+    """
+    slots = parts
+    while slots < MOST_FINE_SLOTS and math.comb(slots, parts - 1) <= most:
+        slots += 1
+    return slots
 
 
 def splits_by(slots: int, parts: int, piece: int) -> Iterator[tuple[int, ...]]:

@@ -1,11 +1,10 @@
-"""The work of a step and its costs, for a planned run: by roofline, or by a profile."""
+"""The costs of a planned run's processes: by roofline, or by a profile. Counts no work."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from grmpipe.capacity.cost import (
     DRIVER_REQUEST_S,
@@ -18,19 +17,15 @@ from grmpipe.capacity.cost import (
     switch_time_s,
     sync_time_s,
 )
-from grmpipe.capacity.lower_bound import CRITIC, LEARNING, RoleWork, StepWork
+from grmpipe.capacity.lower_bound import CRITIC, LEARNER, POLICY, is_learning
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import kv_room
-from grmpipe.capacity.plan.profile import Lengths, Profile
-from grmpipe.capacity.plan.survey import Sized, Survey, pool_with_memory
+from grmpipe.capacity.plan.profile import Profile
+from grmpipe.capacity.plan.survey import Survey, pool_with_memory
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.judge.grm import estimated_tokens
-from grmpipe.judge.prompt import JudgePrompt
-from models.types import EngineSpeed, Message
+from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
-
-SAMPLED_PROMPTS = 64  # prompts for their mean length
 
 
 class CostUnknown(ConfigError):
@@ -43,73 +38,6 @@ class Seated:
 
     seating: Seating
     pool: str
-
-
-# -- work ----------------------------------------------------------------------------------------------------------
-
-
-def step_work(survey: Survey, profile: Profile | None) -> StepWork:
-    """The work of a step at mean lengths: those that are set, else those of the profile, else half of the maximum."""
-    config, train = survey.config, survey.config.train
-    rollouts = train.groups_per_batch * train.group_size
-    packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
-    played = lengths_of("policy", survey, profile)
-    engines = {"policy": RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)}
-    if "grm" in config.roles:
-        judged = lengths_of("grm", survey, profile)
-        asked = train.groups_per_batch * config.judge.judgements_of_group(train.group_size)
-        engines["grm"] = RoleWork(requests=asked, prompt_tokens=judged.prompt_tokens, new_tokens=judged.new_tokens)
-    return StepWork(
-        engines=engines,
-        learner_tokens=packed * played.prompt_tokens + rollouts * played.new_tokens,
-        groups=train.groups_per_batch,
-        max_staleness=train.max_staleness,
-        critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
-    )
-
-
-def lengths_of(role: str, survey: Survey, profile: Profile | None) -> Lengths:
-    config = survey.config
-    set_tokens = config.plan.rollout_tokens if role == "policy" else config.plan.judgement_tokens
-    most = config.rollout.max_new_tokens if role == "policy" else config.judge.max_new_tokens
-    if profile is not None and role in profile.lengths:
-        measured = profile.lengths[role]
-        return replace(measured, new_tokens=set_tokens) if set_tokens else measured
-    prompt_tokens = policy_prompt_tokens(survey)
-    if role == "grm":
-        shown = config.judge.responses_shown(config.train.group_size)
-        prompt_tokens = judge_prompt_tokens(survey) + shown * lengths_of("policy", survey, profile).new_tokens
-    return Lengths(prompt_tokens=prompt_tokens, new_tokens=set_tokens or most / 2)
-
-
-def policy_prompt_tokens(survey: Survey) -> float:
-    prompts = survey.data.train[:SAMPLED_PROMPTS]
-    return fmean(num_tokens(survey.models["policy"], prompt.messages) for prompt in prompts)
-
-
-def judge_prompt_tokens(survey: Survey) -> float:
-    """The mean tokens of a judge's prompt without the judged answer."""
-    judge = survey.config.judge
-    template = JudgePrompt.of(judge)
-    asked = [template.render(prompt, *template.blanks, principles="") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
-    return fmean(num_tokens(survey.models["grm"], messages) for messages in asked)
-
-
-def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
-    if sized.model is not None:
-        return len(sized.model.renderer.render(messages))
-    return sum(estimated_tokens(message.content) for message in messages)
-
-
-def assumptions(survey: Survey, profile: Profile | None) -> str:
-    """The sources of lengths and costs, in one line."""
-    work = step_work(survey, profile)
-    lengths = ", ".join(
-        f"{asked.new_tokens:.0f} tokens per {'rollout' if role == 'policy' else 'judgement'}"
-        for role, asked in work.engines.items()
-    )
-    source = f"measured in {survey.config.plan.profile}" if profile else "estimated from the devices' data sheets"
-    return f"{source}; {lengths} on average"
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------
@@ -128,15 +56,19 @@ def costs_of(
     engines = {}
     for role, where in seated.items():
         key = (role, where.seating.width, where.pool)
-        if role not in LEARNING:
+        if not is_learning(role):
             engines[role] = known[key] = known.get(key) or speed_of(role, survey, profile, where)
     weights = {role: weight_bytes(role, survey) for role in engines}
-    learner = seated["learner"]
+    learner, trained = seated[LEARNER], grm_learners(survey)
     return Costs(
         engines=engines,
         learner=learner_of(survey, profile, learner),
         critic=critic_of(survey, profile, seated[CRITIC]) if CRITIC in seated else None,
-        sync_s=sync_of(survey, profile, learner, weights["policy"]),
+        grm_learners={role: estimated_learner(model, survey, seated[role]) for role, model in trained.items()},
+        sync_s=sync_of(survey, profile, learner, weights[POLICY]),
+        grm_sync_s={
+            role: sync_time_s(weights[model], device_for(seated[role].pool, survey)) for role, model in trained.items()
+        },
         switch_s=switch_of(survey, seated, weights),
         driver_request_s=driver_of(survey, profile),
         cores=cores_of(survey),
@@ -192,18 +124,29 @@ def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
 
 def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
     """The speed of a learner. A profile's learner is scaled to this number of ranks."""
-    train, ranks = survey.config.train, where.seating.replicas
+    ranks = where.seating.replicas
     alike = profile is not None and profile.config.policy.path == survey.config.policy.path
     if profile is not None and profile.learner is not None and alike:
         share = profile.config.placement.roles["learner"].replicas / ranks
         return LearnerSpeed(token_s=profile.learner.token_s * share, step_s=profile.learner.step_s * share)
+    return estimated_learner(POLICY, survey, where)
+
+
+def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed:
+    """The speed of the learner of a served model, by the data sheet."""
+    train = survey.config.train
     return learner_speed(
-        sizes_of("policy", survey).num_parameters,
+        sizes_of(model, survey).num_parameters,
         device_for(where.pool, survey),
-        ranks=ranks,
+        ranks=where.seating.replicas,
         dtype=train.dtype,
         checkpointing=train.recomputes,
     )
+
+
+def grm_learners(survey: Survey) -> dict[str, str]:
+    """The roles that train judging models -> the roles whose weights they train."""
+    return {learner: model for model, learner in survey.config.learners.items() if model != POLICY}
 
 
 def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
@@ -260,7 +203,8 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
 def sizes_of(role: str, survey: Survey) -> ModelSizes:
     footprint, dtype = survey.models[role].footprint, survey.roles.served[role].dtype
     if footprint is None:
-        raise CostUnknown(f"{role}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
+        key = survey.roles.served[role].key
+        raise CostUnknown(f"{key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
     return ModelSizes(
         num_parameters=footprint.num_parameters,
         weight_bytes=footprint.weight_bytes(dtype),

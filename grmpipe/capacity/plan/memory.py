@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.critic import critic_train
@@ -14,6 +15,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, Footprint, Working
+from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
 
@@ -34,12 +36,13 @@ def memory_parts(survey: Survey, role: str) -> list[Part]:
 
 def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> list[Part]:
     """The same for a given seating of the role."""
-    sized = survey.models["policy" if role == "learner" else role]
-    if sized.footprint is None:
+    trained = {learner: model for model, learner in survey.config.learners.items()}
+    sized = survey.models.get(trained.get(role, role))
+    if sized is None or sized.footprint is None:
         return []
-    if role == "learner":
-        return learner_parts(survey, sized.footprint, seating.replicas)
-    if role == "critic":
+    if role in trained:
+        return learner_parts(survey.config, sized.footprint, seating.replicas, trained[role])
+    if role == CRITIC:
         return critic_parts(survey, sized.footprint, seating.replicas)
     num_gpus = seating.width if pool.resource == "gpu" else 1
     return engine_parts(survey.roles.served[role], sized, sized.footprint, num_gpus, pool)
@@ -76,10 +79,11 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
     return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
 
 
-def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
-    train, lora = survey.config.train, survey.config.policy.lora
+def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
+    """The parts of one rank of the learner of a served model."""
+    train, lora = config.train, config.models[model].lora
     working = working_of(train, footprint, frozen=lora.learns)
-    held = adapter_state(survey.config, footprint) if lora.learns else whole_state(survey.config, footprint)
+    held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
         *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // ranks) for part in held),
@@ -93,25 +97,26 @@ def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False
     return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
 
 
-def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
     """The state of all ranks together if all weights are trained."""
     copy = footprint.shard_bytes(1)
+    kl = config.algorithm.kl_coefficient if model == POLICY else config.trained_grms[model].kl_coefficient
     reference = [Part(what="weights of the reference", num_bytes=copy, kind="state")]
     return [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),
         Part(what="optimizer, two moments", num_bytes=2 * copy, kind="state"),
-        *(reference if config.algorithm.kl_coefficient > 0 else []),
+        *(reference if kl > 0 else []),
     ]
 
 
-def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) -> list[Part]:
     """The state of all ranks together if adapters are trained (in float32). Without them the weights are the
     reference.
     """
-    copy = 4 * footprint.adapter_parameters(config.policy.lora.rank, config.policy.lora.target_modules)
+    copy = 4 * footprint.adapter_parameters(lora.rank, lora.target_modules)
     return [
-        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(config.train.dtype), kind="weights"),
+        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(train.dtype), kind="weights"),
         Part(what="adapters", num_bytes=copy, kind="weights"),
         Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
         Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy, kind="state"),
@@ -134,14 +139,20 @@ def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
     """A block of text with every role's parts."""
+    wide = column_width(parts)
     lines = ["memory per process, on each of its slots: estimated peak"]
     for role, held in parts.items():
         if not held:
-            lines.append(f"  {role:<8} unknown")
+            lines.append(f"  {role:<{wide}} unknown")
             continue
-        lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
-        lines += [f"           {size(part.num_bytes):>8}  {part.what}" for part in held]
+        lines.append(f"  {role:<{wide}} {size(sum(part.num_bytes for part in held))}")
+        lines += [f"  {'':<{wide}} {size(part.num_bytes):>8}  {part.what}" for part in held]
     return "\n".join(lines)
+
+
+def column_width(roles: Iterable[str]) -> int:
+    """The width of a column of roles, or of judges."""
+    return max(8, *map(len, roles))
 
 
 def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
@@ -203,7 +214,7 @@ def by_turns(survey: Survey, pool: str) -> str:
     if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
         return ""
     one = any(survey.roles.served[role].shares_with for role in served)
-    return ", one engine for both roles" if one else ", the engines alternate"
+    return ", one engine for all roles" if one else ", the engines alternate"
 
 
 def one_at_a_time(survey: Survey, served: Collection[str]) -> bool:
@@ -240,10 +251,12 @@ def remedy(roles: set[str], survey: Survey) -> str:
     if len(roles) > 1:
         return "give the roles separate pools"
     (role,) = roles
-    if role == "critic":
+    if role == CRITIC:
         return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
-    if role == "learner":
-        return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
+    if is_learning(role):
+        return f"lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add {role} ranks"
+    if role not in survey.roles.served:
+        return f"give {role} a separate pool"
     return survey.roles.served[role].engine.memory_remedy
 
 

@@ -41,8 +41,9 @@ def check_memory(prepared: Prepared) -> None:
     if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
         return
     survey = survey_of(prepared)
-    roles = [role for role in survey.placement.seats if role == "learner" or role in survey.models]
-    parts = {role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in roles}
+    parts = {
+        role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in survey.placement.seats
+    }
     for pool in survey.placement.pools:
         check_pool(survey, pool, parts)
 
@@ -67,7 +68,11 @@ def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
         here = [seat for seat in seats if seat.role in parts]
         held = held_at_once(survey, name, here, parts)
         if pool.memory_gb and held > pool.memory_gb * GB:
-            each = ", ".join(f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}" for seat in here)
+            each = ", ".join(
+                f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}"
+                for seat in here
+                if parts[seat.role]
+            )
             apart = "give the roles separate pools, " if len(here) > 1 else ""
             raise ConfigError(
                 f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and the "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.capacity.lower_bound import DRIVER, busiest_slot_s, busy_s, chain_s
+from grmpipe.capacity.lower_bound import DRIVER, POLICY, busiest_slot_s, busy_s, chain_s
 from grmpipe.capacity.plan.beliefs import profile_of
-from grmpipe.capacity.plan.costs import CostUnknown, Seated, assumptions, costs_of, step_work
-from grmpipe.capacity.plan.memory import memory, memory_parts, overfull_slots, slot_memory
+from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
+from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.work import assumptions, judgements_of, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.devices import device_notes
 from grmpipe.validate.models import Progress
@@ -61,13 +62,13 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
 
 def engines(survey: Survey) -> str:
     """Role -> engine, with the options that differ from the engine's defaults."""
-    lines = ["engines"]
+    lines, wide = ["engines"], column_width(survey.roles.served)
     for role in survey.roles.served.values():
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
         if role.engine.endpoint is not None:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
         options = changed_options(role.engine.options, role.engine.shared_options(EngineConfig()))
-        lines.append(f"  {role.name:<8} {role.model.engine}{where}; {options}")
+        lines.append(f"  {role.name:<{wide}} {role.model.engine}{where}; {options}")
     return "\n".join(lines)
 
 
@@ -85,17 +86,17 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     work, placement = step_work(survey, profile), survey.placement
     seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
     costs = costs_of(survey, profile, seated)
-    loads = {role: busy_s(role, work, costs, where.seating.replicas) for role, where in seated.items()}
+    loads = {role: busy_s(role, work, costs, seated[role].seating.replicas) for role in seated if role in work.roles}
+    wide = column_width(seated)
     chain = 0.0 if work.max_staleness else chain_s(work, costs)
     lines = [f"time of a step ({assumptions(survey, profile)})"]
     lines += [
-        f"  {role:<8} {seconds(loads[role])} of work for each of {seated[role].seating.replicas}" for role in loads
+        f"  {role:<{wide}} {seconds(loads[role])} of work for each of {seated[role].seating.replicas}" for role in loads
     ]
     if costs.driver_request_s:
         loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
-        lines.append(
-            f"  {DRIVER:<8} {seconds(loads[DRIVER])} of work, on {costs.cores} cores, shared with all processes on CPUs"
-        )
+        shared = f"on {costs.cores} cores, shared with all processes on CPUs"
+        lines.append(f"  {DRIVER:<{wide}} {seconds(loads[DRIVER])} of work, {shared}")
     busiest = busiest_slot_s(placement, loads, costs.cores)
     why = (
         "the busiest slot's work"
@@ -103,7 +104,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
-    if simulate is not None and work.engines["policy"].requests > MOST_ROLLOUTS:
+    if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
     elif simulate is not None:
         predicted = simulate(placement, costs)
@@ -117,25 +118,51 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
 
 def arithmetic(survey: Survey) -> str:
     config, num_prompts = survey.config, len(survey.data.train)
-    train, judge = config.train, config.judge
+    train = config.train
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
     wanted = train.num_steps * train.groups_per_batch
-    judgements = train.groups_per_batch * judge.judgements_of_group(train.group_size) if config.judged_by_model else 0
-    asked = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
-    if judge.protocol_kind.compares:
-        asked = f"{judgements} {judge.protocol} judgements"
-    judged = f"{asked}, at most {judgements * judge.max_new_tokens} tokens"
     return "\n".join([
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
         f"at most {rollouts * config.rollout.max_new_tokens} tokens",
-        f"  {judged if judgements else 'judged by a rule'}",
+        *judged(survey),
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",
         f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
         f"{len(survey.data.held_out)} held out",
     ])  # fmt: skip
+
+
+def judged(survey: Survey) -> list[str]:
+    """A line for each judge that asks a model: its judgements of a step, and of which share of the rollouts."""
+    judging, shares = survey.config.judging, shares_asked(survey)
+    if not judging.generative:
+        return ["  judged by a rule"]
+    if len(judging.judges) == 1:
+        return [f"  {asked(name, survey)}" for name in judging.generative]
+    wide = column_width(judging.judges)
+    lines = []
+    for name, judge in judging.judges.items():
+        work = asked(name, survey) if name in judging.generative else f"a {judge.kind}"
+        lines.append(f"    {name:<{wide}} {work}{seen(shares[name])}")
+    return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
+
+
+def asked(name: str, survey: Survey) -> str:
+    """The judgements of a judge in words."""
+    train, judge = survey.config.train, survey.config.judging.judges[name]
+    judgements = judgements_of(name, survey)
+    rollouts = round(train.groups_per_batch * train.group_size * shares_asked(survey)[name])
+    product = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
+    if judge.protocol_kind.compares:
+        product = f"{judgements} {judge.protocol} judgements"
+    by = f" by {judge.model}" if len(survey.config.judging.judges) > 1 else ""
+    return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
+
+
+def seen(share: float) -> str:
+    return "" if share > 0.9995 else f", of {share:.0%} of the rollouts"
 
 
 def listed(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:

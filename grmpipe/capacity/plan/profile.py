@@ -30,7 +30,6 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml
 from models.types import EngineSpeed
 
-GRM = "grm"
 MIN_CLEAR = 40  # uninterrupted requests; with fewer, the others are used too
 
 
@@ -64,9 +63,10 @@ def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | No
         if not (run_dir / name).is_file():
             raise ConfigError(f"plan.profile: {run_dir} holds no {name}; give the directory of a run, or its timeline")
     config = read_yaml(run_dir / "config.yaml")
-    known = {POLICY: rollout_sizes(run_dir), GRM: judgement_sizes(run_dir)}
+    judging = config.judging
+    known = {POLICY: rollout_sizes(run_dir)} | judgement_sizes(run_dir, judging.roles, judging.role_by_judge)
     seen = [*read_spans(run_dir / "timeline.json")]
-    roles = [role for role in (POLICY, GRM) if any(span.name == role for span in seen)]
+    roles = [role for role in known if any(span.name == role for span in seen)]
     hidden = {role: [*left_out(requests_of(role, seen), known[role])] for role in roles}
     steps = seconds_by_step(run_dir)
     driver = driver_of(steps, config)
@@ -131,8 +131,8 @@ def engine_of(
             begun_s=span.begun_s,
             prompt_tokens=sizes[0].prompt_tokens if sizes else usual,
             new_tokens=span.args["num_tokens"],
-            # Siblings share a prompt; so do the judgements of one rollout.
-            shares=seat.rsplit("/", 1)[0] if role == POLICY else seat,
+            # Siblings share a prompt; so do the judgements of one rollout by one judge.
+            shares=seat.rsplit("/", 1)[0] if role == POLICY else f"{seat}{mark_of(span)}",
             counts=span.args["request"] in clear,
         )
         lanes[span.lane].append(request)
@@ -195,6 +195,12 @@ def beside(neighbour: Span, sizes: Sizes, seat: str) -> Span:
 def seat_of(span: Span) -> str:
     """`g000012/3` of g000012/3/t0 and g000012/3/j0.0."""
     return str(span.args["request"]).rsplit("/", 1)[0]
+
+
+def mark_of(span: Span) -> str:
+    """`@short` of g000012/3/j0.0@short: the judge that asked; nothing for the first one."""
+    _, marked, judge = str(span.args["request"]).rpartition("@")
+    return f"@{judge}" if marked else ""
 
 
 def mean_lengths(known: Mapping[str, list[Sizes]]) -> Lengths:

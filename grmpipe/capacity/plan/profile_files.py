@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,28 @@ def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
     }
 
 
-def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
-    """`group/sibling` -> its judgements, including failed ones that have tokens."""
-    return {
-        f"{line['group_id']}/{line['sibling']}": [
-            Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
-            for one in [*line["judgements"], *line["failures"]]
-            if "completion" in one
-        ]
-        for line in json_lines(run_dir / "judgements.jsonl")
-        if line["judgements"]
-    }
+def judgement_sizes(
+    run_dir: Path, roles: Sequence[str], role_by_judge: Mapping[str, str]
+) -> dict[str, dict[str, list[Sizes]]]:
+    """Role of a model that judges -> `group/sibling` -> its judgements, including failed ones that have tokens.
+
+    role_by_judge: of the run's judges, one of which a failed judgement names if there are several.
+    """
+    found: dict[str, dict[str, list[Sizes]]] = {role: {} for role in roles}
+    for line in json_lines(run_dir / "judgements.jsonl"):
+        seat = f"{line['group_id']}/{line['sibling']}"
+        for one in [*line["judgements"], *line["failures"]] if line["judgements"] else ():
+            if "completion" in one and (role := role_of(one, roles, role_by_judge)) in found:
+                sizes = Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
+                found[role].setdefault(seat, []).append(sizes)
+    return found
+
+
+def role_of(judgement: Record, roles: Sequence[str], role_by_judge: Mapping[str, str]) -> str:
+    """The role of the model that wrote a judgement. One that failed names its judge only if there are several."""
+    if "judge" in judgement:
+        return role_by_judge.get(judgement["judge"], "")
+    return judgement.get("grm", "") if len(roles) > 1 else "".join(roles)
 
 
 def completion_tokens(completion: Record) -> int:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.lower_bound import LEARNER, LEARNING, POLICY
+from grmpipe.capacity.lower_bound import LEARNER, POLICY, is_learning
 from grmpipe.capacity.plan.profile_files import Span, StepSeconds
 from grmpipe.capacity.shared_cores import Interval, Shared, WorkClock, shared_by, union, work_clock
 from grmpipe.config.run_config import RunConfig
@@ -67,7 +67,7 @@ def measured_in_work(
         for role, pace in paces(shared, busy, had, placement, config, windows(spans, steps)).items():
             of_role = {lane_of(seat.role, seat.name) for seat in shared.seats if seat.role == role}
             cpu_s[role] = pace * sum(seconds_of(busy[lane], work) for lane in of_role)
-            if role in LEARNING:  # their spans include the calls; engines are fitted from inside
+            if is_learning(role):  # their spans include the calls; engines are fitted from inside
                 clocks[role] = work.slowed(pace)
     if LEARNER in clocks:
         clocks[SYNC] = clocks[LEARNER]
@@ -76,7 +76,7 @@ def measured_in_work(
 
 
 def lane_of(role: str, seat: str) -> str:
-    return role if role in LEARNING else seat
+    return role if is_learning(role) else seat
 
 
 def windows(spans: Sequence[Span], steps: Sequence[StepSeconds]) -> list[tuple[Interval, StepSeconds]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import LEARNING, StepWork
+from grmpipe.capacity.lower_bound import POLICY, StepWork, is_learning
 from grmpipe.capacity.plan.candidates import (
     Candidate,
     Predicted,
@@ -20,10 +20,11 @@ from grmpipe.capacity.plan.candidates import (
     placement_of,
     search,
 )
-from grmpipe.capacity.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
+from grmpipe.capacity.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token
 from grmpipe.capacity.plan.memory import parts_of
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory
+from grmpipe.capacity.plan.work import step_work
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import placement_yaml
 from grmpipe.run_dir.directory import HOME
@@ -100,7 +101,7 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
 
     def memory(role: str, seating: Seating, kind: str) -> float | None:
         # Like speeds: an engine's width counts, not the number of engines. Thousands of candidates share these values.
-        key = (role, seating.replicas if role in LEARNING else 0, seating.width, kind)
+        key = (role, seating.replicas if is_learning(role) else 0, seating.width, kind)
         if key not in held:
             held[key] = memory_of(role, seating, kind, survey, kinds)
         return held[key]
@@ -113,7 +114,7 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
         }
         # An engine's speed doesn't depend on the number of engines; a learner's depends on its ranks.
         key = tuple(
-            (role, where.seating.replicas if role in LEARNING else 0, where.seating.width, where.pool)
+            (role, where.seating.replicas if is_learning(role) else 0, where.seating.width, where.pool)
             for role, where in sorted(seated.items())
         )
         if key not in known:
@@ -136,7 +137,7 @@ def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
     """Allowed numbers of processes for roles with a fixed number: ranks in this process, servers that already run."""
     config, allowed = survey.config, dict[str, range]()
     if config.cluster.kind == "inprocess":
-        allowed |= dict.fromkeys(LEARNING, range(1, 2))
+        allowed |= dict.fromkeys(filter(is_learning, work.roles), range(1, 2))
     for role in work.engines:
         if joined := survey.roles.served[role].engine.joined:
             allowed[role] = range(joined, joined + 1)
@@ -170,7 +171,7 @@ def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Map
     parts = parts_of(survey, role, seating, pool)
     if not parts:
         return None
-    if role not in LEARNING and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
+    if not is_learning(role) and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
         return math.inf
     return sum(part.num_bytes for part in parts)
 
@@ -182,7 +183,8 @@ def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | 
     per_token = kv_bytes_per_token(role, survey)
     if engine.grows_cache or engine.joined or not per_token or pool.resource == "cpu" or pool.memory_gb is None:
         return None
-    most = config.rollout.max_new_tokens if role == "policy" else config.judge.max_new_tokens
+    own = [config.rollout.max_new_tokens] if role == POLICY else []
+    most = max(own + [judge.max_new_tokens for judge in config.judging.asking(role).values()])
     return kv_bytes_of(role, survey, Seated(seating=seating, pool=kind), seating.width) / (per_token * most)
 
 

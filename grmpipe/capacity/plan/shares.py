@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import Part, everybody, learner_parts, memory_parts, one_at_a_time
+from grmpipe.capacity.plan.memory import Part, everybody, memory_parts, one_at_a_time
 from grmpipe.capacity.plan.survey import Survey
-from grmpipe.config.judging import GRM, LEARNER, POLICY
+from grmpipe.config.judging import GRM, POLICY
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
@@ -96,16 +96,7 @@ def held_beside(survey: Survey, role: str) -> float:
     """The memory that another role holds while the engines serve: a time-shared learner holds none."""
     if role == "learner" and survey.placement.time_sharing_roles:
         return 0.0
-    return total(parts_beside(survey, role))
-
-
-def parts_beside(survey: Survey, role: str) -> Sequence[Part]:
-    if role.endswith(LEARNER):
-        footprint = survey.models[role.removesuffix(LEARNER)].footprint
-        return [] if footprint is None else learner_parts(survey, footprint, len(survey.placement.seats[role]))
-    if role != "learner" and role not in survey.models:
-        return []  # a meta-RM: its batches are negligible
-    return memory_parts(survey, role)
+    return total(memory_parts(survey, role))
 
 
 def at_push(survey: Survey, role: str, memory: float) -> float:

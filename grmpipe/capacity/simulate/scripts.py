@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.judging import JUDGE, POLICY
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
 from models.types import FinishReason, Message, RequestContext, SamplingParams
 
 FILLER = 7  # the id of every sampled token except a judgement's last one
-FIRST_SCORE = 1000  # a judgement ends with the id FIRST_SCORE + its score - the scale's low end
+FIRST_SCORE = 1000  # a judgement ends with the first id of its writer + its score - the scale's low end
+IDS_APART = 1 << 14  # first ids of the writers of one model: a judgement's last id says who wrote it
+TURN = re.compile(r"/t\d+$")  # the end of the request ids of a policy's turns
 PROMPT_ID = 1 << 20  # this and above: the first token of a prompt, by its text
 TOKEN = "\x1a"  # the text of FILLER: one token, whatever the tokenizer
 UNREADABLE = "no score at all"
@@ -38,15 +43,20 @@ def measured(lengths: Sequence[int]) -> Lengths:
 
 
 def lengths_in(run_dir: Path) -> dict[str, list[int]]:
-    """Role -> tokens of the rollouts and judgements of a run. Raises OSError if there are no journals."""
-    found: dict[str, list[int]] = {"policy": [], "grm": []}
+    """`policy` -> tokens of the rollouts' turns of a run; judge -> tokens of its judgements. Raises OSError if there
+    are no journals.
+
+    The judgements of a run with one judge name none: they are those of the first one.
+    """
+    found: defaultdict[str, list[int]] = defaultdict(list)
     for record in records(run_dir / "rollouts.jsonl"):
-        found["policy"] += [len(turn["token_ids"]) for turn in record["turns"]]
+        found[POLICY] += [len(turn["token_ids"]) for turn in record["turns"]]
     if (run_dir / "judgements.jsonl").exists():
         for record in records(run_dir / "judgements.jsonl"):
             asked = record["judgements"] + [failed for failed in record["failures"] if "completion" in failed]
-            found["grm"] += [len(judgement["completion"]["token_ids"]) for judgement in asked]
-    return found
+            for judgement in asked:
+                found[judgement.get("judge", JUDGE)].append(len(judgement["completion"]["token_ids"]))
+    return dict(found)
 
 
 def records(path: Path) -> list[dict]:
@@ -57,10 +67,11 @@ def records(path: Path) -> list[dict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Writes the answers of a simulated engine. An answer depends only on the request's id: a migrated or retried
-    request gets the same answer.
+    """Writes the answers of one kind: turns of the policy, or judgements of one judge. An answer depends only on the
+    request's id: a migrated or retried request gets the same answer.
 
-    scale: of a GRM's scores; None for a policy.
+    scale: of a judge's scores; None for turns.
+    first_id: the last id of a judgement with the lowest score.
     principles: lengths of shared principles; None: the same as judgements.
     boxed: format of the scores; num_scores: number of equal scores.
     """
@@ -72,6 +83,7 @@ class Writer:
     num_scores: int = 1
     principles: Lengths | None = None
     unparseable_share: float = 0.0
+    first_id: int = FIRST_SCORE
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         seed = derive_seed(self.seed, context.request_id)
@@ -84,13 +96,13 @@ class Writer:
         ended: FinishReason = "stop" if left <= params.max_new_tokens else "length"
         token_ids = filler(min(left, params.max_new_tokens))
         if self.scale is not None and ended == "stop":
-            token_ids = (*token_ids[:-1], FIRST_SCORE + self._score(seed, context.request_id))
+            token_ids = (*token_ids[:-1], self.first_id + self._score(seed, context.request_id))
         return Script(token_ids=token_ids, text=self.decode(token_ids), finish_reason=ended)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self.scale is None or not token_ids or token_ids[-1] == FILLER:
             return text_of(len(token_ids))
-        number = token_ids[-1] - FIRST_SCORE
+        number = token_ids[-1] - self.first_id
         if number < 0 or self.scale.low + number > self.scale.high:
             return UNREADABLE
         score = self.scale.low + number
@@ -105,6 +117,39 @@ class Writer:
         if failing and derive_seed(self.seed, f"unreadable {request_id}") < failing * 2**63:
             return num_scores
         return seed % num_scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWriter:
+    """Writes the answers of a model: of each judge that asks it, and of the policy's turns.
+
+    turns: None for a model that only judges. judges: by name, with first ids that are IDS_APART.
+    """
+
+    turns: Writer | None
+    judges: Mapping[str, Writer]
+
+    def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        return self._writer_of(context.request_id)(prompt_ids, params, context)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer, by the writer of its last id."""
+        last = token_ids[-1] if token_ids else FILLER
+        if last == FILLER:
+            return text_of(len(token_ids))
+        writers = list(self.judges.values())
+        return writers[(last - FIRST_SCORE) // IDS_APART].decode(token_ids)
+
+    def _writer_of(self, request_id: str) -> Writer:
+        if self.turns is not None and TURN.search(request_id):
+            return self.turns
+        return self.judges[judge_of(request_id)]
+
+
+def judge_of(request_id: str) -> str:
+    """The judge that sent a request: the ids of all but the first judge's end with `@<name>`."""
+    _, marked, judge = request_id.rpartition("@")
+    return judge if marked else JUDGE
 
 
 def sampled_before(prompt_ids: Sequence[int]) -> int:

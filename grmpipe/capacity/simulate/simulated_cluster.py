@@ -13,10 +13,10 @@ from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
 from grmpipe.capacity.shared_cores import shared_by
 from grmpipe.capacity.simulate.driver import SimulatedDriver
-from grmpipe.capacity.simulate.scripts import Writer
+from grmpipe.capacity.simulate.scripts import FIRST_SCORE, IDS_APART, ModelWriter, Writer
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
-from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
-from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
+from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
+from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -40,7 +40,7 @@ from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
-PRINCIPLES = "principles"  # of a workload's lengths: shared principles
+PRINCIPLES = "/principles"  # of a workload's lengths: shared principles, of all judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,19 +171,26 @@ class Simulation:
         continuation = Continuation(decode=writer.decode, seed_after=lambda seed, num_sampled: seed)
         return Router(role, engines, self.events, continuation if interrupted else None)
 
-    def _writer(self, role: str) -> Writer:
-        config = self.workload.config
-        lengths = self.workload.lengths[role]
-        if role == POLICY:
-            return Writer(lengths=lengths, seed=config.seed)
+    def _writer(self, role: str) -> ModelWriter:
+        config, lengths = self.workload.config, self.workload.lengths
+        asking = config.judging.asking(role)
+        return ModelWriter(
+            turns=Writer(lengths=lengths[POLICY], seed=config.seed) if role == POLICY else None,
+            judges={name: self._judgements(name, FIRST_SCORE + n * IDS_APART) for n, name in enumerate(asking)},
+        )
+
+    def _judgements(self, name: str, first_id: int) -> Writer:
+        """The writer of a judge's judgements."""
+        config, judge = self.workload.config, self.workload.config.judging.judges[name]
         return Writer(
-            lengths=lengths,
+            lengths=self.workload.lengths[name],
             seed=config.seed,
-            scale=config.judge.scale,
-            boxed=config.judge.parser == "boxed",
-            num_scores=config.judge.responses_shown(config.train.group_size),
+            scale=judge.scale,
+            boxed=written(judge).parser == "boxed",
+            num_scores=judge.responses_shown(config.train.group_size),
             unparseable_share=config.simulate.unparseable_share,
             principles=self.workload.lengths.get(PRINCIPLES),
+            first_id=first_id,
         )
 
     def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:
@@ -210,14 +217,15 @@ class Simulation:
 
     def _needs(self) -> Needs:
         """The lower bound's journal. Rows are limited by the engine, and by what may be in flight."""
-        train, judge = self.workload.config.train, self.workload.config.judge
-        rollouts = (train.max_staleness + 1) * train.groups_per_batch * train.group_size
-        in_flight = {POLICY: rollouts, GRM: rollouts * judge.num_judgements}
-        rows = {
-            role: max(1, min(speed.max_rows, -(-in_flight[role] // len(self.placement.seats[role]))))
-            for role, speed in self.costs.engines.items()
-        }
-        return Needs(self.costs, rows, train.group_size, judge.num_judgements)
+        train, judging = self.workload.config.train, self.workload.config.judging
+        rows, sharers = {}, {}
+        for role, speed in self.costs.engines.items():
+            judges, played = judging.asking(role).values(), train.group_size * (role == POLICY)
+            of_group = played + sum(judge.judgements_of_group(train.group_size) for judge in judges)
+            in_flight = (train.max_staleness + 1) * train.groups_per_batch * of_group
+            rows[role] = max(1, min(speed.max_rows, -(-in_flight // len(self.placement.seats[role]))))
+            sharers[role] = max((judge.num_judgements for judge in judges), default=1)
+        return Needs(self.costs, rows, train.group_size, sharers)
 
     def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
         config, policy = self.workload.config, routers[POLICY]

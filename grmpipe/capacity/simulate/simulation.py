@@ -11,19 +11,18 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.candidates import Predicted
-from grmpipe.capacity.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
+from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.capacity.simulate.step_bound import GRM
-from grmpipe.config.judging import key_of_model
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.judging import GRM, key_of_model
+from grmpipe.config.run_config import ConfigError, RunConfig, is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
-from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
@@ -47,8 +46,8 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
 
 
 def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
-    """A function that simulates a placement of the same run, for a plan. None for a remote judge."""
-    if survey.config.judging.remote_roles:
+    """A function that simulates a placement of the same run, for a plan. None for a run that can't be simulated."""
+    if not is_simulated(survey.config):
         return None
     workload = workload_of(survey, profile)
 
@@ -59,19 +58,29 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
     return predict
 
 
+def is_simulated(config: RunConfig) -> bool:
+    """Whether a simulation knows all that takes time: no judge of the user's, behind an endpoint, with steps or a
+    rubric; no GRM that learns.
+    """
+    known = all(is_judge_simulated(judge) for judge in config.judging.judges.values())
+    return known and not (config.judging.remote_roles or config.trained_grms or config.env.is_custom)
+
+
 def workload_of(survey: Survey, profile: Profile | None) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = survey.config
     for role in config.judging.remote_roles:
         key = key_of_model(role)
         raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
-    roles = [role for role in (POLICY, GRM) if role in config.roles]
     data = config.data
     return Workload(
         config=config,
         prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=data.shuffle),
-        chars_per_token={role: chars_per_token(role, survey) for role in roles},
-        lengths={role: lengths_for(role, survey, profile) for role in roles},
+        chars_per_token={role: chars_per_token(role, survey) for role in config.served},
+        lengths={
+            POLICY: rollout_lengths(survey, profile),
+            **{name: judgement_lengths(name, survey, profile) for name in config.judging.generative},
+        },
     )
 
 
@@ -86,31 +95,41 @@ def chars_per_token(role: str, survey: Survey) -> float:
 
 
 def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]:
-    judge, prompts = survey.config.judge, survey.data.train[:SAMPLED_PROMPTS]
     if role == POLICY:
-        return [prompt.messages for prompt in prompts]
-    template = JudgePrompt.of(judge)
-    return [template.render(prompt, *template.blanks, principles="") for prompt in prompts]
+        return [prompt.messages for prompt in survey.data.train[:SAMPLED_PROMPTS]]
+    judges = survey.config.judging.asking(role)
+    return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
 
 
-def lengths_for(role: str, survey: Survey, profile: Profile | None) -> Lengths:
+def rollout_lengths(survey: Survey, profile: Profile | None) -> Lengths:
     """Lengths of an earlier run, otherwise lognormal: with the configured median, or with the mean of task=plan."""
     settings = survey.config.simulate
     if settings.lengths is not None:
-        return measured(lengths_measured(role, settings.lengths))
-    judging = role == GRM
-    sigma = settings.judgement_sigma if judging else settings.rollout_sigma
-    median = settings.judgement_median_tokens if judging else settings.rollout_median_tokens
-    return lognormal(median or lengths_of(role, survey, profile).new_tokens / math.exp(sigma**2 / 2), sigma)
+        return measured(lengths_measured(POLICY, "rollouts", settings.lengths))
+    mean = policy_lengths(survey, profile).new_tokens
+    return lognormal_about(settings.rollout_median_tokens, mean, settings.rollout_sigma)
 
 
-def lengths_measured(role: str, run_dir: str) -> list[int]:
+def judgement_lengths(name: str, survey: Survey, profile: Profile | None) -> Lengths:
+    """The same of a judge's judgements."""
+    settings = survey.config.simulate
+    if settings.lengths is not None:
+        return measured(lengths_measured(name, f"judgements of {name}", settings.lengths))
+    mean = judge_lengths(name, survey, profile).new_tokens
+    return lognormal_about(settings.judgement_median_tokens, mean, settings.judgement_sigma)
+
+
+def lognormal_about(median: float, mean: float, sigma: float) -> Lengths:
+    """Lognormal lengths with this median, or, if it is 0, with this mean."""
+    return lognormal(median or mean / math.exp(sigma**2 / 2), sigma)
+
+
+def lengths_measured(whose: str, what: str, run_dir: str) -> list[int]:
     try:
-        found = lengths_in(Path(run_dir))[role]
+        found = lengths_in(Path(run_dir)).get(whose, [])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"simulate.lengths: the journals of {run_dir} can't be read ({error})") from error
     if not found:
-        what = "judgements" if role == GRM else "rollouts"
         raise ConfigError(f"simulate.lengths: {run_dir} holds no {what}; give another run, or simulate.lengths=null")
     return found
 
@@ -119,17 +138,19 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
     """`simulate.costs` if they are stated, otherwise the costs of task=plan. Raises ConfigError if only some are
     stated.
     """
-    stated = survey.config.simulate.costs
-    speeds = {POLICY: stated.policy, GRM: stated.grm}
-    roles = [role for role in (POLICY, GRM) if role in survey.config.roles]
-    known = [role for role in roles if speeds[role].stated]
+    stated, roles = survey.config.simulate.costs, survey.config.served
+    speeds = stated.engines
+    for role in stated.grms.keys() - set(roles):
+        raise ConfigError(f"simulate.costs.grms.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
+    known = [role for role in roles if role in speeds and speeds[role].stated]
     if not known and not stated.learner_token_s:
         seats = survey.placement.seats
         seated = {role: Seated(seating=survey.seating(role), pool=seats[role][0].pool) for role in seats}
         return costs_of(survey, profile, seated)
     for role in roles:
         if role not in known:
-            raise ConfigError(f"simulate.costs.{role}.step_s: missing; give the costs of all roles or of none")
+            key = role if role in (POLICY, GRM) else f"grms.{role}"
+            raise ConfigError(f"simulate.costs.{key}.step_s: missing; give the costs of all roles or of none")
     if not stated.learner_token_s:
         raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")
     return Costs(

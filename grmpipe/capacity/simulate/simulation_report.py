@@ -6,6 +6,7 @@ import statistics
 
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun
 from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.config.run_config import RunConfig
 from scheduler.placement import Placement
 from scheduler.placement import describe as describe_placement
 
@@ -15,14 +16,14 @@ FULLY_BUSY = 0.95
 def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str:
     config = workload.config
     rollouts = config.train.groups_per_batch * config.train.group_size
-    judged = f" x {config.judge.num_judgements} judgements" if config.judged_by_model else ""
+    wide = max(8, *map(len, run.busy))
     times = [run.steps[index].step_s for index in run.settled]
     lines = [
-        f"{len(run.steps)} steps of {rollouts} rollouts{judged}, simulated",
+        f"{len(run.steps)} steps of {rollouts} rollouts{judged(config)}, simulated",
         f"  a step    {seconds(run.step_s)} ({seconds(min(times))} to {seconds(max(times))}), "
         f"{run.times_bound:.2f} times the bound",
         f"  bound     {seconds(run.bound.step_s)}: {why_bound(run, config.train.max_staleness)}",
-        *(f"  busy      {role:<8} {share:>4.0%}" for role, share in run.busy.items()),
+        *(f"  busy      {role:<{wide}} {share:>4.0%}" for role, share in run.busy.items()),
         f"  staleness at most {run.max_staleness} (train.max_staleness={config.train.max_staleness})",
         f"  {bottleneck(run)}",
     ]
@@ -34,6 +35,15 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
         if counts:
             lines.append(f"  {what}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     return f"{describe_placement(placement)}\n\n" + "\n".join(lines)
+
+
+def judged(config: RunConfig) -> str:
+    """The judgements of a rollout, by judge if there are several."""
+    judges = config.judging.generative
+    if len(config.judging.judges) == 1:
+        return "".join(f" x {judge.num_judgements} judgements" for judge in judges.values())
+    each = ", ".join(f"{name} {judge.num_judgements}" for name, judge in judges.items())
+    return f", judgements by {each}" if each else ""
 
 
 def why_bound(run: SimulatedRun, max_staleness: int) -> str:

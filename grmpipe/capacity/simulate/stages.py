@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.simulate.driver import AttendedGrm, SimulatedDriver
 from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest, play
@@ -17,6 +18,7 @@ from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.prompt import path_of
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
@@ -24,13 +26,15 @@ from grmpipe.types import Judge, Prompt, Rollout
 from models.types import Engine, SamplingParams
 from scheduler.routing.router import Router
 
+WRITTEN = ("score_line", "boxed")  # parsers that read what a simulation writes
 NO_WAIT_S = 1e6  # too long to be worth a warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The workload, independent of the placement. chars_per_token and lengths: by role; of a GRM only if one judges
-    here.
+    """The workload, independent of the placement.
+
+    chars_per_token: of each model, by its role. lengths: of the policy's turns, and of each judge's judgements.
     """
 
     config: RunConfig
@@ -78,4 +82,13 @@ def judge_named(workload: Workload, name: str, grms: Mapping[str, Router], drive
     assert judge.model in grms, "an external GRM can't be simulated"
     renderer = CountingRenderer(workload.chars_per_token[judge.model])
     here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
-    return GenerativeJudge(here, judge, seed, name=name)
+    return GenerativeJudge(here, written(judge), seed, name=name)
+
+
+def written(judge: JudgeConfig) -> JudgeConfig:
+    r"""The judge with a form of verdicts that a simulation writes: its own, or `\boxed{..}`. Its prompts stay the
+    same.
+    """
+    if judge.parser in WRITTEN:
+        return judge
+    return replace(judge, template=str(path_of("template", judge.template)), parser="boxed")

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, LEARNING, POLICY, VALUED, busiest_slot_s, is_on_cpu
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY, VALUED, busiest_slot_s, is_learning, is_on_cpu
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
 from scheduler.placement import Placement
-
-GRM = "grm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +47,18 @@ class _Needs:
 
 
 class Needs:
-    """A journal that adds up needs. rows: role -> the most rows that can be in an engine's batch."""
+    """A journal that adds up needs.
 
-    def __init__(self, costs: Costs, rows: Mapping[str, int], group_size: int, num_judgements: int) -> None:
+    rows:    role -> the most rows that can be in an engine's batch.
+    sharers: role -> the most judgements with the same prompt.
+    """
+
+    def __init__(self, costs: Costs, rows: Mapping[str, int], group_size: int, sharers: Mapping[str, int]) -> None:
         self.steps: dict[int, StepNeeds] = {}
         self._costs = costs
         self._rows = rows
         self._group_size = group_size
-        self._num_judgements = num_judgements
+        self._sharers = sharers
         self._open: dict[str, _Needs] = {}
         self._step: list[_Needs] = []
 
@@ -77,12 +79,13 @@ class Needs:
         needs.chain_s = max(needs.chain_s, played_s)
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
-        if (needs := self._open.get(rollout.group_id)) is None or GRM not in self._costs.engines:
+        if (needs := self._open.get(rollout.group_id)) is None:
             return
-        speed, longest_s = self._costs.engines[GRM], 0.0
+        longest_s = 0.0
         for judgement in report.judgements:
-            asked = (len(judgement.prompt_ids), judgement.completion.num_tokens)
-            needs.work_s[GRM] += least_s(speed, *asked, rows=self._rows[GRM], sharers=self._num_judgements)
+            role, asked = judgement.grm, (len(judgement.prompt_ids), judgement.completion.num_tokens)
+            speed = self._costs.engines[role]
+            needs.work_s[role] += least_s(speed, *asked, rows=self._rows[role], sharers=self._sharers[role])
             longest_s = max(longest_s, alone_s(speed, *asked))
             needs.work_s[DRIVER] += self._costs.driver_request_s
         needs.chain_s = max(needs.chain_s, needs.played_s[rollout.sibling] + longest_s)
@@ -95,7 +98,7 @@ class Needs:
 
     def close_step(self, step: int) -> None:
         trained, self._step = self._step, []
-        learning = LEARNING if self._costs.critic is not None else (LEARNER,)
+        learning = (LEARNER, CRITIC) if self._costs.critic is not None else (LEARNER,)
         roles = (*self._costs.engines, *learning, *([DRIVER] if self._costs.driver_request_s else []))
         work_s = {role: sum(needs.work_s[role] for needs in trained) for role in roles}
         chain_s = max(needs.chain_s for needs in trained)
@@ -123,7 +126,7 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
     """Role -> seconds of work for each process. A push stops the learner and the policy's engines."""
     loads = {}
     for role, work_s in step.work_s.items():
-        loads[role] = work_s if role in (*LEARNING, DRIVER) else work_s / len(placement.seats[role])
+        loads[role] = work_s if is_learning(role) or role == DRIVER else work_s / len(placement.seats[role])
     loads[LEARNER] += costs.learner.step_s + costs.sync_s
     if costs.critic is not None:
         loads[CRITIC] += costs.critic.step_s

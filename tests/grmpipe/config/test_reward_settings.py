@@ -9,6 +9,8 @@ import pytest
 from grmpipe.config.reward import (
     REWARD_KINDS,
     RewardConfig,
+    arrival_orders,
+    asked_shares,
     check_rewards,
     check_sources,
     judges_of,
@@ -104,6 +106,24 @@ def test_compositions_nest_by_name_and_each_judge_is_named_once() -> None:
     assert judges_of(RewardConfig(), {"style": style}) == ("judge",)
 
 
+def test_a_route_sends_a_prompt_to_the_judges_of_its_source_only() -> None:
+    route = RewardConfig(kind="route", route={"math": "both", "code": "short"})
+    both = RewardConfig(kind="mix", mix={"judge": 1.0, "safety": 1.0})
+    assert judges_of(route, {"both": both}, "math") == ("judge", "safety")
+    assert judges_of(route, {"both": both}, "code") == ("short",)
+    assert judges_of(route, {"both": both}, "chat") == ()
+    assert judges_of(RewardConfig(judge="route"), {"route": route, "both": both}) == ("judge", "safety", "short")
+
+
+def test_what_depends_on_the_order_of_arrival_is_known() -> None:
+    (said,) = arrival_orders(RewardConfig(**CASCADE), {})
+    assert said.startswith("reward.share=0.25 ") and said.endswith("; type reward.share=1")
+    jury = RewardConfig(kind="jury", members=["judge"], vote="accuracy")
+    (said,) = arrival_orders(RewardConfig(judge="jury"), {"jury": jury})
+    assert said.endswith("; type rewards.jury.vote=mean")
+    assert list(arrival_orders(RewardConfig(**{**CASCADE, "share": 1.0}), {"jury": jury})) == []
+
+
 def test_an_error_of_a_nested_composition_names_its_key() -> None:
     with pytest.raises(ValueError, match=r"^rewards\.style\.members: .*'rewards\.style\.members="):
         check({}, style={"kind": "jury"})
@@ -153,6 +173,43 @@ def test_a_source_that_nobody_judges_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^rewards\.by_source\.route: "):
         check_sources(RewardConfig(judge="by_source"), {"by_source": route}, {"chat"})
     check_sources(RewardConfig(), {"by_source": route}, {"chat"})
+
+
+def shares(reward: dict[str, Any], sources: dict[str, float] | None = None, **rewards: dict[str, Any]) -> dict:
+    made = {name: RewardConfig(**values) for name, values in rewards.items()}
+    return asked_shares(RewardConfig(**reward), made, sources or {"": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("reward", "wanted"),
+    [
+        ({}, {"judge": 1}),
+        (MIX, {"judge": 1, "safety": 1}),
+        ({"kind": "jury", "members": ["judge", "safety"], "quorum": 1}, {"judge": 1, "safety": 1}),
+        ({"kind": "gate", "gate": "safety", "inner": "judge"}, {"safety": 1, "judge": 1}),
+        (CASCADE | {"share": 0.25, "audit_share": 0.05}, {"short": 1, "judge": 0.3}),
+        (CASCADE | {"share": 1.0}, {"short": 1, "judge": 1}),
+    ],
+)
+def test_each_kind_asks_its_judges_about_a_share_of_the_rollouts(
+    reward: dict[str, Any], wanted: dict[str, float]
+) -> None:
+    assert shares(reward) == pytest.approx(wanted)
+
+
+def test_a_route_asks_by_the_share_of_its_prompts() -> None:
+    route = {"kind": "route", "route": {"math": "short", "chat": "judge"}}
+    sources = {"math": 0.5, "chat": 0.3, "code": 0.2}
+    assert shares(route, sources) == pytest.approx({"short": 0.5, "judge": 0.3})
+    assert shares(route | {"default": "judge"}, sources) == pytest.approx({"short": 0.5, "judge": 0.5})
+
+
+def test_a_judge_of_nested_compositions_is_asked_once_about_a_rollout() -> None:
+    style = {"kind": "jury", "members": ["judge", "safety"]}
+    assert shares({"kind": "mix", "mix": {"style": 1, "judge": 1}}, style=style) == {"judge": 1, "safety": 1}
+    cheap = CASCADE | {"first": "short", "then": "style", "share": 0.2, "audit_share": 0.1}
+    found = shares({"kind": "mix", "mix": {"cheap": 1, "judge": 1}}, style=style, cheap=cheap)
+    assert found == pytest.approx({"short": 1, "judge": 1, "safety": 0.3})
 
 
 def test_only_compositions_in_use_wait_for_siblings() -> None:

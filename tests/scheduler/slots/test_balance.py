@@ -14,6 +14,7 @@ from scheduler.routing.in_flight import RoleBacklog
 from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide, together_s
 
 ROLES = ("policy", "grm")
+THREE = (*ROLES, "safety")
 BOTH = frozenset(ROLES)
 COST_S = 1.0
 
@@ -49,6 +50,10 @@ def after(view: Pool, move: Move) -> Pool:
 
 @st.composite
 def pools(draw: st.DrawFn) -> Pool:
+    """A pool of two or three roles."""
+    roles = draw(st.sampled_from([ROLES, THREE]))
+    every = frozenset(roles)
+
     def one(role: str) -> RoleBacklog:
         requests = draw(st.integers(0, 200))
         each = draw(st.floats(1, 5000))
@@ -66,14 +71,24 @@ def pools(draw: st.DrawFn) -> Pool:
     some = [
         Slot(
             name=str(n),
-            role=draw(st.sampled_from(ROLES)),
-            able=draw(st.sampled_from([BOTH, BOTH, BOTH, frozenset({"policy"}), frozenset({"grm"})])),
+            role=draw(st.sampled_from(roles)),
+            able=draw(st.sampled_from([every, every, every, *(frozenset({role}) for role in roles)])),
             idle_s=draw(st.sampled_from([0.0, 0.5, 5.0])),
             drain_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
         )
         for n in range(draw(st.integers(1, 8)))
     ]
-    return pool(one("policy"), one("grm"), some, draw(st.sampled_from([0.0, 1.0, 3.0])))
+    return Pool(
+        roles={role: one(role) for role in roles},
+        slots=some,
+        cost_s=lambda source, target: COST_S,
+        hysteresis=draw(st.sampled_from([0.0, 1.0, 3.0])),
+    )
+
+
+def norm_s(view: Pool) -> float:
+    """The objective of the balancer."""
+    return together_s(*(one.finish_s(view.num_serving(role)) for role, one in view.roles.items()))
 
 
 @given(pools())
@@ -89,7 +104,7 @@ def test_a_role_with_work_never_loses_its_last_slot_and_no_slot_goes_where_it_ca
 
 @given(pools())
 def test_a_role_with_work_and_no_slot_gets_one_whenever_there_is_one_to_spare(view: Pool) -> None:
-    starving = [role for role in ROLES if view.roles[role].requests and not view.num_serving(role)]
+    starving = [role for role in view.roles if view.roles[role].requests and not view.num_serving(role)]
     spare = [
         (slot, role) for role in starving for slot in view.slots
         if slot.role != role and role in slot.able and view.can_go(slot)
@@ -102,17 +117,12 @@ def test_a_role_with_work_and_no_slot_gets_one_whenever_there_is_one_to_spare(vi
 
 @given(pools())
 def test_where_both_roles_work_and_have_slots_a_move_gains_more_than_it_costs(view: Pool) -> None:
-    if not all(view.roles[role].requests and view.num_serving(role) for role in ROLES):
+    if not all(view.roles[role].requests and view.num_serving(role) for role in view.roles):
         return
     move = decide(view)
     if move is None or move.reason.startswith("idle"):
         return
-    source, goal = view.roles[move.source], view.roles[move.target]
-    then = after(view, move)
-    before_s, after_s = (
-        together_s(*(b.finish_s(state.num_serving(b.role)) for b in (source, goal))) for state in (view, then)
-    )
-    saved_s = before_s - after_s
+    saved_s = norm_s(view) - norm_s(after(view, move))
     assert saved_s > 0
     assert move.gain_s > view.hysteresis * move.cost_s
     assert saved_s > move.gain_s
@@ -210,6 +220,57 @@ def test_more_rows_than_a_slot_takes_at_once_need_more_slots() -> None:
     assert load.finish_s(1) == load.finish_s(8)
     queued = replace(load, max_rows=8)
     assert queued.finish_s(1) == pytest.approx(8 * queued.finish_s(8))
+
+
+def three(*works: RoleBacklog, of: dict[str, int]) -> Pool:
+    """A pool with these backlogs and numbers of slots."""
+    named = [role for role, count in of.items() for _ in range(count)]
+    some = [Slot(name=str(n), role=role, able=frozenset(of)) for n, role in enumerate(named)]
+    roles = {one.role: one for one in works}
+    return Pool(roles=roles, slots=some, cost_s=lambda source, target: COST_S, hysteresis=1.0)
+
+
+def test_a_move_between_two_roles_is_worth_less_beside_a_third_one_that_takes_much_longer() -> None:
+    """The norm of the two alone would move a slot that shortens no step by as much as the move costs."""
+    judging = (backlog("grm", 300, each=100), backlog("safety", 30, each=50))
+    of = {"policy": 2, "grm": 2, "safety": 3}
+    alone, beside = (three(backlog("policy", n, each=4000), *judging, of=of) for n in (0, 200))
+    first = next(slot for slot in alone.slots if slot.role == "safety")
+    assert alone.move(first, "grm", "").gain_s > 2 * COST_S
+    assert 0 < beside.move(first, "grm", "").gain_s < COST_S
+    move = decide(beside)
+    assert move is not None
+    assert move.target == "policy"
+
+
+def test_a_third_role_changes_the_size_of_a_gain_and_never_its_sign() -> None:
+    for num_grm in range(1, 400, 13):
+        judging = (backlog("grm", num_grm), backlog("safety", 200))
+        of = {"policy": 2, "grm": 3, "safety": 3}
+        gains = [
+            three(backlog("policy", n, each=500), *judging, of=of)
+            .move(Slot(name="x", role="grm", able=frozenset(of)), "safety", "")
+            .gain_s
+            for n in (0, 5, 100)
+        ]
+        assert len({gain_s > 0 for gain_s in gains}) == 1
+
+
+def test_a_role_that_no_slot_can_serve_does_not_hold_the_others() -> None:
+    """Its engines are dead: it would take for ever, and next to that no second counts."""
+    able = frozenset(ROLES)
+    some = [Slot(name=str(n), role=role, able=able) for n, role in enumerate(("policy",) * 4 + ("grm",))]
+    works = {"policy": backlog("policy", 8), "grm": backlog("grm", 400), "safety": backlog("safety", 5)}
+    move = decide(Pool(roles=works, slots=some, cost_s=lambda source, target: COST_S, hysteresis=1.0))
+    assert move is not None
+    assert (move.source, move.target) == ("policy", "grm")
+
+
+def test_three_roles_with_equal_work_get_equally_many_slots() -> None:
+    view = three(*(backlog(role, 300, each=500) for role in THREE), of={"policy": 9, "grm": 0, "safety": 0})
+    while (move := decide(view)) is not None:
+        view = after(view, move)
+    assert [view.num_serving(role) for role in THREE] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("key", "value"), [("every_s", 0.0), ("switch_s", -1.0), ("hysteresis", -0.5)])

@@ -46,6 +46,7 @@ from scheduler.weights.weight_sync import WeightSync
 TOKENS_PER_S = 10
 START_S = 3.0
 ROLES = ("policy", "grm")
+THREE = (*ROLES, "safety")
 PROBE = (1, 2, 3)
 
 
@@ -134,16 +135,24 @@ class Bench:
     """An elastic pool with all its parts."""
 
     def __init__(
-        self, num_slots: int, *, sleeps: bool = True, swaps: bool = False, grm_learns: bool = False, **balance: bool
+        self,
+        num_slots: int,
+        *,
+        roles: Sequence[str] = ROLES,
+        sleeps: bool = True,
+        swaps: bool = False,
+        grm_learns: bool = False,
+        **balance: bool,
     ) -> None:
-        """swaps: one engine per slot, shared by both roles. grm_learns: the judge is trained too."""
+        """swaps: one engine per slot, shared by all roles. grm_learns: the judge is trained too."""
         self.spans, self.num_started = Spans(), 0
-        self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in range(num_slots)}
+        self.slots = {str(n): {role: f"{role}-{n}" for role in roles} for n in range(num_slots)}
         self.engines: dict[str, Spoken] = {}  # the processes, by the name under which each was started
-        for role in ("grm",) if swaps else ROLES:
+        for role in ("grm",) if swaps else roles:
             self.engines |= {names[role]: Changing() if swaps else Spoken(role) for names in self.slots.values()}
         for names in self.slots.values() if sleeps and not swaps else ():
-            self.engines[names["grm"]].awake = False
+            for role in roles[1:]:
+                self.engines[names[role]].awake = False
         self.shared = SharedEngines(self.slots, "grm", self.engines, self.start) if swaps else None
         self.routers = {
             role: Router(
@@ -152,7 +161,7 @@ class Bench:
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )
-            for role in ROLES
+            for role in roles
         }
         config = SyncConfig(deadline_s=20)
         learning = ROLES if grm_learns else ("policy",)
@@ -161,9 +170,9 @@ class Bench:
         brings: dict[str, BringCurrent] = {
             role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
         }
-        if not grm_learns:
-            stored = StoredWeights(path="grm", probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
-            brings["grm"] = stored.bring_current if swaps else need_no_weights
+        for role in (role for role in roles if role not in learning):
+            stored = StoredWeights(path=role, probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
+            brings[role] = stored.bring_current if swaps else need_no_weights
         self.pool = ElasticPool(
             "engines",
             self.slots,
@@ -174,7 +183,7 @@ class Bench:
                     sleeps=sleeps and not swaps,
                     nothing_pushed=self.syncs[role].nothing_pushed if role in self.syncs else nullcontext,
                 )
-                for role in ROLES
+                for role in roles
             },
             BalanceConfig(**balance),  # type: ignore[arg-type]
             self.spans,
@@ -245,6 +254,24 @@ def test_the_first_judgement_takes_a_slot_and_the_last_rollout_gives_the_others(
     assert ("engines 0", "switch policy->grm") in bench.spans.seen or len(bench.pool.moves) == 2
     lanes = {lane for lane, name in bench.spans.seen if name.startswith("switch ")}
     assert lanes <= {f"engines {n}" for n in range(4)}
+
+
+def test_slots_go_from_one_judging_model_to_another_as_the_work_does() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        for role, other in (("grm", "safety"), ("safety", "grm")):
+            work = [asyncio.create_task(bench.ask(role, 100 * len(seen) + n, 100)) for n in range(64)]
+            await asyncio.sleep(4.0)
+            seen.append({name: len(bench.serving(name)) for name in THREE})
+            await asyncio.sleep(1.0)
+            work += [asyncio.create_task(bench.ask(other, 1000 + 100 * len(seen), 5))]
+            await asyncio.gather(*work)
+
+    seen: list[dict[str, int]] = []
+    bench = on_virtual_clock(lambda: Bench(4, roles=THREE), main)
+    assert seen[0]["grm"] == 4
+    assert seen[1]["safety"] >= 3
+    assert bench.pool.moves["grm->safety"] >= 3
 
 
 def test_requests_of_a_slot_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
@@ -363,8 +390,11 @@ def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves
 WAYS = ({"sleeps": False}, {"sleeps": True}, {"swaps": True}, {"swaps": True, "grm_learns": True})
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_current_weights(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "roles"), [*((seed, ROLES) for seed in range(16)), *((n, THREE) for n in range(8))])
+def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_current_weights(
+    seed: int, roles: tuple[str, ...]
+) -> None:
+    """There may be fewer slots than roles."""
     rng = random.Random(seed)
     version_when_asked: dict[str, int] = {}
 
@@ -390,13 +420,13 @@ def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_curr
     async def main(bench: Bench) -> None:
         for role in bench.learners:
             await bench.push(0, role)
-        asks = [one(bench, role, n) for n in range(60) for role in ROLES]
+        asks = [one(bench, role, n) for n in range(60) for role in roles]
         async with asyncio.timeout(2000):
             await asyncio.gather(kill(bench), *(train(bench, role) for role in bench.learners), *asks)
 
-    pushed, answered = dict.fromkeys(ROLES, 0), Counter[str]()
-    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), **WAYS[seed % len(WAYS)]), main)
-    assert len(answered) == 120
+    pushed, answered = dict.fromkeys(roles, 0), Counter[str]()
+    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), roles=roles, **WAYS[seed % len(WAYS)]), main)
+    assert len(answered) == 60 * len(roles)
     assert set(answered.values()) == {1}
     for engine in bench.engines.values():
         assert all(version >= version_when_asked[request] for request, version in engine.served)

@@ -275,6 +275,42 @@ def test_splits_use_all_slots_and_stay_few(slots: int, parts: int) -> None:
     assert len(found) <= (1800 if parts == 4 else 1200)
 
 
+def many_roles(slots: int, judges: int, elastic: bool = False) -> SearchProblem:
+    """A policy, its learner, a critic, and so many models that judge, with as much work as their number says."""
+    names = [f"judge{n}" for n in range(1, judges + 1)]
+    work = {name: RoleWork(requests=100 * n, prompt_tokens=0, new_tokens=100) for n, name in enumerate(names, 1)}
+    engines = {"policy": RoleWork(requests=100, prompt_tokens=0, new_tokens=100), **work}
+    speed = LearnerSpeed(token_s=1e-6, step_s=0.0)
+    return SearchProblem(
+        kinds={"gpus": PoolConfig(slots=slots, resource="gpu", memory_gb=80)},
+        work=StepWork(engines=engines, learner_tokens=1e3, groups=10, max_staleness=1, critic_tokens=1e3),
+        widths=dict.fromkeys(engines, (1,)),
+        costs=lambda candidate: Costs(engines=dict.fromkeys(engines, LINEAR), learner=speed, critic=speed, sync_s=0.0),
+        memory=apart,
+        elastic=frozenset(engines) if elastic else frozenset(),
+    )
+
+
+def test_slots_go_to_several_judging_models_by_their_work() -> None:
+    # 10 s of rollouts, 10 and 20 s of judging on 6 slots; one slot each for learner and critic.
+    assert best_seats(many_roles(6, 2)) == {"policy": 1, "judge1": 1, "judge2": 2, "learner": 1, "critic": 1}
+
+
+@pytest.mark.parametrize(("judges", "most"), [(1, 40_000), (2, 60_000), (3, 80_000), (4, 100_000)])
+def test_a_search_stays_short_with_any_number_of_judging_models(judges: int, most: int) -> None:
+    candidates = enumerate_candidates(many_roles(4096, judges))
+    assert sum(1 for _ in candidates) <= most
+
+
+def test_models_that_judge_may_swap_slots_with_each_other_and_not_with_the_policy() -> None:
+    pools = [
+        one_pool for one in enumerate_candidates(many_roles(4, 2, elastic=True)) for one_pool in one.candidate_pools
+    ]
+    assert {tuple(one_pool.seats) for one_pool in pools if one_pool.elastic} >= {
+        ("judge1", "judge2"), ("policy", "judge1", "judge2"),
+    }  # fmt: skip
+
+
 @settings(max_examples=25)
 @given(st.integers(1, 12), st.floats(1, 1000), st.floats(1, 1000), st.floats(0, 1e6))
 def test_more_slots_never_predict_a_slower_bound(slots: int, rollout: float, judgement: float, learned: float) -> None:

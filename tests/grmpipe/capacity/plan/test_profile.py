@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grmpipe.capacity.plan.profile import read_profile
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import to_yaml
 from grmpipe.observe.timeline import Timeline
+from models.settings import ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig
 
 APART = PlacementConfig(
     pools={name: PoolConfig() for name in ("policy", "grm", "learner")},
     roles={name: RoleConfig(pool=name) for name in ("policy", "grm", "learner")},
 )
+SECOND_JUDGE = {
+    "grms": {"safety": ModelConfig(path="tiny://grm", engine="embedded")},
+    "judges": {"safety": JudgeConfig(model="safety")},
+    "reward": RewardConfig(kind="mix", mix={"judge": 0.5, "safety": 0.5}),
+    "placement": replace(
+        APART,
+        pools={**APART.pools, "safety": PoolConfig()},
+        roles={**APART.roles, "safety": RoleConfig(pool="safety")},
+    ),
+}
 ROLLOUT_S, JUDGEMENT_S = 0.01, 0.02  # per token, whichever others decode
 PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
 CORES, DRIVER_REQUEST_S = 4, 0.002  # enough cores for all
 
 
-def made_by_hand(run_dir: Path, *, rows: int = 64, prefix_sharing: bool = True, cpu_share: float | None = None) -> Path:
+def made_by_hand(
+    run_dir: Path,
+    *,
+    rows: int = 64,
+    prefix_sharing: bool = True,
+    cpu_share: float | None = None,
+    second_judge: bool = False,
+) -> Path:
     """cpu_share: CPU seconds of the learner's and the GRM's processes, as a share of the time of their spans.
+    second_judge: on a model of its own, as fast as the policy, with half of the GRM's tokens; every fourth fails.
 
     Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second.
     """
     run_dir.mkdir()
     config = RunConfig(placement=APART, train=TrainConfig(prefix_sharing=prefix_sharing))
+    if second_judge:
+        config = replace(config, **SECOND_JUDGE)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(run_dir / "timeline.json")
     journals: dict[str, list[dict]] = {"rollouts": [], "judgements": [], "groups": [], "metrics": []}
@@ -58,7 +82,16 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, prefix_sharing: bool = True, 
                 turn = {"prompt_ids": [1] * PROMPT, "token_ids": [2] * new}
                 judgement = {"prompt_ids": [1] * 60, "completion": {"token_ids": [3] * 2 * new}}
                 journals["rollouts"].append({**seat, "turns": [turn]})
-                journals["judgements"].append({**seat, "judgements": [judgement], "failures": []})
+                report: dict = {"judgements": [judgement], "failures": []}
+                if second_judge:
+                    asked_s, request = ends_s + new * ROLLOUT_S, f"{request}@safety"
+                    timeline.span("safety-0", "safety", ends_s, asked_s, request=request, num_tokens=new)
+                    own = {"judge": "safety", "prompt_ids": [1] * 90, "completion": {"token_ids": [3] * new}}
+                    judgement |= {"judge": "judge", "grm": "grm"}
+                    report["failures" if sibling == 3 else "judgements"].append(
+                        own if sibling == 3 else own | {"grm": "safety"}
+                    )
+                journals["judgements"].append({**seat, **report})
         timeline.span("learner", "accumulate", now_s, now_s + tokens / 2000)
         timeline.span("learner", f"step {step}", now_s + tokens / 2000, now_s + tokens / 1000 + 0.5)
         now_s += tokens / 1000 + 0.5
@@ -89,6 +122,16 @@ def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path, pref
     assert profile.driver_request_s == pytest.approx(DRIVER_REQUEST_S)
     assert profile.lengths["policy"].prompt_tokens == PROMPT
     assert profile.lengths["grm"].new_tokens == 2 * profile.lengths["policy"].new_tokens
+    assert profile.notes == ()
+
+
+def test_each_judging_model_has_its_own_speed_and_lengths(tmp_path: Path) -> None:
+    profile = read_profile(str(made_by_hand(tmp_path / "run", second_judge=True)), CORES)
+    for role, token_s in (("policy", ROLLOUT_S), ("grm", JUDGEMENT_S), ("safety", ROLLOUT_S)):
+        assert profile.engines[role].speed.step_s == pytest.approx(token_s, rel=0.02)
+    assert profile.lengths["safety"].prompt_tokens == 90
+    assert profile.lengths["safety"].new_tokens == profile.lengths["policy"].new_tokens
+    assert profile.lengths["grm"].prompt_tokens == 60
     assert profile.notes == ()
 
 

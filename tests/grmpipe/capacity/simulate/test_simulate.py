@@ -22,12 +22,14 @@ from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.capacity import SimulateConfig
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.types import Prompt
+from models.settings import ModelConfig
 from models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
@@ -67,7 +69,7 @@ def workload(
         config=config,
         prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(64)]),
         chars_per_token={"policy": 4.0, "grm": 4.0},
-        lengths={"policy": lengths, "grm": critiques},
+        lengths={"policy": lengths, "judge": critiques},
     )
 
 
@@ -206,6 +208,95 @@ def test_the_first_and_last_steps_of_a_stale_run_are_not_counted() -> None:
     assert settled_steps(4, 1) == range(4)
 
 
+# -- several judges ----------------------------------------------------------------------------------------------------
+
+SECOND = JudgeConfig(
+    model="safety", template="boxed", parser="boxed", score_min=0, score_max=1, num_judgements=1, max_new_tokens=200,
+    min_tokens_per_s=1, timeout_s=3600,
+)  # fmt: skip
+THREE = replace(COSTS, engines={"policy": SPEED, "grm": SPEED, "safety": SPEED})
+BOTH = RewardConfig(kind="mix", mix={"judge": 0.5, "safety": 0.5})
+
+
+def of_several(second: JudgeConfig = SECOND, reward: RewardConfig = BOTH, **changes) -> Workload:
+    """A workload with a second judge, on a model of its own unless it says otherwise."""
+    load = workload(**changes)
+    grms = (
+        {} if second.model in ("grm", "policy") else {second.model: ModelConfig(path="tiny://grm", engine="embedded")}
+    )
+    config = replace(load.config, grms=grms, judges={"safety": second}, reward=reward)
+    return replace(
+        load,
+        config=config,
+        chars_per_token=dict.fromkeys(config.served, 4.0),
+        lengths={**load.lengths, "safety": always(20)},
+    )
+
+
+def seats_of_three(elastic: bool = False) -> Placement:
+    pools = {"engines": PoolConfig(slots=3, elastic=elastic), "train": PoolConfig(slots=1)}
+    roles = {role: RoleConfig(pool="engines", replicas=1) for role in ("policy", "grm", "safety")}
+    roles["learner"] = RoleConfig(pool="train")
+    return place(PlacementConfig(pools=pools, roles=roles), ("learner", *THREE.engines), tuple(THREE.engines))
+
+
+def judgements_in(run: SimulatedRun, role: str) -> float:
+    """Seconds of work of a role in a step; with equal lengths and one row at a time a count of judgements."""
+    return run.steps[-1].busy_s[role] / len(run.steps)
+
+
+ONE_ROW = replace(THREE, engines=dict.fromkeys(THREE.engines, replace(SPEED, max_rows=1)))
+
+
+def test_two_models_judge_and_each_has_its_engines_its_work_and_its_share_of_the_bound() -> None:
+    run = simulate(of_several(), seats_of_three(), ONE_ROW, 4)
+    assert run.failed_judgements == {}
+    assert judgements_in(run, "grm") == pytest.approx(16 * 2 * 50 * 0.01)
+    assert judgements_in(run, "safety") == pytest.approx(16 * 1 * 20 * 0.01)
+    assert run.busy.keys() == {"policy", "grm", "safety", "learner"}
+    assert run.bound.loads_s["safety"] == pytest.approx(16 * 20 * 0.01)
+    assert run.times_bound > 0.999
+
+
+@pytest.mark.parametrize("model", ["grm", "policy"])
+def test_judges_of_different_formats_that_ask_one_model_are_answered_each_in_its_own(model: str) -> None:
+    """The second one's scale and form would be unreadable to the first one, and the other way round."""
+    run = simulate(of_several(replace(SECOND, model=model)), seats(), COSTS, 4)
+    assert run.failed_judgements == {}
+    assert run.dropped == {}
+
+
+def test_answers_that_move_between_slots_keep_the_format_of_their_judge() -> None:
+    rows = replace(THREE, engines=dict.fromkeys(THREE.engines, replace(SPEED, max_rows=3)), switch_s=0.05)
+    run = simulate(of_several(lengths=lognormal(80, 0.8)), seats_of_three(elastic=True), rows, 6)
+    assert {move.split("->")[1] for move in run.moves} == {"policy", "grm", "safety"}
+    assert run.failed_judgements == {}
+    assert run.dropped == {}
+
+
+def test_the_format_of_a_public_grm_is_judged_with_its_own_prompt() -> None:
+    pairs = replace(
+        SECOND, protocol="pairwise", template="mt_bench_pairwise", parser="letter_or_tie", vote="majority",
+        num_judgements=2,
+    )  # fmt: skip
+    run = simulate(of_several(pairs), seats_of_three(), ONE_ROW, 3)
+    assert run.failed_judgements == {}
+    assert judgements_in(run, "safety") == pytest.approx(4 * 6 * 2 * 20 * 0.01)
+
+
+def test_a_cascade_asks_its_second_model_about_no_more_than_it_may() -> None:
+    cascade = RewardConfig(kind="cascade", first="judge", then="safety", unsure_band=[0.3, 0.7], share=0.25)
+    run = simulate(of_several(reward=cascade), seats_of_three(), ONE_ROW, 12)
+    everything = 16 * 20 * 0.01
+    assert 0 < judgements_in(run, "safety") <= (0.25 + cascade.audit_share + 0.1) * everything
+    assert run.failed_judgements == {}
+
+
+def test_a_model_that_no_prompt_is_routed_to_is_never_busy() -> None:
+    route = RewardConfig(kind="route", route={"chat": "safety"}, default="judge")
+    assert simulate(of_several(reward=route), seats_of_three(), THREE, 3).busy["safety"] == 0.0
+
+
 # -- lengths -----------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +382,18 @@ def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp
     assert {"policy-0", "grm-0", "learner", "weight sync"} <= lanes
 
 
+def test_costs_of_a_further_model_are_stated_by_its_name(tmp_path: Path) -> None:
+    second = ("+grm@grms.safety=tiny", "+judge@judges.safety=generative", "judges.safety.model=safety", "reward=mix",
+              "reward.mix={judge: 0.5, safety: 0.5}")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^simulate\.costs\.grms\.safety\.step_s: missing"):
+        run_task(tmp_path, *STATED, *second)
+    with pytest.raises(ConfigError, match=r"^simulate\.costs\.grms\.safty: no judge of this run asks safty"):
+        run_task(tmp_path, *STATED, *second, "+simulate.costs.grms={safty: {step_s: 0.02}}")
+    text = run_task(tmp_path, *STATED, *second, "+simulate.costs.grms={safety: {step_s: 0.02}}")
+    assert "judgements by judge 1, safety 1, simulated" in text
+    assert "busy      safety" in text
+
+
 def test_costs_stated_for_one_role_only_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"simulate\.costs\.grm\.step_s"):
         run_task(tmp_path, "simulate.costs.policy.step_s=0.01")
@@ -314,7 +417,14 @@ def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
     judged = {"judgements": [{"completion": completion}], "failures": [{"cause": "timeout"}]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n" + '{"torn')
     (tmp_path / "judgements.jsonl").write_text(json.dumps(judged) + "\n")
-    assert lengths_in(tmp_path) == {"policy": [20], "grm": [30]}
+    assert lengths_in(tmp_path) == {"policy": [20], "judge": [30]}
+
+
+def test_lengths_of_several_judges_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    judged = [{"judge": name, "completion": {"token_ids": [1] * count}} for name, count in (("judge", 30), ("b", 7))]
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"turns": [{"token_ids": [1] * 20}]}) + "\n")
+    (tmp_path / "judgements.jsonl").write_text(json.dumps({"judgements": judged, "failures": []}) + "\n")
+    assert lengths_in(tmp_path) == {"policy": [20], "judge": [30], "b": [7]}
 
 
 def test_a_simulation_is_fast() -> None:

@@ -1,0 +1,173 @@
+"""The work of a step of a planned run, by role: its requests, their tokens, what learners train on. Knows no time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from grmpipe.capacity.lower_bound import POLICY, GrmTraining, RoleWork, StepWork
+from grmpipe.capacity.plan.profile import Lengths, Profile
+from grmpipe.capacity.plan.survey import Sized, Survey
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import asked_of_source, asked_shares
+from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.types import Prompt
+from models.types import Message
+
+SAMPLED_PROMPTS = 64  # prompts for their mean length
+
+
+def step_work(survey: Survey, profile: Profile | None) -> StepWork:
+    """The work of a step at mean lengths: those that are set, else those of the profile, else half of the maximum."""
+    config, train = survey.config, survey.config.train
+    rollouts = train.groups_per_batch * train.group_size
+    packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
+    played = policy_lengths(survey, profile)
+    own = RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)
+    judging = {role: judging_work(role, survey, profile) for role in (POLICY, *config.judging.local_roles)}
+    return StepWork(
+        engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
+        learner_tokens=packed * played.prompt_tokens + rollouts * played.new_tokens,
+        groups=train.groups_per_batch,
+        max_staleness=train.max_staleness,
+        critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
+        grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
+    )
+
+
+def together(works: Sequence[RoleWork]) -> RoleWork:
+    """The work of several kinds of requests on the same engines: their sum, at their mean lengths."""
+    requests = sum(work.requests for work in works)
+    if not requests:
+        return works[0]
+    return RoleWork(
+        requests=requests,
+        prompt_tokens=sum(work.requests * work.prompt_tokens for work in works) / requests,
+        new_tokens=sum(work.requests * work.new_tokens for work in works) / requests,
+    )
+
+
+def policy_lengths(survey: Survey, profile: Profile | None) -> Lengths:
+    """The mean lengths of a rollout's turn."""
+    config = survey.config
+    measured = None if profile is None else profile.lengths.get(POLICY)
+    new_tokens = config.plan.rollout_tokens
+    if measured is not None:
+        return replace(measured, new_tokens=new_tokens) if new_tokens else measured
+    prompts = survey.data.train[:SAMPLED_PROMPTS]
+    prompt_tokens = fmean(num_tokens(survey.models[POLICY], prompt.messages) for prompt in prompts)
+    return Lengths(prompt_tokens=prompt_tokens, new_tokens=new_tokens or config.rollout.max_new_tokens / 2)
+
+
+# -- judges --------------------------------------------------------------------------------------------------------
+
+
+def judging_work(role: str, survey: Survey, profile: Profile | None) -> list[RoleWork]:
+    """The judgements of a model in a step: for every judge that asks it, and for its learner."""
+    asked = [judge_work(name, survey, profile) for name in survey.config.judging.asking(role)]
+    return [*asked, training_requests(role, survey, profile)] if role in survey.config.trained_grms else asked
+
+
+def judge_work(name: str, survey: Survey, profile: Profile | None) -> RoleWork:
+    """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
+    lengths = judge_lengths(name, survey, profile)
+    return RoleWork(
+        requests=judgements_of(name, survey),
+        prompt_tokens=lengths.prompt_tokens,
+        new_tokens=lengths.new_tokens,
+    )
+
+
+def judgements_of(name: str, survey: Survey) -> int:
+    """The judgements of one judge in a step, at most."""
+    train, judge = survey.config.train, survey.config.judging.judges[name]
+    whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
+    return math.ceil(whole * shares_asked(survey)[name] - 1e-9)
+
+
+def shares_asked(survey: Survey) -> dict[str, float]:
+    """Judge -> the largest share of the rollouts that it judges, by the sources of the prompts."""
+    prompts = survey.data.train
+    sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
+    return asked_shares(survey.config.reward, survey.config.rewards, sources)
+
+
+def prompts_judged(name: str, survey: Survey) -> list[Prompt]:
+    """Some prompts whose responses a judge is shown; any, if it is shown none."""
+    config, prompts = survey.config, survey.data.train
+    judged = {source: name in asked_of_source(config.reward, config.rewards, source) for source in {
+        prompt.source for prompt in prompts
+    }}  # fmt: skip
+    return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]
+
+
+def judge_lengths(name: str, survey: Survey, profile: Profile | None) -> Lengths:
+    """The mean lengths of a judge's prompts and judgements. A profile has those of the model that it asks."""
+    config = survey.config
+    judge = config.judging.judges[name]
+    measured = None if profile is None else profile.lengths.get(judge.model)
+    new_tokens = config.plan.judgement_tokens
+    if measured is not None and judge.model != POLICY:
+        return replace(measured, new_tokens=new_tokens) if new_tokens else measured
+    shown = judge.responses_shown(config.train.group_size) * policy_lengths(survey, profile).new_tokens
+    return Lengths(
+        prompt_tokens=judge_prompt_tokens(name, survey) + shown, new_tokens=new_tokens or judge.max_new_tokens / 2
+    )
+
+
+def judge_prompt_tokens(name: str, survey: Survey) -> float:
+    """The mean tokens of a judge's prompt without the judged answer."""
+    judge = survey.config.judging.judges[name]
+    asked = judge_questions(judge, prompts_judged(name, survey))
+    return fmean(num_tokens(survey.models[judge.model], messages) for messages in asked)
+
+
+def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple[Message, ...]]:
+    """The messages with which a judge asks about empty answers."""
+    template = JudgePrompt.of(judge)
+    return [template.render(prompt, *template.blanks, principles="") for prompt in prompts]
+
+
+def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
+    if sized.model is not None:
+        return len(sized.model.renderer.render(messages))
+    return sum(estimated_tokens(message.content) for message in messages)
+
+
+# -- judging models that learn ---------------------------------------------------------------------------------------
+
+
+def training_requests(role: str, survey: Survey, profile: Profile | None) -> RoleWork:
+    """The judgements that a model in training samples to learn from, in a step of the policy."""
+    cotrain = survey.config.trained_grms[role]
+    asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
+    requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
+    return RoleWork(requests=math.ceil(requests), prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens)
+
+
+def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTraining:
+    """The work of a judging model's learner in a step of the policy, after its warm-up."""
+    cotrain, asked = survey.config.trained_grms[role], training_requests(role, survey, profile)
+    prompts = asked.requests / cotrain.group_size if survey.config.train.prefix_sharing else asked.requests
+    tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
+    return GrmTraining(model=role, steps=cotrain.grm_steps_per_policy_step, tokens=tokens)
+
+
+# -- in words --------------------------------------------------------------------------------------------------------
+
+
+def assumptions(survey: Survey, profile: Profile | None) -> str:
+    """The sources of lengths and costs, in one line."""
+    judges = survey.config.judging.generative
+    local = [name for name, judge in judges.items() if judge.model in survey.models]
+    per = {name: "judgement" if len(judges) == 1 else f"judgement of {name}" for name in local}
+    lengths = [
+        f"{policy_lengths(survey, profile).new_tokens:.0f} tokens per rollout",
+        *(f"{judge_lengths(name, survey, profile).new_tokens:.0f} tokens per {what}" for name, what in per.items()),
+    ]
+    source = f"measured in {survey.config.plan.profile}" if profile else "estimated from the devices' data sheets"
+    return f"{source}; {', '.join(lengths)} on average"

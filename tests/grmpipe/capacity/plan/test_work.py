@@ -1,0 +1,95 @@
+"""The work of a planned step: every judge is counted on the model that it asks, and every learner has its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.capacity.plan.memory import memory_parts
+from grmpipe.capacity.plan.plan_report import arithmetic, times
+from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.work import judge_lengths, prompts_judged, shares_asked, step_work
+from grmpipe.capacity.simulate.simulation import simulator
+from grmpipe.config.reward import RewardConfig
+from grmpipe.config.yaml_io import build
+
+ROOT = Path(__file__).parents[4]
+# Beside the first judge: one more on its model, and one on a model of its own.
+JUDGES = (
+    "+experiment=quickstart", "task=plan", "+judge@judges.brief=generative", "judges.brief.num_judgements=3",
+    "judges.brief.max_new_tokens=32", "+grm@grms.safety=tiny_weak", "+judge@judges.safety=generative",
+    "judges.safety.model=safety", "judges.safety.num_judgements=2", "reward=jury",
+    "reward.members=[judge,brief,safety]",
+)  # fmt: skip
+LEARNS = "+cotrains={safety: {enabled: true, prompts_per_batch: 4, group_size: 8, grm_steps_per_policy_step: 2.0}}"
+
+
+def surveyed(*overrides: str) -> Survey:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return survey_run(build(compose("config", [*JUDGES, *overrides])), lambda what, share: None)
+
+
+@pytest.fixture(scope="module")
+def survey() -> Survey:
+    return surveyed()
+
+
+def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
+    work = step_work(survey, None).engines
+    assert list(work) == ["policy", "grm", "safety"]
+    assert (work["grm"].requests, work["safety"].requests) == (128 * (1 + 3), 128 * 2)
+    assert work["grm"].new_tokens == pytest.approx((1 * 64 + 3 * 16) / 4)
+    assert work["safety"].new_tokens == 64
+
+
+def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> None:
+    said = arithmetic(survey)
+    assert "judged by 3 judges, at most:" in said
+    assert "brief    128 rollouts x 3 judgements = 384 judgements by grm, at most 12288 tokens" in said
+    told = times(survey, None, None)
+    assert "64 tokens per judgement of judge, 16 tokens per judgement of brief" in told
+    for role in ("policy", "learner", "grm", "safety"):
+        assert f"  {role:<8} " in told
+
+
+def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> None:
+    prompts = survey.data.train[:40]
+    mixed = tuple(replace(prompt, source="math" if n < 10 else "chat") for n, prompt in enumerate(prompts))
+    route = RewardConfig(kind="route", route={"math": "safety"}, default="judge")
+    config = replace(survey.config, judges={"safety": survey.config.judges["safety"]}, reward=route)
+    routed = replace(survey, config=config, data=replace(survey.data, train=mixed))
+    assert shares_asked(routed) == {"safety": 0.25, "judge": 0.75}
+    work = step_work(routed, None).engines
+    assert (work["safety"].requests, work["grm"].requests) == (128 * 2 // 4, 128 * 3 // 4)
+    assert {prompt.source for prompt in prompts_judged("safety", routed)} == {"math"}
+    assert "32 rollouts x 2 judgements = 64 judgements by safety, at most 8192 tokens, of 25% of" in arithmetic(routed)
+
+
+def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
+    own = replace(survey.config.judges["safety"], model="policy")
+    roles = {role: seat for role, seat in survey.config.placement.roles.items() if not role.startswith("safety")}
+    placed = replace(survey.config.placement, roles=roles)
+    reward = RewardConfig(judge="safety")
+    alone = replace(survey.config, placement=placed, grms={}, judges={"safety": own}, reward=reward)
+    work = step_work(survey.under(alone), None).engines
+    assert list(work) == ["policy"]
+    assert work["policy"].requests == 128 + 128 * 2
+
+
+def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner() -> None:
+    survey = surveyed(LEARNS)
+    work, asked = step_work(survey, None), judge_lengths("safety", survey, None)
+    assert "safety_learner" in work.roles
+    assert work.engines["safety"].requests == 128 * 2 + 2 * 4 * 8
+    trained = work.grm_learners["safety_learner"]
+    assert (trained.model, trained.steps) == ("safety", 2.0)
+    prompts = 2 * 4 if survey.config.train.prefix_sharing else 2 * 4 * 8
+    assert trained.tokens == pytest.approx(prompts * asked.prompt_tokens + 2 * 4 * 8 * asked.new_tokens)
+    held = {part.what for part in memory_parts(survey, "safety_learner")}
+    assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
+    assert "safety_learner " in times(survey, None, None)
+    assert simulator(survey, None) is None, "no simulation knows its flow"
