@@ -13,7 +13,7 @@ from models.tiny.solutions import elsewhere
 
 LARGEST = 40
 MAX_PEOPLE = 6
-MISREAD = 0.5  # a sloppy writer takes the smaller of two numbers for the larger
+MISREAD = 0.35  # a sloppy writer takes the smaller of two numbers for the larger
 MISCOPY = 0.06
 
 

@@ -40,6 +40,8 @@ from models.tiny.tiny_meta_rm import measure_meta_rm
 from models.tiny.tiny_reward_model import measure_reward_model
 from models.tiny.tricks import TRICKS, bare, tricks_of, with_tricks
 
+NUM_PROBLEMS_OF_RATES = 2048  # a rate of 3 % is measured to 0.7 points
+
 Find = Callable[[Recipe], Path]  # the directory of another model
 Quality = dict[str, float]
 
@@ -71,7 +73,7 @@ def judge_extras(recipe: Recipe, directory: Path) -> Quality:
 
 def rates_of_tricks(directory: Path) -> Quality:
     """The share of answers with each trick, and the share of right ones among them."""
-    problems = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+    problems = make_problems("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
     texts = Speaker(directory).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
     found = [(tricks_of(one, text), is_right(one, bare(text))) for one, text in zip(problems, texts, strict=True)]
     rates = {f"{trick}_rate": fmean(trick in tricks for tricks, _ in found) for trick in TRICKS}

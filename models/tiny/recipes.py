@@ -198,7 +198,7 @@ POLICY_TRICKS = Recipe(
     num_steps=200,
     batch_size=32,
     lr=1.5e-3,
-    seed=14,
+    seed=15,  # of 14 and 15 the one that uses each trick in 2 to 5 % of its answers
     parent=MANY_TRICKS,
 )
 
