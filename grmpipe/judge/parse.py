@@ -18,6 +18,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
 from grmpipe.types import DataCause
+from models.thinking import KNOWN_MARKERS
 from models.types import Completion
 
 Scores = tuple[int, ...]
@@ -26,7 +27,7 @@ Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
 NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
 BLANK = " \t\r"
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_BEGINS, THOUGHT_ENDS = KNOWN_MARKERS[0]  # of a judgement whose thought isn't marked
 
 
 def parser_named(name: str) -> Parser:
@@ -35,12 +36,19 @@ def parser_named(name: str) -> Parser:
 
 
 def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
-    """The scores of a judgement, or why there are none. A truncated one is `truncated`, even with a verdict in it,
-    which may have been a draft.
+    """The scores of a judgement, read after its thought, or why there are none. A truncated one is `truncated`, even
+    with a verdict in it, which may have been a draft.
     """
     if completion.finish_reason == "length":
         return "truncated"
-    return parser(completion.text, num_scores, scale)
+    return parser(after_thought(completion), num_scores, scale)
+
+
+def after_thought(completion: Completion) -> str:
+    """What a judge wrote in the lines after its thought: a verdict has its own line."""
+    if not completion.thought_chars:
+        return completion.text
+    return completion.text[completion.thought_chars :].partition("\n")[2]
 
 
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:

@@ -26,6 +26,7 @@ class Counters:
     policy_tokens: int = 0
     asked: int = 0  # judgements requested, retries included
     counted: int = 0  # judgements that entered a vote
+    forced: int = 0  # of these, judgements whose thought the budget ended
     judge_tokens: int = 0
     aborted: int = 0  # judge tasks aborted because a new version of the judge came
     voided: int = 0  # verdicts that a new version of the judge had to give again
@@ -48,6 +49,7 @@ class Counters:
         self.policy_tokens += other.policy_tokens
         self.asked += other.asked
         self.counted += other.counted
+        self.forced += other.forced
         self.judge_tokens += other.judge_tokens
         self.aborted += other.aborted
         self.voided += other.voided
@@ -82,6 +84,7 @@ class FlowCounters:
         self.step.saved_tokens += report.saved_tokens
         self.step.asked += len(report.judgements) + len(report.failures)
         self.step.counted += len(report.judgements)
+        self.step.forced += sum(judgement.is_forced for judgement in report.judgements)
         self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.step.failed.update(failure.cause for failure in report.failures)
 
@@ -158,7 +161,7 @@ def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
     if reference is None:
         return []
     try:
-        return [is_right(rollout.text, reference) for rollout in group.rollouts]
+        return [is_right(rollout.answer, reference) for rollout in group.rollouts]
     except ValueError:
         return []
 
@@ -177,6 +180,8 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
     }
+    if counts.forced:
+        metrics["judge/forced_verdicts"] = float(counts.forced)
     if counts.saved_tokens or counts.audits:
         metrics["judge/saved_tokens"] = float(counts.saved_tokens)
     if counts.audits:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.config.roles import Roles, ServedRole
+from grmpipe.config.roles import Model, Roles, ServedRole
+from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.validate.engines import context_limit_of
@@ -44,7 +45,13 @@ def find_grm(
         role = remote_role(prepared.roles)
         assert role is not None and role.engine.endpoint is not None
         markup = Markup(role.engine.endpoint.chat_markup)
-        return RemoteGrm(role.name, remote, context_limit_of(role, 0), events, markup)
+        return RemoteGrm(role.name, remote, context_limit_of(role, 0), events, markup, role.model.thinking_markers)
     if (grm := prepared.grm) is None:
         return None
-    return LocalGrm(grm.name, local[grm.name], grm.renderer, grm.context_tokens, answering)
+    return local_grm(grm, local[grm.name], answering)
+
+
+def local_grm(grm: Model, engine: Engine, answering: ActiveClock | None = None) -> LocalGrm:
+    """A GRM on this run's engines, whose thoughts are marked."""
+    sampler = ReasoningEngine(engine, grm.renderer)
+    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, grm.renderer.thinking)

@@ -240,6 +240,7 @@ def judging(total: Counters) -> JudgingSummary:
     return JudgingSummary(
         asked=total.asked,
         counted=total.counted,
+        forced_verdicts=total.forced,
         failed=total.failed,
         tokens=total.judge_tokens,
         saved_by_early_stop=total.saved_tokens,

@@ -213,6 +213,7 @@ class TrainingRun(Run[Prepared]):
             compares=judge.protocol_kind.compares,
             frozen=running.trainable_grm is None,
             scale=(judge.score_min, judge.score_max),
+            show_thoughts=judge.show_thoughts,
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)

@@ -16,6 +16,7 @@ from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
+from grmpipe.validate.thinking import check_thinking_budget
 from models.types import Message
 
 
@@ -54,6 +55,7 @@ def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Da
         weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
         return weighed + extra_tokens
 
+    check_thinking_budget(config.judge, role, grm)
     with section(f"{role.name}."):
         length(data.train[0])
     check_context_limit(
