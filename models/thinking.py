@@ -60,7 +60,7 @@ class ThinkingMarkers:
         place = text.find(self.close)
         while place >= 0:
             line = text[text.rfind("\n", 0, place) + 1 : place]
-            if not line.startswith(QUOTES):
+            if not line.lstrip(BLANK).startswith(QUOTES):
                 return Thought(num_chars=place + len(self.close))
             place = text.find(self.close, place + 1)
         return Thought(num_chars=len(text), is_open=True)

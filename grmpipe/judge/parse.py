@@ -41,14 +41,16 @@ def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Sc
     """
     if completion.finish_reason == "length":
         return "truncated"
-    return parser(after_thought(completion), num_scores, scale)
+    return parser(without_thought(completion), num_scores, scale)
 
 
-def after_thought(completion: Completion) -> str:
-    """What a judge wrote in the lines after its thought: a verdict has its own line."""
+def without_thought(completion: Completion) -> str:
+    """The text with one line in place of its thought, up to the end of the closing marker's line: a verdict has its
+    own.
+    """
     if not completion.thought_chars:
         return completion.text
-    return completion.text[completion.thought_chars :].partition("\n")[2]
+    return "...\n" + completion.text[completion.thought_chars :].partition("\n")[2]
 
 
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:

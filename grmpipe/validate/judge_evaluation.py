@@ -17,6 +17,7 @@ from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
+from grmpipe.validate.thinking import check_thinking_budget
 from scheduler.placement import place
 
 
@@ -52,6 +53,8 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     check_machine(config, placement)
     check_installed(roles, config)
     grm = find_model(roles.served["grm"], config, progress) if here else None
+    if config.judged_by_model:
+        check_thinking_budget(judge, roles.served["grm"], grm)
     with section("meta_rm."):
         meta_rm = find_meta_rm(config, grm, progress) if grm is not None and weighted else None
     prepared = Prepared(
