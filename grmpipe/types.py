@@ -136,7 +136,8 @@ class Verdict:
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting.
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
-    grm_version: completed optimizer steps of the GRM that judged; 0 if it isn't trained in this run.
+    grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
+    absent:    members of a jury that gave no verdict, although enough others did.
     """
 
     rewards: tuple[RewardSpan, ...]
@@ -145,6 +146,7 @@ class Verdict:
     score_std: float
     num_judgements: int
     grm_version: int = 0
+    absent: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> float:
@@ -161,6 +163,27 @@ class StopAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeTally:
+    """What a cascade did with some siblings of a group. Told once, in the report of one of them.
+
+    rollouts:  siblings on which it decided, by asking the second judge or not.
+    unsure:    of these, the siblings of which the first judge was unsure.
+    escalated: siblings that the second judge saw because of that.
+    audited:   siblings with verdicts of both judges, although the first one was sure.
+    error:     of the audited, the sum of the absolute differences of both rewards.
+    flipped:   of the audited, those that only one of the judges passes.
+    """
+
+    cascade: str
+    rollouts: int = 0
+    unsure: int = 0
+    escalated: int = 0
+    audited: int = 0
+    error: float = 0.0
+    flipped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
     """The result of judging a rollout: the verdict or its failure, and the judgements behind it for the journal.
 
@@ -169,6 +192,8 @@ class JudgeReport:
     principles:   what the GRM wrote for the whole group before its judgements.
     saved_tokens: a lower bound: tokens of judgements never requested, at the mean length of the others.
     audit:        for a rollout that was judged in full to check the early stop.
+    by_judge:     with several judges, each one's own report, by its name; the fields above are then of all of them.
+    cascades:     what cascades did, one entry for each decision and each audit.
     """
 
     verdict: Verdict | Failed
@@ -177,6 +202,13 @@ class JudgeReport:
     principles: Completion | None = None
     saved_tokens: int = 0
     audit: StopAudit | None = None
+    by_judge: Mapping[str, JudgeReport] = field(default_factory=dict)
+    cascades: tuple[CascadeTally, ...] = ()
+
+    @property
+    def own_reports(self) -> Mapping[str, JudgeReport]:
+        """The report of each judge, by its name; of a single judge the report itself, under no name."""
+        return self.by_judge or {"": self}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,11 +341,15 @@ class BatchTotals:
 class JudgeTask:
     """One unit of a judge's work: the siblings it judges together, in sibling order.
 
-    No members: work that needs no rollout. `component`: for a mixture, the component that does it.
+    members:   the siblings whose verdicts it brings nearer; none for work that needs no rollout.
+    judge:     of several judges, the one that does it.
+    part:      of several judges, that judge's own task. It may have fewer members: if the reward of a sibling depends
+               on the verdicts of others, their verdicts do on its judgement.
     """
 
     members: tuple[int, ...]
-    component: str = ""
+    judge: str = ""
+    part: JudgeTask | None = None
 
 
 class JudgeSession(Protocol):

@@ -97,8 +97,8 @@ class ModelConfig:
     # Hugging Face directory or hub name, or tiny://<name> for a model of this project; with engine=openai the model's
     # name at the endpoint.
     path: str = "tiny://policy"
-    # Engine that serves the model, or the dotted path of your own EngineKind; conf/config.yaml sets it to engine.kind.
-    engine: str = "embedded"
+    # Engine that serves the model, or the dotted path of your own EngineKind; empty: that of engine.kind.
+    engine: str = ""
     # Options of this role's engine that differ from engine.<engine>.
     engine_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = AUTO  # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
@@ -303,7 +303,7 @@ def _check_markup(pattern: str) -> None:
 class EngineConfig:
     """Options by engine, for all roles with that engine."""
 
-    # Engine that conf/config.yaml gives to policy and GRM: embedded, vllm, sglang or openai.
+    # Engine of the models that name none: embedded, vllm, sglang or openai.
     kind: str = "embedded"
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

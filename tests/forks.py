@@ -1,7 +1,7 @@
 """Runs scripts in forks of a process that has made their imports, which saves seconds per start. Used by conftest.py.
 
-The script itself runs as `__main__`, in its own process that can be killed. test_quickstart.py and test_tasks.py start
-scripts as a user does.
+The script itself runs as `__main__`, in its own process that can be killed. test_quickstart.py and the doctor of
+test_tasks.py start scripts as a user does.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ ORDER = [
     "grmpipe/envs",
     "grmpipe/data",
     "grmpipe/judge",
+    "grmpipe/judge/composition",
     "grmpipe/judge/monitor",
     "grmpipe/judge/protocols",
     "grmpipe/pipeline",
@@ -78,10 +80,16 @@ def place_of(path: Path) -> str:
     return relative.as_posix() if relative.parent.as_posix() == "grmpipe" else relative.parent.as_posix()
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The dotted names that a file imports, anywhere in it; `from a import b` gives a.b."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -150,4 +158,4 @@ def test_tests_are_no_packages_and_every_file_says_what_it_holds() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
     for path in [ROOT / "launch.py", *sources()]:
         if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path}: no first sentence"
+            assert ast.get_docstring(tree_of(path)), f"{path}: no first sentence"

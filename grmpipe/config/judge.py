@@ -16,12 +16,11 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 from models.types import ThinkingBudget
 
-KINDS = ("generative", "rule", "mixed", "label", "custom")
+KINDS = ("generative", "rule", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
-COMPONENTS = ("generative", "rule")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,10 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or your own
-    # class.
+    # Where verdicts come from: a GRM, a rule, the labels of a judge in training, or your own class.
     kind: str = "generative"
+    # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
+    model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, or the steps of a response; or the dotted path of your own protocol.
     protocol: str = DEFAULT_PROTOCOL
@@ -112,8 +112,6 @@ class JudgeConfig:
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
-    # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
-    mix: dict[str, float] = field(default_factory=dict)
     target: str = ""  # For your own judge: dotted path of its class.
     options: dict[str, Any] = field(default_factory=dict)  # For your own judge: arguments of its class.
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
@@ -131,7 +129,7 @@ class JudgeConfig:
         self._check_thinking()
         self._check_votes()
         self._check_early_stop()
-        self._check_mix()
+        self._check_target()
         self._check_deadline()
 
     @property
@@ -301,20 +299,7 @@ class JudgeConfig:
                 f"type judge.num_judgements={fewest} or more, or judge.early_stop.kind=none"
             )
 
-    def _check_mix(self) -> None:
-        if self.kind == "mixed" and not self.mix:
-            raise ValueError("mix: is empty; for kind=mixed type +judge.mix={generative:0.8,rule:0.2}")
-        for name, weight in self.mix.items():
-            if name not in COMPONENTS:
-                raise ValueError(f"mix: unknown component {name!r}; known: {', '.join(COMPONENTS)}")
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"mix.{name}: a weight must be above 0, got {weight}; leave out components that don't count"
-                )
-        if self.kind == "mixed" and self.vote == "sum":
-            raise ValueError(
-                "vote: a sum goes from k to 10 k, and can't be mixed with other scores; type judge.vote=mean"
-            )
+    def _check_target(self) -> None:
         if self.kind == "custom" and not self.target:
             raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from grmpipe.config.run_config import ROLES, RunConfig
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
+SINGULARS = ("grm", "judge", "reward", "cotrain")  # sections whose plural has further ones by name
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 
@@ -20,6 +21,19 @@ def explain(error: Exception) -> str:
     """One readable message for an error that Hydra or OmegaConf found while composing."""
     text = f"{error}\n{error.__cause__ or ''}"
     return next(filter(None, (reading(text) for reading in READINGS)))
+
+
+def under_key(path: str, text: str) -> str:
+    """An error of a section with its key in front. What it says to type names the section's own keys: a further judge
+    is checked by the same code as the first one.
+
+    path: of the section, with a dot at its end, as in `judges.safety.`; empty for none.
+    """
+    plural, _, name = path.rstrip(".").partition(".")
+    if name and (first := plural.removesuffix("s")) in SINGULARS:
+        text = re.sub(rf"\b{first}\.(?=[a-z])", path, text)
+        text = re.sub(rf"\b{first}=(?=[a-z])", f"{first}@{path.rstrip('.')}=", text)
+    return text if text.startswith(path) else f"{path}{text}"
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------
@@ -56,6 +70,11 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
     if close := difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6):
         return [f"{section}.{name}" if section else name for name in close]
     return difflib.get_close_matches(key, known, n=2, cutoff=0.8)
+
+
+def is_misspelt(name: str, known: Sequence[str]) -> bool:
+    """Whether a name that may be the user's own is probably meant to be a known one."""
+    return name not in known and bool(difflib.get_close_matches(name, known, n=1))
 
 
 def leaf_of(key: str) -> str:
@@ -104,7 +123,7 @@ def no_such_member(text: str) -> str:
             return f"{section}: has no such entry; to add one type '+{section}={value}'"
         if key.startswith(f"{section}."):
             names = key.removeprefix(f"{section}.").split(".")
-            if section == "placement.roles" and names[0] not in ROLES:
+            if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
             for name in reversed(names):
                 value = f"{{{name}: {value}}}"

@@ -104,16 +104,21 @@ def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None =
     values = defaults_of(cls) if values is None else values
     prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), comments_of(cls)
     nested: list[tuple[type, str, Mapping[str, object] | None]] = []
+    alike: list[KeySection] = []
     entries: list[KeyEntry] = []
     for spec in dataclasses.fields(cls):
         key, value = f"{prefix}{spec.name}", values.get(spec.name)
-        if (member := member_of(hints[spec.name])) is not None:
+        if (member := member_of(hints[spec.name])) is not None and hints.get(first := spec.name[:-1]) is member:
+            meaning = f"{comments.get(spec.name, '')} The keys are those of [{prefix}{first}](#{first})."
+            alike.append(KeySection(name=f"{key}.<name>", about=meaning, entries=()))
+        elif member is not None:
             nested.append((member, f"{key}.<name>", None))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             nested.append((type(value), key, vars(value)))
         else:
             entries.append(entry_of(cls, spec.name, key, hints[spec.name], values, comments.get(spec.name, "")))
     yield KeySection(name=name, about=about(cls), entries=tuple(entries))
+    yield from alike
     for inner, path, given in nested:
         yield from sections_of(inner, path, given)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from grmpipe.config.key_errors import SINGULARS
 from grmpipe.config.redact import SEALED, seal
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import is_secret_key, without_secrets
@@ -85,9 +86,17 @@ def _sealed_alike(old: object, new: object) -> object:
 
 
 def free_on_resume(key: str) -> bool:
+    key = as_first(key)
     names = key.split(".")
     under = any(names[: len(free)] == free for free in (section.split(".") for section in FREE_ON_RESUME))
     return under and not (key.startswith(ENGINE_KEYS) and any(name in BOUND_ON_RESUME for name in names))
+
+
+def as_first(key: str) -> str:
+    """The same key of the first judge, model or learner, for one of further ones: judges.safety.vote -> judge.vote."""
+    section, _, rest = key.partition(".")
+    first = section.removesuffix("s")
+    return f"{first}.{rest.partition('.')[2]}" if first in SINGULARS and first != section else key
 
 
 def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

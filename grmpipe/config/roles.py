@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from grmpipe.config.engine_kinds import engine_kind
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import overlaid
 from models.engines.engine_kind import AnyEngine, EngineSpec
@@ -26,7 +26,7 @@ class Model:
     context_tokens: limit on prompt and new tokens together: the model's window, or the engine's if that is smaller.
     """
 
-    name: str  # of the role: policy, grm
+    name: str  # of the role: policy, grm, a name in grms
     path: str
     renderer: Renderer
     context_tokens: int
@@ -95,10 +95,15 @@ class ServedRole(ResolvedRole):
         """Whether its engines get other weights than those they started with."""
         return self.learner is not None or bool(self.shares_with)
 
+    @property
+    def key(self) -> str:
+        """The configuration's section of its model."""
+        return key_of_model(self.name)
+
     def option_key(self, name: str) -> str:
         """The key that sets an option of its engine."""
         own = name in self.model.engine_options or not self.engine.section
-        return f"{self.name}.engine_options.{name}" if own else f"engine.{self.engine.section}.{name}"
+        return f"{self.key}.engine_options.{name}" if own else f"engine.{self.engine.section}.{name}"
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
         """The specification of each of its engines. path: of its model, as the engine's process finds it."""
@@ -155,12 +160,11 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
     deterministic run it is batch-invariant."""
-    model = config.models[role]
-    kind = engine_kind(model.engine, f"{role}.engine")
+    model, key, kind = config.models[role], key_of_model(role), config.engine_kind_of(role)
     shared = kind.shared_options(config.engine)
     if not dataclasses.is_dataclass(shared):
-        raise ConfigError(f"{role}.engine: the options of {model.engine} are no dataclass")
-    engine = kind(overlaid(shared, model.engine_options, f"{role}.engine_options."))
+        raise ConfigError(f"{key}.engine: the options of {model.engine} are no dataclass")
+    engine = kind(overlaid(shared, model.engine_options, f"{key}.engine_options."))
     return engine.made_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
 
 
@@ -170,7 +174,7 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
         **place_of(name, placement),
         name=name,
         dtype=model.dtype,
-        dtype_key=f"{name}.dtype",
+        dtype_key=f"{key_of_model(name)}.dtype",
         model=model,
         engine=engines[name],
         learner=config.learners.get(name),

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.config.key_errors import unknown_key
+from grmpipe.config.key_errors import under_key, unknown_key
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
@@ -60,7 +60,7 @@ def from_values(cls: type[Config], values: Mapping[str, object], path: str = "")
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{path}{error}") from error
+        raise ConfigError(under_key(path, str(error))) from error
 
 
 def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config:

@@ -9,15 +9,16 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from grmpipe.config.judge import Scale
+from grmpipe.config.judging import JUDGE
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.rule import Rule
-from grmpipe.judge.verdict import COMPONENT
-from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
 from scheduler.clock import ActiveClock
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "grm_accuracy", "response_tokens")
+EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", "grm_accuracy", "response_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,10 @@ class HeldOutEvaluation:
 class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
 
-    pass_score: lowest score with which the judge passes an answer; None if there is none.
+    pass_score: lowest score with which the first judge passes an answer; None if there is none.
+    pass_reward: the same as a reward, for every one of several judges.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
-    scale:      of a mixture: only the GRM's part is compared with the truth, because the rule's part contains it.
+    skill:      gets the accuracy of each of several judges.
     """
 
     prompts: Sequence[Prompt]
@@ -65,7 +67,8 @@ class Evaluator:
     pass_score: float | None = None
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
-    scale: Scale | None = None
+    pass_reward: float | None = None
+    skill: MeasuredSkill = field(default_factory=MeasuredSkill)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
@@ -82,7 +85,11 @@ class Evaluator:
             for prompt, task in zip(prompts, greedy, strict=True)
             if (rollout := _result(task)) is not None and prompt.reference is not None
         ]
-        return HeldOutEvaluation(metrics=summarise(judged, greedy_right, self.pass_score, self.scale), rollouts=judged)
+        by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
+        self.skill.measured(by_judge)
+        metrics = summarise(judged, greedy_right, self.pass_score)
+        metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != JUDGE}
+        return HeldOutEvaluation(metrics=metrics, rollouts=judged)
 
     async def _until_ended(
         self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
@@ -140,39 +147,48 @@ def _result(task: asyncio.Task[T]) -> T | None:
 
 
 def summarise(
-    judged: Sequence[JudgedRollout],
-    greedy_right: Sequence[bool],
-    pass_score: float | None = None,
-    scale: Scale | None = None,
+    judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
 ) -> Metrics:
     """The measurable metrics only: a failed verdict enters no mean, an unknown truth no accuracy."""
-    scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
+    first = [verdict for one in judged if isinstance(verdict := first_verdict(one.report), Verdict)]
+    rewards = [one.report.verdict.outcome for one in judged if isinstance(one.report.verdict, Verdict)]
     right = [one.right for one in judged if one.right is not None]
     metrics: Metrics = {}
     if right:
         metrics["true_accuracy"] = statistics.fmean(right)
     if greedy_right:
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
-    if scores:
-        metrics["grm_score"] = statistics.fmean(scores)
-    if pass_score is not None and (sides := agreements(judged, pass_score, scale)):
+    if first:
+        metrics["grm_score"] = statistics.fmean(verdict.score for verdict in first)
+    if rewards:
+        metrics["reward"] = statistics.fmean(rewards)
+    if pass_score is not None and (sides := agreements(judged, pass_score)):
         metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:
         metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics
 
 
-def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale | None = None) -> list[bool]:
-    """Whether the verdict passes right answers and fails wrong ones, for answers with known truth and a verdict."""
+def first_verdict(report: JudgeReport) -> Verdict | Failed:
+    """The first judge's own verdict; that of all judges together if it wasn't asked."""
+    first = report.by_judge.get(JUDGE)
+    return report.verdict if first is None else first.verdict
+
+
+def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
+    """Whether the first judge passes right answers and fails wrong ones, for answers with known truth and a verdict."""
     return [
-        (grm_score(one.report.verdict, scale) >= pass_score) == one.right
+        (verdict.score >= pass_score) == one.right
         for one in judged
-        if one.right is not None and isinstance(one.report.verdict, Verdict)
+        if one.right is not None and isinstance(verdict := first_verdict(one.report), Verdict)
     ]
 
 
-def grm_score(verdict: Verdict, scale: Scale | None) -> float:
-    """The verdict's score; for a mixture, the score of its GRM, without rounding errors from the reward."""
-    if scale is None or COMPONENT not in verdict.breakdown:
-        return verdict.score
-    return round(scale.low + (scale.high - scale.low) * verdict.breakdown[COMPONENT], 9)
+def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:
+    """The same share for each of several judges, by the reward that passes an answer; empty with a single one."""
+    sides: dict[str, list[bool]] = {}
+    for one in judged:
+        for name, own in one.report.by_judge.items():
+            if one.right is not None and isinstance(own.verdict, Verdict):
+                sides.setdefault(name, []).append(reaches(own.verdict.outcome, pass_reward) == one.right)
+    return {name: statistics.fmean(some) for name, some in sides.items()}

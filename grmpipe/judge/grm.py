@@ -13,6 +13,7 @@ from models.thinking import KNOWN_MARKERS, ThinkingMarkers
 from models.types import ChatEngine, Completion, Generates, Message, RequestContext, SamplingParams
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
+from scheduler.stage import BusyMeter
 
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
@@ -39,6 +40,11 @@ class Grm(Protocol):
     context_tokens: int
     thinking: ThinkingMarkers | None
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one request in flight."""
+        ...
+
     def shown(self, text: str) -> str:
         """A text of the policy, escaped as this GRM's prompts need it."""
         ...
@@ -54,7 +60,26 @@ class Grm(Protocol):
         ...
 
 
-class LocalGrm:
+class MeteredGrm:
+    """What both kinds of GRM have in common: the time in which they are asked."""
+
+    def __init__(self, name: str, context_tokens: int) -> None:
+        self.name = name
+        self.context_tokens = context_tokens
+        self._meter: BusyMeter | None = None
+
+    @property
+    def busy_s(self) -> float:
+        return self._meter.busy_s if self._meter is not None else 0.0
+
+    def _in_flight(self) -> BusyMeter:
+        """Context around a request. The meter needs the event loop, and so begins with the first request."""
+        if self._meter is None:
+            self._meter = BusyMeter()
+        return self._meter
+
+
+class LocalGrm(MeteredGrm):
     """A GRM on an engine of this run, which may be a router of many. Token ids are made here.
 
     clock:    times its answers; stands still while all its engines are being replaced.
@@ -70,8 +95,7 @@ class LocalGrm:
         clock: ActiveClock | None = None,
         thinking: ThinkingMarkers | None = None,
     ) -> None:
-        self.name = name
-        self.context_tokens = context_tokens
+        super().__init__(name, context_tokens)
         self._engine = engine
         self.thinking = thinking
         self._renderer = renderer
@@ -88,10 +112,11 @@ class LocalGrm:
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
-        return await self._engine.generate(prompt.token_ids, params, context)
+        with self._in_flight():
+            return await self._engine.generate(prompt.token_ids, params, context)
 
 
-class RemoteGrm:
+class RemoteGrm(MeteredGrm):
     """A GRM behind an endpoint. It takes messages, and returns a text and a count of tokens.
 
     context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
@@ -108,8 +133,7 @@ class RemoteGrm:
         markup: Markup,
         thinking_markers: Sequence[str] | None = None,
     ) -> None:
-        self.name = name
-        self.context_tokens = context_tokens
+        super().__init__(name, context_tokens)
         self.thinking = remote_markers(thinking_markers)
         self._engine = engine
         self._events = events
@@ -127,7 +151,8 @@ class RemoteGrm:
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        completion = await self._engine.chat((Message(role="user", content=prompt.text),), params, context)
+        with self._in_flight():
+            completion = await self._engine.chat((Message(role="user", content=prompt.text),), params, context)
         num_tokens = completion.num_tokens
         self._events.span(self.name, context.role, start_s, clock(), request=context.request_id, num_tokens=num_tokens)
         return self._with_thought(completion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import answer_pattern, judgement_pattern
@@ -16,7 +17,8 @@ from models.types import Completion, EngineDied, EngineRefused, RequestContext, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmQuestion:
-    """The question for one judgement. Its request ids are `<name>/j<index>.<attempt>`.
+    """The question for one judgement. Its request ids are `<name>/j<index>.<attempt>`, with `@<judge>` at the end if
+    another judge than the first one asks.
 
     siblings:   in the order shown.
     num_scores: scores that the judgement must give: one per sibling, or several of one sibling.
@@ -47,12 +49,14 @@ class GrmClient:
     engine.
 
     seed: makes every answer repeatable by its request_id, without the suffix of a group that is sampled again.
+    judge: whose requests they are. Judges that share a model ask it about the same siblings.
     """
 
-    def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:
+    def __init__(self, grm: Grm, config: JudgeConfig, seed: int, judge: str = JUDGE) -> None:
         self.grm = grm
         self._config = config
         self._seed = seed
+        self._mark = "" if judge == JUDGE else f"@{judge}"
         self._scale = config.scale
         self._parser = parser_named(config.parser)
         self._places = PrioritySemaphore(config.max_concurrency)
@@ -68,7 +72,7 @@ class GrmClient:
         results: list[Judgement | Failed] = []
         for attempt in range(1 + config.max_retries):
             request = GrmRequest(
-                request_id=f"{question.name}/j{index}.{attempt}",
+                request_id=f"{question.name}/j{index}.{attempt}{self._mark}",
                 group_id=question.group_id,
                 priority=priority,
                 prompt=question.prompt,
@@ -87,7 +91,7 @@ class GrmClient:
         result: Completion | Failed
         for attempt in range(1 + self._config.max_retries):
             request = GrmRequest(
-                request_id=f"{request_id}.{attempt}",
+                request_id=f"{request_id}.{attempt}{self._mark}",
                 group_id=group_id,
                 priority=priority,
                 prompt=prompt,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
 from grmpipe.types import (
+    CascadeTally,
     Criterion,
     Failed,
     FailedJudgement,
@@ -139,24 +141,52 @@ def decode_failed(record: Record) -> Failed:
 
 
 def encode_verdict(verdict: Verdict) -> Record:
-    rewards = [encode_flat(span) for span in verdict.rewards]
-    return {**encode_flat(verdict), "rewards": rewards, "breakdown": dict(verdict.breakdown)}
+    flat = encode_flat(verdict)
+    if not verdict.absent:
+        del flat["absent"]
+    return {**flat, "rewards": [encode_flat(span) for span in verdict.rewards], "breakdown": dict(verdict.breakdown)}
 
 
 def decode_verdict(record: Record) -> Verdict:
-    return Verdict(**{**record, "rewards": tuple(RewardSpan(**span) for span in record["rewards"])})
+    rewards = tuple(RewardSpan(**span) for span in record["rewards"])
+    return Verdict(**{**record, "rewards": rewards, "absent": tuple(record.get("absent", ()))})
 
 
 def encode_report(report: JudgeReport) -> Record:
     """The record of a report, under `verdict` or, if the judge failed, under `failed`, so that no reader confuses
     them.
+
+    With several judges every judgement and failure says whose it is, and is written once: `by_judge` has the rest of
+    each judge's report.
     """
+    record = {
+        **encode_own(report),
+        "judgements": [
+            {**encode_judgement(one), **of_judge(name)} for name, own in told_by(report) for one in own.judgements
+        ],
+        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in told_by(report) for one in own.failures],
+    }
+    if report.by_judge:
+        record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
+    if report.cascades:
+        record["cascades"] = [encode_flat(tally) for tally in report.cascades]
+    return record
+
+
+def told_by(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
+    return list(report.own_reports.items())
+
+
+def of_judge(name: str) -> Record:
+    return {"judge": name} if name else {}
+
+
+def encode_own(report: JudgeReport) -> Record:
+    """A report without its judgements and failures."""
     verdict = report.verdict
     ended = {"failed": encode_failed(verdict)} if isinstance(verdict, Failed) else {"verdict": encode_verdict(verdict)}
     return {
         **ended,
-        "judgements": [encode_judgement(judgement) for judgement in report.judgements],
-        "failures": [encode_failed(failed) for failed in report.failures],
         **({} if report.principles is None else {"principles": encode_completion(report.principles)}),
         **({"saved_tokens": report.saved_tokens} if report.saved_tokens else {}),
         **({} if report.audit is None else {"audit": encode_flat(report.audit)}),
@@ -164,17 +194,28 @@ def encode_report(report: JudgeReport) -> Record:
 
 
 def decode_report(record: Record) -> JudgeReport:
-    return JudgeReport(
-        verdict=decode_failed(record["failed"]) if "failed" in record else decode_verdict(record["verdict"]),
-        judgements=tuple(decode_judgement(judgement) for judgement in record["judgements"]),
-        failures=tuple(decode_failed(failed) for failed in record["failures"]),
-        principles=decode_completion(record["principles"]) if "principles" in record else None,
-        saved_tokens=record.get("saved_tokens", 0),
-        audit=StopAudit(**record["audit"]) if "audit" in record else None,
+    judgements = [(one.pop("judge", ""), decode_judgement(one)) for one in map(dict, record["judgements"])]
+    failures = [(one.pop("judge", ""), decode_failed(one)) for one in map(dict, record["failures"])]
+
+    def decode_own(own: Record, name: str | None) -> JudgeReport:
+        """name: of the judge whose evidence it gets; None: that of all."""
+        return JudgeReport(
+            verdict=decode_failed(own["failed"]) if "failed" in own else decode_verdict(own["verdict"]),
+            judgements=tuple(one for judge, one in judgements if name in (None, judge)),
+            failures=tuple(one for judge, one in failures if name in (None, judge)),
+            principles=decode_completion(own["principles"]) if "principles" in own else None,
+            saved_tokens=own.get("saved_tokens", 0),
+            audit=StopAudit(**own["audit"]) if "audit" in own else None,
+        )
+
+    return replace(
+        decode_own(record, None),
+        by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
+        cascades=tuple(CascadeTally(**tally) for tally in record.get("cascades", ())),
     )
 
 
-Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit
+Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeTally
 
 
 def encode_flat(value: Flat) -> Record:

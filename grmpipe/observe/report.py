@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REPORT = "report.html"
 TEXT_CHARS = 6_000  # of one text
-ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift")
+ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift", "alarm/cascade")
 REST = "learns, engines busy"
 WAITS = (
     ("stall/training_s", "learns, engines idle"),

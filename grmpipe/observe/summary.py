@@ -24,6 +24,33 @@ class EvalSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSummary:
+    """Judgements of one of several judges, with the fields of the totals."""
+
+    asked: int = 0
+    counted: int = 0  # in a vote
+    forced_verdicts: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)  # by cause
+    tokens: int = 0  # sampled
+    saved_by_early_stop: int = 0
+    early_stop_error: float | None = None
+    score_mean: float | None = None  # on the judge's own scale; None without a verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeSummary:
+    """What a cascade did, and what it costs."""
+
+    rollouts: int = 0  # on which it decided
+    escalated_share: float = 0.0
+    unsure_share: float = 0.0
+    audited: int = 0  # rollouts that both judges saw although the first one was sure
+    audit_error: float | None = None  # reward units, mean absolute difference of both; None without an audit
+    audit_error_se: float | None = None  # its standard error
+    flipped_share: float | None = None  # of the audited: only one of the judges passes the response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingSummary:
     """Judgements of the whole run."""
 
@@ -36,6 +63,8 @@ class JudgingSummary:
     early_stop_error: float | None = None  # score units, mean of the audited: the vote at the stop against the full one
     aborted_tasks: int = 0  # aborted by a new version of a GRM in training
     voided_verdicts: int = 0  # of groups that it judged again
+    by_judge: Mapping[str, JudgeSummary] = field(default_factory=dict)  # empty with a single judge
+    cascades: Mapping[str, CascadeSummary] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,72 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from grmpipe.algorithm.advantages import all_advantages_zero
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.interfaces import StepReport
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
+
+
+@dataclass(slots=True)
+class JudgeCounts:
+    """Counts of one judge, or of all judges together."""
+
+    asked: int = 0  # judgements requested, retries included
+    counted: int = 0  # judgements that entered a vote
+    forced: int = 0  # of these, judgements whose thought the budget ended
+    judge_tokens: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
+    saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
+    audits: int = 0  # rollouts judged in full to check the early stop
+    audit_error: float = 0.0  # sum, in score units, of the differences between the vote at the stop and the full one
+    verdicts: int = 0
+    scores: float = 0.0  # sum over verdicts
+    score_stds: float = 0.0  # sum over verdicts
+
+    @property
+    def early_stop_error(self) -> float | None:
+        """The mean error of early stops, in score units. None without an audit."""
+        return self.audit_error / self.audits if self.audits else None
+
+    def report(self, report: JudgeReport) -> None:
+        """Count a judge's own report."""
+        generated = [f.completion for f in report.failures if isinstance(f, FailedJudgement)]
+        generated += [judgement.completion for judgement in report.judgements]
+        if report.principles is not None:
+            generated.append(report.principles)
+            self.asked += 1
+        if (audit := report.audit) is not None:
+            self.audits += 1
+            self.audit_error += abs(audit.stopped_score - audit.full_score)
+        self.saved_tokens += report.saved_tokens
+        self.asked += len(report.judgements) + len(report.failures)
+        self.counted += len(report.judgements)
+        self.forced += sum(judgement.is_forced for judgement in report.judgements)
+        self.judge_tokens += sum(completion.num_tokens for completion in generated)
+        self.failed.update(failure.cause for failure in report.failures)
+        if isinstance(verdict := report.verdict, Verdict):
+            self.verdicts += 1
+            self.scores += verdict.score
+            self.score_stds += verdict.score_std
+
+    def add(self, other: JudgeCounts) -> None:
+        for spec in fields(self):
+            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
+
+    def saved(self) -> dict[str, object]:
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)} | {"failed": dict(self.failed)}
+
+    @staticmethod
+    def restored(saved: Mapping[str, Any]) -> JudgeCounts:
+        known = {spec.name: saved[spec.name] for spec in fields(JudgeCounts) if spec.name in saved}
+        return JudgeCounts(**{**known, "failed": Counter(saved["failed"])})
 
 
 @dataclass(slots=True)
@@ -24,40 +81,54 @@ class Counters:
     rollouts: int = 0
     truncated: int = 0
     policy_tokens: int = 0
-    asked: int = 0  # judgements requested, retries included
-    counted: int = 0  # judgements that entered a vote
-    forced: int = 0  # of these, judgements whose thought the budget ended
-    judge_tokens: int = 0
     aborted: int = 0  # judge tasks aborted because a new version of the judge came
     voided: int = 0  # verdicts that a new version of the judge had to give again
-    failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
-    saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
-    audits: int = 0  # rollouts judged in full to check the early stop
-    audit_error: float = 0.0  # sum, in score units, of the differences between the vote at the stop and the full one
+    judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
+    by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
+    cascades: dict[str, CascadeCounts] = field(default_factory=dict)
     stalls: StallTimes = field(default_factory=StallTimes)
 
-    @staticmethod
-    def restored(saved: Mapping[str, object]) -> Counters:
-        """Counters from what `FlowCounters.saved` wrote into a checkpoint."""
-        failed = Counter(saved["failed"])  # type: ignore[call-overload]
-        stalls = StallTimes(**saved.get("stalls", {}))  # type: ignore[arg-type]
-        return Counters(**{**saved, "failed": failed, "stalls": stalls})
+    def report(self, report: JudgeReport) -> None:
+        """Count a report: as a whole, by judge if there are several, and what its cascades did."""
+        for name, own in report.own_reports.items():
+            self.judging.report(own)
+            if name:
+                self.by_judge.setdefault(name, JudgeCounts()).report(own)
+        for tally in report.cascades:
+            self.cascades.setdefault(tally.cascade, CascadeCounts()).count(tally)
 
     def add(self, other: Counters) -> None:
-        self.rollouts += other.rollouts
-        self.truncated += other.truncated
-        self.policy_tokens += other.policy_tokens
-        self.asked += other.asked
-        self.counted += other.counted
-        self.forced += other.forced
-        self.judge_tokens += other.judge_tokens
-        self.aborted += other.aborted
-        self.voided += other.voided
-        self.failed += other.failed
-        self.saved_tokens += other.saved_tokens
-        self.audits += other.audits
-        self.audit_error += other.audit_error
+        for name in PLAIN:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.judging.add(other.judging)
+        for name, counts in other.by_judge.items():
+            self.by_judge.setdefault(name, JudgeCounts()).add(counts)
+        for name, cascade in other.cascades.items():
+            self.cascades.setdefault(name, CascadeCounts()).add(cascade)
         self.stalls = self.stalls.plus(other.stalls)
+
+    def saved(self) -> dict[str, object]:
+        """The counts for a checkpoint."""
+        return {name: getattr(self, name) for name in PLAIN} | {
+            "judging": self.judging.saved(),
+            "by_judge": {name: counts.saved() for name, counts in self.by_judge.items()},
+            "cascades": {name: asdict(cascade) for name, cascade in self.cascades.items()},
+            "stalls": asdict(self.stalls),
+        }
+
+    @staticmethod
+    def restored(saved: Mapping[str, Any]) -> Counters:
+        """Counters from what `saved` wrote. Older checkpoints have no counts by judge."""
+        return Counters(
+            **{name: saved[name] for name in PLAIN},
+            judging=JudgeCounts.restored(saved.get("judging", saved)),
+            by_judge={name: JudgeCounts.restored(counts) for name, counts in saved.get("by_judge", {}).items()},
+            cascades={name: CascadeCounts(**cascade) for name, cascade in saved.get("cascades", {}).items()},
+            stalls=StallTimes(**saved.get("stalls", {})),
+        )
+
+
+PLAIN = ("rollouts", "truncated", "policy_tokens", "aborted", "voided")  # counts that are one number
 
 
 class FlowCounters:
@@ -73,20 +144,7 @@ class FlowCounters:
         self.step.policy_tokens += rollout.num_sampled_tokens
 
     def report(self, report: JudgeReport) -> None:
-        generated = [f.completion for f in report.failures if isinstance(f, FailedJudgement)]
-        generated += [judgement.completion for judgement in report.judgements]
-        if report.principles is not None:
-            generated.append(report.principles)
-            self.step.asked += 1
-        if (audit := report.audit) is not None:
-            self.step.audits += 1
-            self.step.audit_error += abs(audit.stopped_score - audit.full_score)
-        self.step.saved_tokens += report.saved_tokens
-        self.step.asked += len(report.judgements) + len(report.failures)
-        self.step.counted += len(report.judgements)
-        self.step.forced += sum(judgement.is_forced for judgement in report.judgements)
-        self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
-        self.step.failed.update(failure.cause for failure in report.failures)
+        self.step.report(report)
 
     def judge_changed(self, *, aborted: int, voided: int) -> None:
         """Count what a change of the judge's version aborted and voided."""
@@ -112,12 +170,9 @@ class FlowCounters:
 
     def saved(self) -> dict[str, object]:
         """Totals for a checkpoint."""
-        return {spec.name: getattr(self.total, spec.name) for spec in fields(Counters)} | {
-            "failed": dict(self.total.failed),
-            "stalls": asdict(self.total.stalls),
-        }
+        return self.total.saved()
 
-    def restore(self, saved: Mapping[str, object]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Totals from a checkpoint."""
         self.total = Counters.restored(saved)
 
@@ -173,20 +228,64 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
         "rollout/tokens": float(counts.policy_tokens),
         "rollout/tokens_per_s": counts.policy_tokens / seconds,
-        "judge/asked": float(counts.asked),
-        "judge/counted": float(counts.counted),
-        "judge/tokens": float(counts.judge_tokens),
-        "judge/tokens_per_s": counts.judge_tokens / seconds,
+        "judge/asked": float(counts.judging.asked),
+        "judge/counted": float(counts.judging.counted),
+        "judge/tokens": float(counts.judging.judge_tokens),
+        "judge/tokens_per_s": counts.judging.judge_tokens / seconds,
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
     }
-    if counts.forced:
-        metrics["judge/forced_verdicts"] = float(counts.forced)
+    if counts.judging.forced:
+        metrics["judge/forced_verdicts"] = float(counts.judging.forced)
+    metrics |= early_stop_metrics(counts.judging)
+    metrics |= {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.judging.failed.items())}
+    for name, judge in counts.by_judge.items():
+        metrics |= {f"judge/{name}/{key}": value for key, value in judge_metrics(judge).items()}
+    for name, cascade in counts.cascades.items():
+        metrics |= {f"cascade/{name}/{key}": value for key, value in cascade_metrics(cascade).items()}
+    return metrics
+
+
+def early_stop_metrics(counts: JudgeCounts) -> Metrics:
+    """What early stops saved, and their error; empty without one."""
+    metrics: Metrics = {}
     if counts.saved_tokens or counts.audits:
         metrics["judge/saved_tokens"] = float(counts.saved_tokens)
-    if counts.audits:
-        metrics["judge/early_stop_error"] = counts.audit_error / counts.audits
-    return metrics | {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())}
+    if (error := counts.early_stop_error) is not None:
+        metrics["judge/early_stop_error"] = error
+    return metrics
+
+
+def judge_metrics(counts: JudgeCounts) -> Metrics:
+    """Metrics of one of several judges."""
+    metrics = {
+        "asked": float(counts.asked),
+        "counted": float(counts.counted),
+        "tokens": float(counts.judge_tokens),
+        **{f"failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())},
+    }
+    if counts.forced:
+        metrics["forced_verdicts"] = float(counts.forced)
+    if counts.verdicts:
+        metrics["score_mean"] = counts.scores / counts.verdicts
+        metrics["score_std"] = counts.score_stds / counts.verdicts
+    return metrics
+
+
+def cascade_metrics(counts: CascadeCounts) -> Metrics:
+    """Metrics of a cascade: what it escalated, and the error of its sure verdicts as far as the audit knows it."""
+    known = {
+        "audit_error": counts.mean_error,
+        "audit_error_se": counts.standard_error,
+        "flipped_share": counts.flipped_share,
+    }
+    return {
+        "rollouts": float(counts.rollouts),
+        "unsure_share": counts.unsure_share,
+        "escalated_share": counts.escalated_share,
+        "audited": float(counts.audited),
+        **{name: value for name, value in known.items() if value is not None},
+    }
 
 
 def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:

@@ -184,16 +184,17 @@ class Producer:
         urgency = self._buffer.batches_ahead(group) * group.size + len(group.missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
-    async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Bring the judge to another version. No group is judged by two versions: judge tasks in progress are aborted,
-        the verdicts of groups that still lack some are voided, and these groups are judged again.
+    async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
+        """Bring a model that judges to weights of `steps` more optimizer steps. No group is judged by two versions:
+        judge tasks in progress are aborted, the verdicts of groups that still lack some are voided, and these groups
+        are judged again.
         """
         with self.judging_gate.held():
             aborted = self._num_judging
             for group in self._buffer.being_judged():
                 self.judging.cancel(group.group_id)
             report = await change()
-            self.judge_version = version
+            self.judge_version += steps
             voided = 0
             for group in self._buffer.being_judged():
                 voided += group.void_verdicts()

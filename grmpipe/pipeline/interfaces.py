@@ -97,6 +97,7 @@ class FlowConfig:
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
     deterministic: bool = False  # take groups in the order of their prompts; settle all open ones before a push
+    policy_judges: bool = False  # the policy judges itself: a push changes the judge too
     report_wait_s: float = 60.0  # log what the learner waits for after this long
 
     @staticmethod
@@ -147,7 +148,7 @@ class PipelineState:
     in_flight: Mapping[int, str] = field(default_factory=dict)  # prompt index -> group_id
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
-    judge_version: int = 0  # of a judge that trains in the same run
+    judge_version: int = 0  # optimizer steps of the models that judge and train in the same run
     num_resampled: int = 0  # zero-advantage groups dropped since the last step
 
 

@@ -39,6 +39,7 @@ train   consumes      READY groups, those that are due first before the others
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.counters import FlowCounters
@@ -50,6 +51,9 @@ from grmpipe.pipeline.training import Consumer
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
 from scheduler.supervise import run_until
+from scheduler.weights.weight_sync import SyncReport
+
+Push = Callable[[int], Awaitable[SyncReport]]  # version -> the report of its push
 
 
 class Pipeline:
@@ -81,6 +85,8 @@ class Pipeline:
             parts, config, self.buffer, stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         playing = self.producer.playing.meter
+        if config.policy_judges:
+            parts = replace(parts, push_weights=self._also_to_the_judge(parts.push_weights))
         self.consumer = Consumer(parts, config, self.buffer, stalls, self.clock, playing, self._stepped)
 
     @property
@@ -113,6 +119,10 @@ class Pipeline:
             )
         except EndOfData:
             await self.consumer.give_up()
+
+    def _also_to_the_judge(self, push: Push) -> Push:
+        """The push of a policy that judges itself: no group is judged by two versions."""
+        return lambda version: self.producer.change_judge(1, lambda: push(version))
 
     async def _stepped(self, report: StepReport) -> None:
         self.counters.waited(report.stalls)

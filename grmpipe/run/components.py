@@ -9,9 +9,11 @@ from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.judge.composition.composed_judge import ComposedJudge
+from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
-from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
 from grmpipe.types import Prompt, Rollout
@@ -21,7 +23,7 @@ from scheduler.clock import ActiveClock
 
 
 def make_parts(
-    prepared: Prepared, running: RunComponents, observers: Observers, cotraining: CoTraining | None = None
+    prepared: Prepared, running: RunComponents, observers: Observers, cotrainings: CoTrainings
 ) -> PipelineComponents:
     """The components of the policy's pipeline."""
     learners = Learners(
@@ -30,7 +32,7 @@ def make_parts(
         engines=running.policy,
         critic=running.critic,
         share=running.maintenance.share,
-        cotraining=cotraining,
+        cotrainings=cotrainings,
     )
     return compose(
         prepared.config,
@@ -68,17 +70,26 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         is_right=prepared.is_right,
         seed=prepared.config.seed,
         pass_score=pass_score_of(prepared.config),
+        pass_reward=pass_reward_of(prepared.config),
+        skill=running.judge.skill if isinstance(running.judge, ComposedJudge) else MeasuredSkill(),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
-        scale=prepared.config.judge.scale if prepared.config.judge.kind == "mixed" else None,
     )
 
 
 def pass_score_of(config: RunConfig) -> float | None:
-    """The lowest score with which the GRM passes an answer. None if no GRM judges, or its scale has no such score."""
+    """The lowest score with which the first judge passes an answer. None if no GRM judges, or the scale lacks it."""
     judge, pass_score = config.judge, config.labels.pass_score
     on_scale = config.judged_by_model and judge.score_min < pass_score <= judge.score_max
     return judge.shown_score(pass_score) if on_scale else None
+
+
+def pass_reward_of(config: RunConfig) -> float | None:
+    """The same as a reward, which judges of all scales have in common. None if the first judge's scale has no such
+    score.
+    """
+    scale, pass_score = config.judge.scale, config.labels.pass_score
+    return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None
 
 
 def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:

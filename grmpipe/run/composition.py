@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
-from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
@@ -39,7 +39,7 @@ class Learners:
 
     critic:     for estimators that need values, or None.
     share:      the time-shared pool of learner and engines, or None.
-    cotraining: the GRM's flow, if the GRM is trained, or None.
+    cotrainings: the flows of the GRMs that are trained.
     """
 
     policy: LearnerGroup
@@ -47,7 +47,7 @@ class Learners:
     engines: Router
     critic: Critic | None = None
     share: TimeShare | None = None
-    cotraining: CoTraining | None = None
+    cotrainings: CoTrainings = field(default_factory=CoTrainings)
 
 
 def compose(
@@ -62,11 +62,11 @@ def compose(
     events: EventSink,
 ) -> PipelineComponents:
     """The components of the policy's pipeline, in a real run and in a simulated one."""
-    critic, cotraining = learners.critic, learners.cotraining
+    critic = learners.critic
     return PipelineComponents(
         prompts=prompts,
         too_long=too_long,
-        play=play if cotraining is None else cotraining.recorded(play),
+        play=learners.cotrainings.recorded(play),
         judge=judge,
         judge_guard=JudgeFitness(
             CircuitBreaker(
@@ -88,7 +88,7 @@ def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
     )
     if learners.share is not None:
         trainer = TimeSharedTrainer(trainer, begin_learner_phase(learners.share))
-    return trainer if learners.cotraining is None else learners.cotraining.in_lockstep(trainer)
+    return learners.cotrainings.in_lockstep(trainer)
 
 
 def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> PushWeights:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from grmpipe.config.roles import Model, Roles
 from grmpipe.validate.prepare import Prepared
@@ -20,7 +20,7 @@ from scheduler.slots.elastic import ElasticPool, ElasticRole
 from scheduler.slots.health import BringCurrent, Restart, need_no_weights
 from scheduler.slots.shared_engine import SharedEngines
 from scheduler.slots.sleep import put_to_sleep
-from scheduler.weights.stored_weights import StoredWeights
+from scheduler.weights.stored_weights import StoredWeights, load_files
 from scheduler.weights.weight_sync import WeightSync
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
@@ -30,39 +30,85 @@ MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the 
 class ServingEngines:
     """The engines of a run, by role.
 
-    restart: restarts a dead engine, by the role's name for it.
-    stored:  weights of an untrained GRM that shares its engines with the policy; None otherwise.
+    restart:  restarts a dead engine, by the role's name for it.
+    swapping: roles that share their engines with others, which swap weights.
+    stored:   weights of untrained roles among these.
     """
 
     routers: Mapping[str, Router]
     restart: Mapping[str, Restart]
-    swaps: bool = False  # whether the roles of a slot share one engine
-    stored: StoredWeights | None = None
+    swapping: frozenset[str] = frozenset()
+    stored: Mapping[str, StoredWeights] = field(default_factory=dict)
 
     def bring_current(self, syncs: Mapping[str, WeightSync]) -> dict[str, BringCurrent]:
         """Role -> what brings a new engine up to date before its first request. syncs: of trained roles."""
-        frozen = need_no_weights if self.stored is None else self.stored.bring_current
-        ways: dict[str, BringCurrent] = dict.fromkeys(self.routers, frozen)
-        return ways | {role: functools.partial(sync.catch_up, anew=self.swaps) for role, sync in syncs.items()}
+        ways: dict[str, BringCurrent] = dict.fromkeys(self.routers, need_no_weights)
+        ways |= {role: stored.bring_current for role, stored in self.stored.items()}
+        return ways | {
+            role: functools.partial(sync.catch_up, anew=role in self.swapping) for role, sync in syncs.items()
+        }
+
+    @staticmethod
+    def joined(parts: Sequence[ServingEngines], order: Iterable[str]) -> ServingEngines:
+        """All parts as one, with the roles in this order."""
+        routers = {role: router for part in parts for role, router in part.routers.items()}
+        return ServingEngines(
+            routers={role: routers[role] for role in order},
+            restart={role: restart for part in parts for role, restart in part.restart.items()},
+            swapping=frozenset().union(*(part.swapping for part in parts)),
+            stored={role: stored for part in parts for role, stored in part.stored.items()},
+        )
 
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
     """Start all engines. Of roles that share a device's memory, one sleeps before the next one starts."""
-    models, served = prepared.models, prepared.roles.served
-    if any(role.shares_with for role in prepared.roles.seated):
-        return await start_shared(cluster, prepared, events)
+    parts = await asyncio.gather(
+        *(start(cluster, models, prepared, events) for start, models in start_groups(prepared.models, prepared.roles))
+    )
+    return ServingEngines.joined(parts, [model.name for model in prepared.models])
+
+
+StartGroup = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
+
+
+def start_groups(models: Sequence[Model], roles: Roles) -> list[tuple[StartGroup, list[Model]]]:
+    """The models that are started together, and how: those on one engine, those that take turns on the devices of a
+    pool, and each of the others.
+    """
+    groups: dict[tuple[StartGroup, str], list[Model]] = {}
+    for model in models:
+        role = roles.served[model.name]
+        if role.shares_with:
+            groups.setdefault((start_shared, role.pool), []).append(model)
+        elif role.is_time_shared:
+            groups.setdefault((start_in_turn, role.pool), []).append(model)
+        else:
+            groups[start_alone, model.name] = [model]
+    return [(start, group) for (start, _), group in groups.items()]
+
+
+async def start_alone(
+    cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
+) -> ServingEngines:
+    (model,) = models
+    return serving(cluster, {model.name: await start_engines(cluster, model, prepared, events)})
+
+
+async def start_in_turn(
+    cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
+) -> ServingEngines:
+    """Start engines that share a device's memory: only those of the first model stay awake."""
     routers: dict[str, Router] = {}
-    if any(served[model.name].is_time_shared for model in models):
-        for model in reversed(models):  # the first one stays awake
-            routers[model.name] = await start_engines(cluster, model, prepared, events)
-            if model is not models[0]:
-                await put_to_sleep(routers[model.name])
-    else:
-        started = await asyncio.gather(*(start_engines(cluster, model, prepared, events) for model in models))
-        routers = {model.name: router for model, router in zip(models, started, strict=True)}
+    for model in reversed(models):
+        routers[model.name] = await start_engines(cluster, model, prepared, events)
+        if model is not models[0]:
+            await put_to_sleep(routers[model.name])
+    return serving(cluster, routers)
+
+
+def serving(cluster: Cluster, routers: Mapping[str, Router]) -> ServingEngines:
     return ServingEngines(
-        routers={model.name: routers[model.name] for model in models},
-        restart={model.name: functools.partial(cluster.restart_engine, model.name) for model in models},
+        routers=routers, restart={role: functools.partial(cluster.restart_engine, role) for role in routers}
     )
 
 
@@ -78,31 +124,48 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
     return router_of(model, await cluster.start_engines(model.name, make_engine), prepared, events)
 
 
-async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
-    """Start one engine per slot, with the GRM's weights: its scores by them are the reference of a swap. The first push
+async def start_shared(
+    cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
+) -> ServingEngines:
+    """Start one engine per slot for all models of an elastic pool, with the weights of the last one. The first push
     brings the policy's, before any of its tokens is sampled.
     """
-    placement, grm = prepared.placement, prepared.grm
-    assert grm is not None
-    role = prepared.roles.served[grm.name]
-    engines = await cluster.start_engines(grm.name, engine_factory(grm, prepared.roles, prepared.config.seed))
+    owner, roles = models[-1], prepared.roles.served
+    make_engine = engine_factory(owner, prepared.roles, prepared.config.seed)
+    engines = await cluster.start_engines(owner.name, make_engine)
     shared = SharedEngines(
-        placement.elastic_slots(role.pool), grm.name, engines, functools.partial(cluster.restart_engine, grm.name)
+        prepared.placement.elastic_slots(roles[owner.name].pool),
+        owner.name,
+        engines,
+        functools.partial(cluster.restart_engine, owner.name),
     )
-    frozen = role.learner is None
-    stored = await stored_weights(grm, next(iter(engines.values())), prepared) if frozen else None
+    frozen = [model for model in models if roles[model.name].learner is None]
     return ServingEngines(
-        routers={
-            model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in prepared.models
-        },
-        restart={model.name: shared.restart for model in prepared.models},
-        swaps=True,
-        stored=stored,
+        routers={model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in models},
+        restart={model.name: shared.restart for model in models},
+        swapping=frozenset(model.name for model in models),
+        stored=await stored_weights(frozen, owner, next(iter(engines.values())), prepared),
     )
 
 
-async def stored_weights(model: Model, engine: Engine, prepared: Prepared) -> StoredWeights:
-    """The weights of an engine that was just started from them."""
+async def stored_weights(
+    frozen: Sequence[Model], owner: Model, engine: Engine, prepared: Prepared
+) -> dict[str, StoredWeights]:
+    """The weights of untrained models that share an engine, which was just started as its owner's: its log-probs by
+    them are the reference of each swap.
+    """
+    others = [model for model in frozen if model is not owner]
+    found = {owner.name: await read_by(engine, owner, prepared)} if owner in frozen else {}
+    for model in others:
+        await load_files(engine, model.path)
+        found[model.name] = await read_by(engine, model, prepared)
+    if others:
+        await load_files(engine, owner.path)
+    return found
+
+
+async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWeights:
+    """The weights of a model that an engine has just loaded."""
     role = prepared.roles.served[model.name]
     sync = role.sync
     if role.dtype != "float32":  # their bucket has no dtype
@@ -158,7 +221,7 @@ def elastic_pools(
             },
             prepared.config.balance,
             events,
-            swaps=served.swaps,
+            swaps=not served.swapping.isdisjoint(next(iter(slots.values()))),
         )
         for name, slots in pools.items()
     )

@@ -17,14 +17,13 @@ from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.engines import start_engines
-from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.run.registry import CLUSTERS, make_judge
 from grmpipe.run.session import Run, Session
-from grmpipe.run.start_grm import connect_remote_judge, find_grm
+from grmpipe.run.start_grm import connect_endpoints, find_grms
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.judge_evaluation import PreparedEvaluation
 from models.types import Engine, EngineDied, EngineRefused
-from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.supervise import raising_first
 
@@ -56,7 +55,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
         return Summary(
             status=status,
             steps=0,
-            versions={"grm": 0} if self._config.judged_by_model and result is not None else {},
+            versions=dict.fromkeys(self._config.judging.roles, 0) if result is not None else {},
             wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary() if result is None else EvalSummary(final=metrics_of(result)),
             judging=JudgingSummary() if result is None else judging_of(result),
@@ -66,21 +65,21 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
 async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[JudgedItem]:
     config, prepared = ready.config, ready.prepared
-    remote = connect_remote_judge(prepared.roles)
-    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grm is not None else None
+    endpoints = connect_endpoints(prepared.roles)
+    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grms else None
     try:
         engines: dict[str, Engine] = {}
         meta_rm: MetaRmScorer | None = None
-        if cluster is not None and (grm := prepared.grm) is not None:
-            engines[grm.name] = await start_engines(cluster, grm, prepared, events)
+        if cluster is not None:
+            started = await asyncio.gather(*(start_engines(cluster, grm, prepared, events) for grm in prepared.grms))
+            engines = {grm.name: router for grm, router in zip(prepared.grms, started, strict=True)}
             scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
             meta_rm = meta_rm_of(prepared.meta_rm, scorers)
-        asked = find_grm(prepared, engines, remote, events, ActiveClock())
-        judge = JUDGES[config.judge.kind](prepared, asked, meta_rm)
+        judge = make_judge(prepared, find_grms(prepared, engines, endpoints, events), meta_rm)
         return await judge_items(judge, meta_rm, ready.items, config)
     finally:
-        if remote is not None:
-            await remote.close()
+        for endpoint in endpoints.values():
+            await endpoint.close()
         if cluster is not None:
             await cluster.shutdown()
 
@@ -123,14 +122,16 @@ def responses_of(item: Labelled) -> tuple[str, ...]:
 
 
 def recount_of(config: RunConfig) -> Recount:
-    """How to recount smaller votes. A mixture isn't recounted: a smaller k would change only a part of it."""
-    recounts = config.judge.kind == "generative"
+    """How to recount smaller votes. A composition isn't recounted: a smaller k would change only a part of it."""
+    name, *others = config.judging.judges
+    judge = config.judging.judges[name]
+    recounts = name in config.judging.generative and not others
     return Recount(
         ks=tuple(config.evaluate.ks) if recounts else (),
-        vote=mean if config.judge.vote in VOTES_WITH_META_RM else vote_named(config.judge.vote),
+        vote=mean if judge.vote in VOTES_WITH_META_RM else vote_named(judge.vote),
         most=config.evaluate.max_subsets,
         seed=config.seed,
-        pairwise=config.judge.protocol_kind.about == "pair",
+        pairwise=judge.protocol_kind.about == "pair",
     )
 
 

@@ -43,7 +43,7 @@ FILES = {
     "grm/": "the trained GRM",
     "adapter/": "the policy's adapters, in peft's own format",
     "critiques.jsonl": "the outcome of each judging task, and the critiques to imitate",
-    "cotrain/": "the judging tasks of the GRM, with its judgements",
+    "cotrain/": "the judging tasks of each GRM in training, with its judgements",
     "run.log": "everything else",
 }
 

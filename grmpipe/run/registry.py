@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.meta_rm import MetaRmScorer
-from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
@@ -21,26 +22,39 @@ from scheduler.placement import Placement
 from scheduler.processes.actors import Cluster, InProcessCluster
 
 
-def generative_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
-    assert grm is not None
-    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed, meta_rm, prepared.policy.renderer.decode)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeParts:
+    """What judges are made of. grms: role -> the model that generative judges ask. meta_rm: for their votes."""
+
+    prepared: Prepared
+    grms: Mapping[str, Grm]
+    meta_rm: MetaRmScorer | None = None
 
 
-def rule_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
-    return PointwiseAdapter(RuleJudge(prepared.config.judge.rule, prepared.config.judge.scale))
+def make_judge(prepared: Prepared, grms: Mapping[str, Grm], meta_rm: MetaRmScorer | None = None) -> Judge:
+    """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
+    config, parts = prepared.config, JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm)
+    judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
+    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
 
 
-def label_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
-    return PointwiseAdapter(LabelReward(rule_of(prepared.config.judge)))
+def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    prepared = parts.prepared
+    return GenerativeJudge(
+        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode, name
+    )
 
 
-def mixed_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
-    mix = prepared.config.judge.mix
-    return MixedJudge({name: (JUDGES[name](prepared, grm, meta_rm), weight) for name, weight in mix.items()})
+def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
 
 
-def custom_judge(prepared: Prepared, *_: object) -> Judge:
-    return load_custom_judge(prepared.config.judge)
+def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return PointwiseAdapter(LabelReward(rule_of(judge)))
+
+
+def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return load_custom_judge(judge)
 
 
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
@@ -54,16 +68,9 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
     return InProcessCluster(placement)
 
 
-class MakeJudge(Protocol):
-    """`grm`: of a generative judge; `meta`: the meta-RM for its vote. None if there is none."""
-
-    def __call__(self, prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None, /) -> Judge: ...
-
-
-JUDGES: dict[str, MakeJudge] = {
+JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "rule": rule_judge,
-    "mixed": mixed_judge,
     "label": label_judge,
     "custom": custom_judge,
 }

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.config.roles import Model
+from grmpipe.judge.grm import Grm
 from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import Maintenance, make_maintenance
-from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.run.registry import CLUSTERS, make_judge
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
-from grmpipe.run.start_grm import connect_remote_judge, find_grm
+from grmpipe.run.start_grm import connect_endpoints, find_grms
 from grmpipe.run.start_learner import (
     Learning,
     grm_learning,
@@ -35,7 +37,6 @@ from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
 from models.settings import ModelConfig
 from models.types import ChatEngine
-from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
 from scheduler.processes.serial_starts import SerialStarts
@@ -66,9 +67,10 @@ class RunComponents:
     judge: Judge
     sync: WeightSync
     maintenance: Maintenance
-    remote_judge: ChatEngine | None
+    grms: Mapping[str, Grm]  # that judges ask, by role
+    endpoints: tuple[ChatEngine, ...]  # of models that judge elsewhere
     scorers: ScorerPool | None  # the meta-RM
-    trainable_grm: TrainableGrm | None  # if the GRM is trained
+    trainable_grms: tuple[TrainableGrm, ...]
     critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
 
@@ -78,8 +80,8 @@ class RunComponents:
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
     async def close(self) -> None:
-        if self.remote_judge is not None:
-            await self.remote_judge.close()
+        for endpoint in self.endpoints:
+            await endpoint.close()
         await self.cluster.shutdown()
 
 
@@ -103,39 +105,38 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     start_all = start_time_shared if prepared.placement.time_sharing_roles else start_together
     learner, served = await start_all(cluster, prepared, learning, spec, events)
     sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
-    grm = await start_trainable_grm(cluster, prepared, served, run_dir)
+    grms = await start_trainable_grms(cluster, prepared, served, run_dir)
     scorers = await start_scorers(cluster, prepared.meta_rm, config, roles, events)
     critic = await start_critic(cluster, prepared.critic, config, roles, events)
-    syncs = {prepared.policy.name: sync} | ({grm.model.name: grm.sync} if grm is not None else {})
+    syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms}
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
-    remote, answering = connect_remote_judge(roles), ActiveClock()
-    if prepared.grm is not None:
-        maintenance.stops(answering, prepared.grm.name)
-    asked = find_grm(prepared, served.routers, remote, events, answering)
+    endpoints = connect_endpoints(roles)
+    asked = find_grms(prepared, served.routers, endpoints, events, maintenance.stops)
     return RunComponents(
         cluster=cluster,
         policy=served.routers[prepared.policy.name],
         learner=learner,
-        judge=JUDGES[config.judge.kind](prepared, asked, meta_rm_of(prepared.meta_rm, scorers)),
+        judge=make_judge(prepared, asked, meta_rm_of(prepared.meta_rm, scorers)),
         sync=sync,
         maintenance=maintenance,
-        remote_judge=remote,
+        grms=asked,
+        endpoints=tuple(endpoints.values()),
         scorers=scorers,
-        trainable_grm=grm,
+        trainable_grms=grms,
         critic=critic,
-        trained=tuple(trained_models(learning, learner, grm, critic)),
+        trained=tuple(trained_models(learning, learner, grms, critic)),
     )
 
 
 def trained_models(
-    learning: Learning, learner: LearnerGroup, grm: TrainableGrm | None, critic: Critic | None
+    learning: Learning, learner: LearnerGroup, grms: Sequence[TrainableGrm], critic: Critic | None
 ) -> Iterator[TrainedModel]:
     """The policy, and the models that are trained next to it."""
     policy = learning.role
     yield TrainedModel(name=policy.name, settings=policy.model, ranks=learner, learner_role=learning.learner)
     if critic is not None:
         yield TrainedModel(name=CRITIC, settings=policy.model, ranks=critic.ranks, learner_role=CRITIC)
-    if grm is not None:
+    for grm in grms:
         yield TrainedModel(name=grm.model.name, settings=grm.settings, ranks=grm.learner, learner_role=grm.learner_role)
 
 
@@ -160,14 +161,21 @@ async def start_time_shared(
     return learner, await start_routers(cluster, prepared, events)
 
 
-async def start_trainable_grm(
+async def start_trainable_grms(
     cluster: Cluster, prepared: Prepared, served: ServingEngines, run_dir: Path
-) -> TrainableGrm | None:
-    """Start the ranks of a GRM that is trained next to the policy. None if it isn't trained."""
-    if not prepared.config.cotrain.enabled:
-        return None
-    grm = prepared.grm
-    assert grm is not None, "a GRM that learns has local engines"
+) -> tuple[TrainableGrm, ...]:
+    """Start the ranks of the GRMs that are trained next to the policy."""
+    trained = [grm for grm in prepared.grms if prepared.roles.served[grm.name].learner is not None]
+    return tuple(
+        await asyncio.gather(
+            *(start_trainable_grm(cluster, prepared, grm, served.routers[grm.name], run_dir) for grm in trained)
+        )
+    )
+
+
+async def start_trainable_grm(
+    cluster: Cluster, prepared: Prepared, grm: Model, engines: Router, run_dir: Path
+) -> TrainableGrm:
     learning = grm_learning(prepared.config, grm, prepared.roles)
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
@@ -176,7 +184,7 @@ async def start_trainable_grm(
     return TrainableGrm(
         model=grm,
         settings=learning.role.model,
-        engines=served.routers[grm.name],
+        engines=engines,
         learner=learner,
         learner_role=learning.learner,
         sync=sync,

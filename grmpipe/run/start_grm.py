@@ -1,10 +1,10 @@
-"""The GRM that a judge asks: the engines of this run, or a model behind an endpoint. Judges nothing."""
+"""The GRMs that judges ask: the engines of this run, or models behind endpoints. Judges nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from grmpipe.config.roles import Model, Roles, ServedRole
+from grmpipe.config.roles import Model, Roles
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
@@ -15,43 +15,46 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.rate_limits import RateLimits
 
-
-def remote_role(roles: Roles) -> ServedRole | None:
-    """The role whose model is behind an endpoint."""
-    return next((role for role in roles.served.values() if role.engine.endpoint is not None), None)
+Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
 
-def connect_remote_judge(roles: Roles) -> ChatEngine | None:
-    """The client of a judge behind an endpoint. None if there is none."""
-    role = remote_role(roles)
-    if role is None or (endpoint := role.engine.endpoint) is None:
-        return None
-    limits = RateLimits(requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute)
-    return role.engine.connect(role.name, role.model, limits)
+def connect_endpoints(roles: Roles) -> dict[str, ChatEngine]:
+    """Role -> client, for models behind endpoints. Each has limits of its own."""
+    clients: dict[str, ChatEngine] = {}
+    for role in roles.served.values():
+        if (endpoint := role.engine.endpoint) is not None:
+            limits = RateLimits(
+                requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
+            )
+            clients[role.name] = role.engine.connect(role.name, role.model, limits)
+    return clients
 
 
-def find_grm(
+def find_grms(
     prepared: Prepared,
     local: Mapping[str, Engine],
-    remote: ChatEngine | None,
+    remote: Mapping[str, ChatEngine],
     events: EventSink,
-    answering: ActiveClock,
-) -> Grm | None:
-    """The GRM of a generative judge. None if no model judges.
-
-    local: routers by role. answering: the clock that times the answers of local engines.
-    """
-    if remote is not None:
-        role = remote_role(prepared.roles)
-        assert role is not None and role.engine.endpoint is not None
-        markup = Markup(role.engine.endpoint.chat_markup)
-        return RemoteGrm(role.name, remote, context_limit_of(role, 0), events, markup, role.model.thinking_markers)
-    if (grm := prepared.grm) is None:
-        return None
-    return local_grm(grm, local[grm.name], answering)
+    stops: Stops | None = None,
+) -> dict[str, Grm]:
+    """Role -> the GRM that generative judges ask. local: routers by role. remote: clients by role."""
+    grms: dict[str, Grm] = {role: remote_grm(prepared.roles, role, client, events) for role, client in remote.items()}
+    for role in {judge.model for judge in prepared.config.judging.generative.values()} - grms.keys():
+        model, answering = prepared.model[role], ActiveClock()
+        if stops is not None:
+            stops(answering, role)
+        grms[role] = local_grm(model, local[role], answering)
+    return grms
 
 
 def local_grm(grm: Model, engine: Engine, answering: ActiveClock | None = None) -> LocalGrm:
     """A GRM on this run's engines, whose thoughts are marked."""
     sampler = ReasoningEngine(engine, grm.renderer)
     return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, grm.renderer.thinking)
+
+
+def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -> RemoteGrm:
+    served = roles.served[role]
+    assert served.engine.endpoint is not None
+    markup = Markup(served.engine.endpoint.chat_markup)
+    return RemoteGrm(role, client, context_limit_of(served, 0), events, markup, served.model.thinking_markers)

@@ -61,14 +61,15 @@ def policy_learning(config: RunConfig, policy: Model, roles: Roles) -> Learning:
 
 
 def grm_learning(config: RunConfig, grm: Model, roles: Roles) -> Learning:
+    cotrain, judge = config.trained_grms[grm.name], config.judge_training(grm.name)
     return Learning(
         role=roles.served[grm.name],
         model_path=grm.path,
-        train=grm_train(config),
-        algorithm=grm_algorithm(config),
-        max_new_tokens=config.judge.max_new_tokens,
-        temperature=config.judge.temperature,
-        prefix="grm_",
+        train=grm_train(config.train, cotrain),
+        algorithm=grm_algorithm(cotrain),
+        max_new_tokens=judge.max_new_tokens,
+        temperature=judge.temperature,
+        prefix=f"{grm.name}_",
     )
 
 

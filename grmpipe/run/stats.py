@@ -8,14 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from grmpipe.config.judging import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
-from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
+from grmpipe.judge.composition.cascade_counts import CascadeCounts
+from grmpipe.judge.grm import Grm
+from grmpipe.observe.summary import (
+    CascadeSummary,
+    EvalSummary,
+    GroupsSummary,
+    JudgeSummary,
+    JudgingSummary,
+    Status,
+    Summary,
+)
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.counters import Counters
+from grmpipe.pipeline.counters import Counters, JudgeCounts
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.start import RunComponents
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.critic.critic import Critic
@@ -42,12 +53,13 @@ class RunStats:
     def __init__(self, config: RunConfig) -> None:
         self.before = RunProgress()  # the state that a resume continues from
         self.learner_busy_s = 0.0
-        self.cotraining: CoTraining | None = None  # set once it is started
+        self.grms: Mapping[str, Grm] = {}  # set once they are started
+        self.cotrainings = CoTrainings()  # set once they are started
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self.scorers: ScorerPool | None = None
-        self._grm = "grm" if config.judged_by_model else None
+        self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
         self._began_s = time.monotonic()
@@ -55,7 +67,7 @@ class RunStats:
         self._busy_before_s: Mapping[str, float] = {}
         self._replaced_before: Mapping[str, int] = {}
         self._moves_before: Mapping[str, int] = {}
-        self._grm_version_before = 0
+        self._grm_versions_before: Mapping[str, int] = {}
         self.cluster: Cluster | None = None
         self._roles = config.roles
         self._cpu_s_at_begin = self._cpu_s()
@@ -63,6 +75,7 @@ class RunStats:
     def watch(self, running: RunComponents) -> None:
         """Take statistics from the started components from now on."""
         self.cluster, self.scorers, self.critic = running.cluster, running.scorers, running.critic
+        self.grms = running.grms
         self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
 
     @property
@@ -76,13 +89,13 @@ class RunStats:
     def restore(self, state: RunState, groups_per_batch: int) -> None:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
         self._replaced_before, self._moves_before = state.engines_replaced, state.moves
-        self._grm_version_before = state.grm_pipeline_state.version if state.grm_pipeline_state is not None else 0
+        self._grm_versions_before = {role: one.version for role, one in state.grm_pipeline_states.items()}
         self.before = progress_at(state, groups_per_batch)
 
     @property
-    def grm_version(self) -> int:
-        """The GRM's completed optimizer steps; 0 if it isn't trained."""
-        return self.cotraining.version if self.cotraining is not None else self._grm_version_before
+    def grm_versions(self) -> dict[str, int]:
+        """Model that judges -> its completed optimizer steps; 0 if it isn't trained."""
+        return dict.fromkeys(self._grms, 0) | {**self._grm_versions_before} | self.cotrainings.versions
 
     @property
     def engines_replaced(self) -> dict[str, int]:
@@ -134,19 +147,24 @@ class RunStats:
         busy["learner"] += self.learner_busy_s
         if self.critic is not None:
             busy["critic"] += self.critic.ranks.busy_s
-        if self.cotraining is not None:
-            busy["grm_learner"] += self.cotraining.learner_busy_s
+        for role, seconds in self.cotrainings.learner_busy_s.items():
+            busy[role] += seconds
         if pipeline is not None:
-            busy["policy"] += pipeline.producer.playing.meter.busy_s
-            if self._grm is not None:
-                busy[self._grm] += pipeline.producer.judging.meter.busy_s
+            busy[POLICY] += pipeline.producer.playing.meter.busy_s
+            for role, seconds in self._judging_busy_s(pipeline).items():
+                busy[role] += seconds
         return {role: round(seconds, 3) for role, seconds in busy.items()}
+
+    def _judging_busy_s(self, pipeline: Pipeline) -> dict[str, float]:
+        """Model that judges -> seconds with requests in flight; of several models, evaluations count too."""
+        if len(self._grms) == 1:
+            return {self._grms[0]: pipeline.producer.judging.meter.busy_s}
+        return {role: self.grms[role].busy_s for role in self._grms if role in self.grms}
 
     def _versions(self, version: int) -> dict[str, int]:
         """Model name -> version. Every batch is also a step of the critic."""
-        versions = {"policy": version}
-        if self._grm is not None:
-            versions[self._grm] = self.grm_version
+        versions = {POLICY: version}
+        versions |= self.grm_versions
         if self._asks_critic:
             versions["critic"] = version
         return versions
@@ -181,10 +199,11 @@ class RunStats:
 
 def setup_of(config: RunConfig) -> Setup:
     """The settings that decide which advice can shorten a run's stalls."""
+    judging = config.judging
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
     return Setup(
-        judge="outside" if config.judge_is_remote else judge,
-        num_judgements=config.judge.num_judgements,
+        judge="outside" if judging.roles and not judging.local_roles else judge,
+        num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
         elastic_pools=elastic_pools(config),
@@ -200,8 +219,8 @@ def elastic_pools(config: RunConfig) -> dict[str, str]:
 
 def is_rate_limited(config: RunConfig) -> bool:
     """Whether requests to a remote judge are rate-limited here."""
-    endpoint = resolve_engine("grm", config).endpoint if config.judge_is_remote else None
-    return endpoint is not None and endpoint.is_limited
+    endpoints = [resolve_engine(role, config).endpoint for role in config.judging.remote_roles]
+    return any(endpoint is not None and endpoint.is_limited for endpoint in endpoints)
 
 
 def progress_of(pipeline: Pipeline) -> RunProgress:
@@ -237,14 +256,42 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
 
 
 def judging(total: Counters) -> JudgingSummary:
+    judges = total.judging
     return JudgingSummary(
-        asked=total.asked,
-        counted=total.counted,
-        forced_verdicts=total.forced,
-        failed=total.failed,
-        tokens=total.judge_tokens,
-        saved_by_early_stop=total.saved_tokens,
-        early_stop_error=total.audit_error / total.audits if total.audits else None,
+        asked=judges.asked,
+        counted=judges.counted,
+        forced_verdicts=judges.forced,
+        failed=judges.failed,
+        tokens=judges.judge_tokens,
+        saved_by_early_stop=judges.saved_tokens,
+        early_stop_error=judges.early_stop_error,
         aborted_tasks=total.aborted,
         voided_verdicts=total.voided,
+        by_judge={name: judge_summary(counts) for name, counts in total.by_judge.items()},
+        cascades={name: cascade_summary(counts) for name, counts in total.cascades.items()},
+    )
+
+
+def judge_summary(counts: JudgeCounts) -> JudgeSummary:
+    return JudgeSummary(
+        asked=counts.asked,
+        counted=counts.counted,
+        forced_verdicts=counts.forced,
+        failed=counts.failed,
+        tokens=counts.judge_tokens,
+        saved_by_early_stop=counts.saved_tokens,
+        early_stop_error=counts.early_stop_error,
+        score_mean=counts.scores / counts.verdicts if counts.verdicts else None,
+    )
+
+
+def cascade_summary(counts: CascadeCounts) -> CascadeSummary:
+    return CascadeSummary(
+        rollouts=counts.rollouts,
+        escalated_share=counts.escalated_share,
+        unsure_share=counts.unsure_share,
+        audited=counts.audited,
+        audit_error=counts.mean_error,
+        audit_error_se=counts.standard_error,
+        flipped_share=counts.flipped_share,
     )

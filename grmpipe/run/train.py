@@ -7,7 +7,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from grmpipe.config.reward import max_errors
 from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
 from grmpipe.observe.recorder import GROUPS
@@ -19,6 +21,7 @@ from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.run.periodic_eval import PeriodicEval
@@ -48,6 +51,7 @@ class TrainingRun(Run[Prepared]):
         self._running: RunComponents | None = None
         self._pipeline: Pipeline | None = None
         self._periodic_eval: PeriodicEval | None = None
+        self._cascade_alarm = CascadeAlarm(max_errors(prepared.config.reward, prepared.config.rewards))
         if self._state is not None:
             self._stats.restore(self._state, prepared.config.train.groups_per_batch)
 
@@ -79,38 +83,41 @@ class TrainingRun(Run[Prepared]):
         if self._state is None and self._config.judged_by_model:
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
-        periodic_eval, cotraining = self._make_periodic_eval(running), self._make_cotraining(running)
-        parts = make_parts(self._prepared, running, self._observers, cotraining)
+        periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running)
+        parts = make_parts(self._prepared, running, self._observers, cotrainings)
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
-        if cotraining is not None:
-            await cotraining.push(cotraining.version)
-            pipeline_state = replace(pipeline_state, judge_version=cotraining.version)
+        await cotrainings.push()
+        policy_judges = self._config.judging.by_policy
+        judging_version = cotrainings.version + (pipeline_state.version if policy_judges else 0)
+        pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, periodic_eval, judge_monitor)
 
         config = self._config
         numbers = FlowConfig.of(
-            config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed
+            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed
         )
+        numbers = replace(numbers, policy_judges=policy_judges)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals)
+            self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
         if not periodic_eval.initial:
             await periodic_eval.first(
                 pipeline_state.version, lambda: judge_monitor.first(pipeline_state.version, periodic_eval.seen)
             )
             judge_monitor.act(last=False)
-        return await self._run_pipeline(running, pipeline, periodic_eval, cotraining)
+        return await self._run_pipeline(running, pipeline, periodic_eval, cotrainings)
 
     async def _run_pipeline(
         self,
         running: RunComponents,
         pipeline: Pipeline,
         periodic_eval: PeriodicEval,
-        cotraining: CoTraining | None,
+        cotrainings: CoTrainings,
     ) -> Status:
         """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
 
@@ -122,7 +129,7 @@ class TrainingRun(Run[Prepared]):
 
         try:
             with asked_to_stop(lambda: self._stop(pipeline)), infrequent_gc():
-                await (flow() if cotraining is None else cotraining.run_alongside(pipeline, flow))
+                await cotrainings.run_alongside(pipeline, flow)
         except Interrupted:
             await running.learner.discard()
             if running.critic is not None:
@@ -145,8 +152,7 @@ class TrainingRun(Run[Prepared]):
     ) -> None:
         self._writer.check()
         last = report.step == self._config.train.num_steps
-        cotraining = self._stats.cotraining
-        learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
+        learnt = self._stats.cotrainings.after_policy_step(report.step)
         self._stats.learner_busy_s += report.learner_busy_s
         counts = pipeline.counters.close_step()
         metrics = step_metrics(report, counts, pipeline.ledger, self._prepared.is_right, self._config.algorithm)
@@ -154,6 +160,9 @@ class TrainingRun(Run[Prepared]):
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
         metrics["alarm/hacking"] = float(periodic_eval.ringing)
+        for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
+            periodic_eval.report_alarm(alarm)
+        metrics |= self._cascade_alarm.metrics()
         metrics |= await judge_monitor.after_step(report.step, metrics)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, periodic_eval.rows)
@@ -163,19 +172,23 @@ class TrainingRun(Run[Prepared]):
             await self._checkpoint(running, pipeline, periodic_eval)
         self._stats.step_begins()
 
-    def _make_cotraining(self, running: RunComponents) -> CoTraining | None:
-        """The training of a GRM next to the policy, if there is one."""
-        if running.trainable_grm is None:
-            return None
-        self._stats.cotraining = CoTraining(
-            self._prepared,
-            running.trainable_grm,
-            self._run_dir,
-            self._observers.timeline,
-            running.maintenance.health,
-            self._state.grm_pipeline_state if self._state is not None else None,
+    def _make_cotrainings(self, running: RunComponents) -> CoTrainings:
+        """The training of GRMs next to the policy."""
+        before = self._state.grm_pipeline_states if self._state is not None else {}
+        self._stats.cotrainings = CoTrainings(
+            [
+                CoTraining(
+                    self._prepared,
+                    grm,
+                    self._run_dir,
+                    self._observers.timeline,
+                    running.maintenance.health,
+                    before.get(grm.model.name),
+                )
+                for grm in running.trainable_grms
+            ]
         )
-        return self._stats.cotraining
+        return self._stats.cotrainings
 
     async def _try_judge(self, running: RunComponents) -> None:
         """Raises ConfigError for a judge whose answers can't be read."""
@@ -211,7 +224,7 @@ class TrainingRun(Run[Prepared]):
             judge=running.judge,
             fitness=parts.judge_guard,
             compares=judge.protocol_kind.compares,
-            frozen=running.trainable_grm is None,
+            frozen=not running.trainable_grms,
             scale=(judge.score_min, judge.score_max),
             show_thoughts=judge.show_thoughts,
         )
@@ -247,11 +260,10 @@ class TrainingRun(Run[Prepared]):
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
-        cotraining, grm = self._stats.cotraining, running.trainable_grm
         state = RunState(
             pipeline_state=pipeline.state(),
             journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
-            grm_pipeline_state=await cotraining.begin_save(draft, aside=aside) if cotraining is not None else None,
+            grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
             totals=pipeline.counters.saved(),
@@ -263,8 +275,9 @@ class TrainingRun(Run[Prepared]):
             moves=self._stats.moves,
         )
         ranks = {model.learner_role: model.ranks for model in running.trained}
+        begun = {grm.learner_role for grm in running.trainable_grms}  # by their own flows
         for role, learner in ranks.items():
-            if grm is None or learner is not grm.learner:  # its own flow has begun that save
+            if role not in begun:
                 await learner.begin_save(str(draft / role), aside=aside)
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:

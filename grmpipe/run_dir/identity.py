@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import key_of_cotrain, key_of_judge, key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.prompts import TINY
 from grmpipe.judge.prompt import path_of
@@ -83,17 +85,21 @@ def input_files(config: RunConfig) -> dict[str, Path]:
     named = {
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
-        "cotrain.data_path": config.cotrain.data_path,
-        "policy.chat_template": config.policy.chat_template,
-        "grm.chat_template": config.grm.chat_template,
     }
+    named |= {f"{key_of_model(role)}.chat_template": model.chat_template for role, model in config.models.items()}
+    named |= {f"{key_of_cotrain(role)}.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()}
     files = {key: Path(path) for key, path in named.items() if path is not None and not path.startswith(TINY)}
-    if config.judged_by_model or config.judge.kind == "label":
-        templates = {"template": config.judge.template, "principles_template": config.judge.principles_template}
-        for key, template in templates.items():
-            if key == "template" or config.judge.principles == "shared":
-                files[f"judge.{key}"] = template_file(key, template)
+    for name, judge in config.judging.judges.items():
+        if name in config.judging.generative or judge.kind == "label":
+            files |= {f"{key_of_judge(name)}.{key}": file for key, file in templates_of(judge).items()}
     return files
+
+
+def templates_of(judge: JudgeConfig) -> dict[str, Path]:
+    templates = {"template": judge.template}
+    if judge.principles == "shared":
+        templates["principles_template"] = judge.principles_template
+    return {key: template_file(key, template) for key, template in templates.items()}
 
 
 def template_file(key: str, template: str) -> Path:

@@ -39,7 +39,7 @@ class RunState:
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
-    grm_pipeline_state: PipelineState | None = None  # of the flow of a GRM in training
+    grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
 
     def to_json(self) -> str:
@@ -53,8 +53,8 @@ class RunState:
             int(prompt_index): group_id for prompt_index, group_id in pipeline_state["in_flight"].items()
         }
         values["pipeline_state"] = PipelineState(**pipeline_state)
-        if (grm_pipeline_state := values.get("grm_pipeline_state")) is not None:
-            values["grm_pipeline_state"] = PipelineState(**grm_pipeline_state)
+        grm_states = values.get("grm_pipeline_states", {})
+        values["grm_pipeline_states"] = {role: PipelineState(**state) for role, state in grm_states.items()}
         marks = values.get("journal_marks", {})
         values["journal_marks"] = {name: Mark(**mark) for name, mark in marks.items()}
         values["alarms"] = tuple(values["alarms"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.config.roles import Model, ServedRole
+from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.forms import Form
 from grmpipe.judge.grm import estimated_tokens
@@ -27,7 +28,7 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
         for prompt in kinds.values():
             policy.renderer.render(prompt.messages)
     check_context_limit(
-        name="policy",
+        name=POLICY,
         context_tokens=policy.context_tokens,
         key="rollout.max_new_tokens",
         new_tokens=config.rollout.max_new_tokens,
@@ -36,18 +37,28 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     )
 
 
-def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Data) -> None:
-    """Check that the judge's template accepts the prompts, and its window at least one of them with a full answer and a
+def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
+    """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
+    known = {model.name: model for model in models}
+    for name, judge in config.judging.generative.items():
+        role = roles.served[judge.model]
+        if role.name in known or role.engine.outside:
+            check_judge(config, name, role, known.get(role.name), data)
+
+
+def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | None, data: Data) -> None:
+    """Check that a judge's template accepts the prompts, and its window at least one of them with a full answer and a
     critique.
 
     A full answer, because a policy that writes more than the judge can read would escape it. `grm`: None for a remote
     judge.
     """
-    template = check_template(config.judge, (*data.train, *data.held_out))
-    ahead = config.judge.principles == "shared"
-    num_shown = config.judge.responses_shown(config.train.group_size)
-    truncates = config.judge.truncation == "middle"
-    principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
+    judge, key = config.judging.judges[name], key_of_judge(name)
+    template = check_template(key, judge, (*data.train, *data.held_out))
+    ahead = judge.principles == "shared"
+    num_shown = judge.responses_shown(config.train.group_size)
+    truncates = judge.truncation == "middle"
+    principle_tokens = judge.principles_max_new_tokens if ahead else 0
     extra_tokens = principle_tokens + (0 if truncates else num_shown * config.rollout.max_new_tokens)
 
     def length(prompt: Prompt) -> int:
@@ -55,22 +66,22 @@ def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Da
         weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
         return weighed + extra_tokens
 
-    check_thinking_budget(config.judge, role, grm)
-    with section(f"{role.name}."):
+    check_thinking_budget(key, judge, role, grm)
+    with section(f"{role.key}."):
         length(data.train[0])
     check_context_limit(
         name=role.name,
         context_tokens=grm.context_tokens if grm else context_limit_of(role, 0),
-        key="judge.max_new_tokens",
-        new_tokens=config.judge.max_new_tokens,
+        key=f"{key}.max_new_tokens",
+        new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
         what="question with an answer of rollout.max_new_tokens",
     )
 
 
-def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
-    """Check that the judge's templates load, and that the prompts have the fields they show. Raises ConfigError."""
-    with section("judge."):
+def check_template(key: str, judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
+    """Check that a judge's templates load, and that the prompts have the fields they show. Raises ConfigError."""
+    with section(f"{key}."):
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
         for prompt in [prompt for prompt in prompts if prompt.reference is None][:1]:
@@ -109,7 +120,7 @@ def check_context_limit(
         too_long.append((num_tokens, prompt.prompt_id))
     length, prompt_id = min(too_long)
     room = context_tokens - length
-    shorter = "shorter prompts, a shorter judge.template" if name == "grm" else "shorter prompts"
+    shorter = "shorter prompts" if name == POLICY else "shorter prompts, a shorter judge.template"
     way_out = f"type {key}={room} or less" if room > 0 else f"give {shorter}, or a model with a larger window"
     raise ConfigError(
         f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
@@ -44,9 +46,10 @@ def read_data(config: RunConfig) -> Data:
     if num_shared:
         log.warning("%d prompts are also in the held-out set: they are not trained", num_shared)
     check_amount(config, len(train))
-    if config.judge.kind == "rule" or "rule" in config.judge.mix:
-        with section("data.path: "):
-            check_references(config, config.data.path, train)
+    for judge in config.judging.judges.values():
+        if judge.kind == "rule":
+            with section("data.path: "):
+                check_references(judge, config.data.path, train)
     return Data(train=train, held_out=held_out)
 
 
@@ -54,13 +57,15 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
     if config.judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
-    return judging_tasks_at(config, path, count)
+    return judging_tasks_at(config, JUDGE, path, count)
 
 
-def judging_tasks_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
-    """Judging tasks from labelled work, without those on a held-out prompt."""
-    judge = config.judge
-    with section("judge."):
+def judging_tasks_at(
+    config: RunConfig, judge_name: str, path: str, count: int, held_out: Sequence[Prompt] = ()
+) -> tuple[Prompt, ...]:
+    """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
+    judge = config.all_judges[judge_name]
+    with section(f"{key_of_judge(judge_name)}."):
         judging_tasks = JudgingTasks.under(judge, config.labels)
     items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
     known = {asked(prompt) for prompt in held_out}
@@ -72,18 +77,20 @@ def judging_tasks_at(config: RunConfig, path: str, count: int, held_out: Sequenc
     return judging_tasks.of(kept)
 
 
-def stored_judging_tasks(config: RunConfig, data: Data) -> PromptStream | None:
-    """The judging tasks of cotrain.data_path. Without that file, checks that the policy's prompts have references."""
-    cotrain = config.cotrain
-    with section("judge."):
-        JudgingTasks.under(config.judge, config.labels)
+def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
+    """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
+    references.
+    """
+    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), key_of_cotrain(role)
+    with section(f"{key_of_judge(name)}."):
+        JudgingTasks.under(config.judging.judges[name], config.labels)
     if cotrain.data_path is not None:
-        with section("cotrain.data_path: "):
-            judging_tasks = judging_tasks_at(config, cotrain.data_path, cotrain.num_items, data.held_out)
+        with section(f"{key}.data_path: "):
+            judging_tasks = judging_tasks_at(config, name, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train):
         raise ConfigError(
-            f"cotrain.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "
+            f"{key}.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "
             "separate right from wrong answers; give labelled judgements, or prompts with a reference"
         )
     return None
@@ -91,7 +98,7 @@ def stored_judging_tasks(config: RunConfig, data: Data) -> PromptStream | None:
 
 def rulable(config: RunConfig, prompt: Prompt) -> bool:
     try:
-        check_reference(config, prompt)
+        check_reference(config.judge, prompt)
     except ValueError:
         return False
     return True
@@ -105,27 +112,27 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
         return ()
     count = config.data.num_eval_prompts
     prompts = prompts_at(config, path, count)[:count]
-    check_references(config, path, [prompt for prompt in prompts if prompt.reference is not None])
+    check_references(config.judge, path, [prompt for prompt in prompts if prompt.reference is not None])
     return prompts
 
 
-def check_references(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
-    """Check that the rule can use the references of the prompts at `path`. ValueError names the file and the line."""
+def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -> None:
+    """Check that a judge's rule can use the references of the prompts at `path`. ValueError names file and line."""
     for prompt in prompts:
         try:
-            check_reference(config, prompt)
+            check_reference(judge, prompt)
         except ValueError as error:
             raise ValueError(f"{place_of(path, prompt)}: {error}") from error
 
 
-def check_reference(config: RunConfig, prompt: Prompt) -> None:
-    """Check that the rule can use a prompt's reference. Raises ValueError."""
+def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:
+    """Check that a judge's rule can use a prompt's reference. Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
-            f"the prompt has no reference, and the rule {config.judge.rule} needs one; "
+            f"the prompt has no reference, and the rule {judge.rule} needs one; "
             "add the field reference, or type judge=generative"
         )
-    rule_of(config.judge)("", prompt.reference)
+    rule_of(judge)("", prompt.reference)
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:

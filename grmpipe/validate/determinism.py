@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import key_of_cotrain, key_of_judge
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from scheduler.placement import Placement
@@ -30,19 +32,31 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
     """Settings of the configuration that depend on the order of arrival."""
     if config.task in FINE_TUNING:
         yield f"task={config.task} learns from judgements in the order in which they arrive; type task=train"
-    if config.cotrain.enabled:
-        yield "a GRM that learns judges under a new version when its step ends; type cotrain.enabled=false"
+    for role in config.trained_grms:
+        yield (
+            "a GRM that learns judges under a new version when its step ends; type "
+            f"{key_of_cotrain(role)}.enabled=false"
+        )
     if config.critic.enabled:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
-    if config.judge.early_stop.kind == "relaxed":
-        yield "judge.early_stop.kind=relaxed compares with the scores that came before; type judge.early_stop.kind=none"
-    if config.judge.principles != "inline":
-        yield (
-            "judge.principles=shared writes principles that failed again for the rollout that comes next; type "
-            "judge.principles=inline"
-        )
+    if config.judging.by_policy:
+        yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
+    for name, judge in config.judging.generative.items():
+        yield from refused_judging(key_of_judge(name), judge)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
+
+
+def refused_judging(key: str, judge: JudgeConfig) -> Iterator[str]:
+    if judge.early_stop.kind == "relaxed":
+        yield (
+            f"{key}.early_stop.kind=relaxed compares with the scores that came before; type {key}.early_stop.kind=none"
+        )
+    if judge.principles != "inline":
+        yield (
+            f"{key}.principles=shared writes principles that failed again for the rollout that comes next; type "
+            f"{key}.principles=inline"
+        )
 
 
 def refused_places(placement: Placement) -> Iterator[str]:
@@ -62,8 +76,8 @@ def refused_roles(roles: Roles) -> Iterator[str]:
     for served in roles.served.values():
         if not served.engine.batch_invariant:
             yield (
-                f"with {served.name}.engine={served.model.engine} a request's tokens depend on its batch; type "
-                f"{served.name}.engine={able}"
+                f"with {served.key}.engine={served.model.engine} a request's tokens depend on its batch; type "
+                f"{served.key}.engine={able}"
             )
     for role in roles.values():
         if role.device != "cpu":

@@ -34,7 +34,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
         return
     keys = {role.name: role.option_key(role.engine.share_option) for role in served}
     settings = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
-    half = " ".join(f"{role.name}.engine_options.{role.engine.share_option}=0.4" for role in served)
+    half = " ".join(f"{role.key}.engine_options.{role.engine.share_option}=0.4" for role in served)
     raise ConfigError(
         f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
         f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
@@ -54,9 +54,9 @@ def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footp
         footprint = footprints.get(role.name)
         if footprint is not None and footprint.num_parameters > LARGE:
             notes.append(
-                f"{role.name}.engine: the {role.model.engine} engine serves {footprint.num_parameters / 1e9:.2g} B "
+                f"{role.key}.engine: the {role.model.engine} engine serves {footprint.num_parameters / 1e9:.2g} B "
                 "parameters on a GPU without graphs or paged memory, several times slower than vLLM; type "
-                f"{role.name}.engine=vllm"
+                f"{role.key}.engine=vllm"
             )
     on_gpu = {role.name for role in on_gpus}
     if "learner" in on_gpu and not config.train.recomputes and is_large(footprints.get("policy")):

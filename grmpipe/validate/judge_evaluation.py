@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
@@ -35,32 +36,33 @@ class PreparedEvaluation:
 
 def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
     """Find data and models, and check that the judge can be measured. Raises ConfigError."""
-    config = replace(config, judge=measured(config))
+    config = measured(config)
     judge = config.judge
     with section("evaluate.path: "):
         items = load_labelled(
             config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=config.evaluate.num_items
         )[: config.evaluate.num_items]
-    if config.judged_by_model:
-        check_template(judge, [item.prompt for item in items])
+    for name, asking in config.judging.generative.items():
+        check_template(key_of_judge(name), asking, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
-    here = "grm" in config.roles
-    weighted = here and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
+    here = config.judging.local_roles
+    weighted = bool(here) and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
     with section(""):
-        needed = ("grm", "meta_rm") if weighted else ("grm",) if here else ()
+        needed = (*here, "meta_rm") if weighted else here
         placement = place(replace(config.placement, pools=pools), needed, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config, placement)
     check_installed(roles, config)
-    grm = find_model(roles.served["grm"], config, progress) if here else None
-    if config.judged_by_model:
-        check_thinking_budget(judge, roles.served["grm"], grm)
+    grms = tuple(find_model(roles.served[role], config, progress) for role in here)
+    known = {grm.name: grm for grm in grms}
+    for name, asking in config.judging.generative.items():
+        check_thinking_budget(key_of_judge(name), asking, roles.served[asking.model], known.get(asking.model))
     with section("meta_rm."):
-        meta_rm = find_meta_rm(config, grm, progress) if grm is not None and weighted else None
+        meta_rm = find_meta_rm(config, grms, progress) if weighted else None
     prepared = Prepared(
         config=config,
-        policy=find_model(roles.served["policy"], config, progress, weights=False),
-        grm=grm,
+        policy=find_model(roles.served[POLICY], config, progress, weights=False),
+        grms=grms,
         meta_rm=meta_rm,
         prompts=PromptStream([item.prompt for item in items]),
         held_out=(),
@@ -70,16 +72,24 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     return PreparedEvaluation(prepared=prepared, items=items)
 
 
-def measured(config: RunConfig) -> JudgeConfig:
-    """The judge as it is measured: with the most judgements, and all of them requested."""
-    judge, largest = config.judge, max(config.evaluate.ks)
-    if judge.kind == "label":
-        raise ConfigError("judge.kind: label rules on a judge in training by what it wrote; type judge=generative")
-    if judge.protocol_kind.scores == "steps":
-        raise ConfigError("judge.protocol: steps are cut in a policy's own tokens; type judge.protocol=pointwise")
+def measured(config: RunConfig) -> RunConfig:
+    """The configuration with a single judge as it is measured: with the most judgements, and all of them requested. A
+    composition is measured as it judges.
+    """
+    for name, judge in config.judging.judges.items():
+        check_measurable(key_of_judge(name), judge)
+    if len(config.judging.generative) != 1 or len(config.judging.judges) != 1:
+        return config
+    ((name, judge),) = config.judging.generative.items()
+    largest = max(config.evaluate.ks)
     if judge.temperature == 0 and largest > 1:
         raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
-    if judge.kind == "rule":
-        return judge
-    with section("evaluate.ks: judge."):
-        return replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
+    with section(f"evaluate.ks: {key_of_judge(name)}."):
+        return config.with_judge(name, replace(judge, num_judgements=largest, early_stop=EarlyStopConfig()))
+
+
+def check_measurable(key: str, judge: JudgeConfig) -> None:
+    if judge.kind == "label":
+        raise ConfigError(f"{key}.kind: label rules on a judge in training by what it wrote; type judge=generative")
+    if judge.protocol_kind.scores == "steps":
+        raise ConfigError(f"{key}.protocol: steps are cut in a policy's own tokens; type {key}.protocol=pointwise")

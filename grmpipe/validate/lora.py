@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.lm.installed_peft import peft_missing
@@ -23,4 +24,4 @@ def check_lora_targets(model: Model, config: RunConfig) -> None:
         try:
             check_targets(model.path, lora)
         except ValueError as error:
-            raise ConfigError(f"{model.name}.{error}") from error
+            raise ConfigError(f"{key_of_model(model.name)}.{error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.roles import Model
@@ -20,8 +20,10 @@ class MetaRmModel:
     context_tokens: int
 
 
-def find_meta_rm(config: RunConfig, grm: Model, progress: Callable[[str, float], None]) -> MetaRmModel:
-    """Find the meta-RM. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer."""
+def find_meta_rm(config: RunConfig, grms: Sequence[Model], progress: Callable[[str, float], None]) -> MetaRmModel:
+    """Find the meta-RM of these GRMs. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer
+    than one whose votes it weights.
+    """
     assert config.meta_rm.path is not None
     directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
     from models.lm.packed_check import check_packable  # late: seconds, which few runs need
@@ -29,13 +31,14 @@ def find_meta_rm(config: RunConfig, grm: Model, progress: Callable[[str, float],
 
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
-    return MetaRmModel(path=directory, context_tokens=shared_context_limit(directory, config, grm))
+    windows = [shared_context_limit(directory, config, grm) for grm in grms]
+    return MetaRmModel(path=directory, context_tokens=min(windows))
 
 
 def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
     """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
     try:
-        renderer = Renderer.load(directory, config.grm.chat_template)
+        renderer = Renderer.load(directory, config.models[grm.name].chat_template)
     except ValueError as error:
         if not str(error).startswith("chat_template"):
             raise
@@ -44,7 +47,8 @@ def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
         ) from error
     if not renderer.means_the_same(grm.renderer):
         raise ValueError(
-            f"path: {directory} has a different tokenizer than the GRM ({config.grm.path}), and a meta-RM reads the "
-            "GRM's own tokens; give one that was trained from this GRM or its base (+experiment=train_meta_rm)"
+            f"path: {directory} has a different tokenizer than {grm.name} ({config.models[grm.name].path}), and a "
+            "meta-RM reads the GRM's own tokens; give one that was trained from this GRM or its base "
+            "(+experiment=train_meta_rm)"
         )
     return renderer.context_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import context_limit_of
@@ -23,12 +24,12 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
     Raises ModelNotHere for a hub name that can't be fetched now; any other mistake is a ConfigError.
     """
     name, options = role.name, role.model
-    with section(f"{name}."):
+    with section(f"{role.key}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
         renderer = Renderer.load(
             directory, options.chat_template, options.chat_template_kwargs, options.thinking_markers
         )
-    check_vocabulary(name, options, renderer)
+    check_vocabulary(role.key, options, renderer)
     window = context_limit_of(role, renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
@@ -43,15 +44,15 @@ def check_learns(model: Model) -> None:
         return
     from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
 
-    with section(f"{model.name}."):
+    with section(f"{key_of_model(model.name)}."):
         check_trainable(model.path)
 
 
-def check_vocabulary(name: str, options: ModelConfig, renderer: Renderer) -> None:
+def check_vocabulary(key: str, options: ModelConfig, renderer: Renderer) -> None:
     """Check that the model has a row for every id of its tokenizer."""
     if renderer.num_token_ids > renderer.vocab_size:
         raise ConfigError(
-            f"{name}.path: the tokenizer in {options.path} has ids up to {renderer.num_token_ids - 1}, the model "
+            f"{key}.path: the tokenizer in {options.path} has ids up to {renderer.num_token_ids - 1}, the model "
             f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't match; give a "
             "directory with the model's own tokenizer"
         )

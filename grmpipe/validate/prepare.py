@@ -6,8 +6,10 @@ Every refusal is a ConfigError that names the key and what to type.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
+from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
@@ -18,7 +20,7 @@ from grmpipe.judge.labels import rule_of
 from grmpipe.judge.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_judge, check_policy
+from grmpipe.validate.context_limits import check_judges, check_policy
 from grmpipe.validate.critic_model import CriticModel, find_critic
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
@@ -41,13 +43,14 @@ class Prepared:
 
     config: RunConfig
     policy: Model
-    grm: Model | None
+    grms: tuple[Model, ...]  # that judge and are served here
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
     meta_rm: MetaRmModel | None = None  # weights the judgements in a vote
-    judging_tasks: PromptStream | None = None  # stored ones, for a GRM that is trained next to the policy
+    # Stored judging tasks, by GRM that is trained next to the policy.
+    judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
     critic: CriticModel | None = None  # for estimators that need values
 
     @property
@@ -58,7 +61,12 @@ class Prepared:
     @property
     def models(self) -> tuple[Model, ...]:
         """The models that engines serve here."""
-        return (self.policy, self.grm) if self.grm is not None else (self.policy,)
+        return (self.policy, *self.grms)
+
+    @property
+    def model(self) -> Mapping[str, Model]:
+        """Role -> model that engines serve here."""
+        return {model.name: model for model in self.models}
 
     def under(self, config: RunConfig) -> Prepared:
         """The same run with another configuration, in the same places."""
@@ -76,13 +84,14 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_objective(config)
     with section("env."):
         env_factory(config.env)
-    policy = find_model(roles.served["policy"], config, progress)
-    grm = find_model(roles.served["grm"], config, progress) if "grm" in config.roles else None
-    models = (policy,) if grm is None else (policy, grm)
+    policy = find_model(roles.served[POLICY], config, progress)
+    grms = tuple(find_model(roles.served[role], config, progress) for role in config.judging.local_roles)
+    models = (policy, *grms)
     meta_rm = None
-    if grm is not None and "meta_rm" in config.roles:
+    if "meta_rm" in config.roles:
         with section("meta_rm."):
-            meta_rm = find_meta_rm(config, grm, progress)
+            read = {judge.model for judge in config.judging.weighted.values()}
+            meta_rm = find_meta_rm(config, [grm for grm in grms if grm.name in read], progress)
     critic = None
     if "critic" in config.roles:
         with section("critic."):
@@ -97,23 +106,23 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
             check_tensor_parallel(roles.served[model.name], heads_of(model.path))
     check_swap(roles, models)
     check_policy(config, policy, data)
-    check_routing(config, policy, roles.served["policy"])
-    if config.judged_by_model:
-        check_judge(config, roles.served["grm"], grm, data)
-    if config.judge.kind == "custom":
-        with section("judge."):
-            load_custom_judge(config.judge)
+    check_routing(config, policy, roles.served[POLICY])
+    check_judges(config, roles, models, data)
+    for name, judge in config.judging.judges.items():
+        if judge.kind == "custom":
+            with section(f"{key_of_judge(name)}."):
+                load_custom_judge(judge)
     prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
     return Prepared(
         config=config,
         policy=policy,
-        grm=grm,
+        grms=grms,
         prompts=prompts,
         held_out=data.held_out,
         placement=placement,
         roles=roles,
         meta_rm=meta_rm,
-        judging_tasks=stored_judging_tasks(config, data) if config.cotrain.enabled else None,
+        judging_tasks={role: stored_judging_tasks(config, role, data) for role in config.trained_grms},
         critic=critic,
     )
 

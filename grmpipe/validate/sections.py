@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from grmpipe.config.key_errors import under_key
 from grmpipe.config.run_config import ConfigError
 from models.hub import NotHere
 
@@ -19,8 +20,7 @@ def section(path: str) -> Iterator[None]:
     except NotHere as error:
         raise ModelNotHere(f"{path}{error}") from error
     except ValueError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith(path) else f"{path}{text}") from error
+        raise ConfigError(under_key(path, str(error))) from error
 
 
 class ModelNotHere(ConfigError):

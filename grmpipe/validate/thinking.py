@@ -10,38 +10,40 @@ from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
 
 
-def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
-    """Check that `judge.thinking_tokens` can end a thought of this model. `grm`: None for a model that isn't here."""
+def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Check that a judge's `thinking_tokens` can end a thought of its model. `key`: of the judge. `grm`: None for a
+    model that isn't here.
+    """
     if judge.thinking_tokens is None:
         return
     if role.engine.endpoint is not None:
         raise ConfigError(
-            "judge.thinking_tokens: an endpoint takes messages, not tokens, so a thought can't be ended here; type "
-            f"judge.thinking_tokens=null and give the endpoint's own field for a budget, such as "
+            f"{key}.thinking_tokens: an endpoint takes messages, not tokens, so a thought can't be ended here; type "
+            f"{key}.thinking_tokens=null and give the endpoint's own field for a budget, such as "
             f"+{role.option_key('extra_body')}={{thinking_token_budget: {judge.thinking_tokens}}} (vLLM)"
         )
     if grm is None:
         return
     if (markers := grm.renderer.thinking) is None:
         raise ConfigError(
-            f"judge.thinking_tokens: neither the tokenizer nor the chat template of {role.name} has markers of "
-            f"thoughts; type judge.thinking_tokens=null for a model that doesn't think, or name its markers: "
-            f"{role.name}.thinking_markers=['<think>','</think>']"
+            f"{key}.thinking_tokens: neither the tokenizer nor the chat template of {role.key} has markers of "
+            f"thoughts; type {key}.thinking_tokens=null for a model that doesn't think, or name its markers: "
+            f"{role.key}.thinking_markers=['<think>','</think>']"
         )
     if markers.is_off:
         raise ConfigError(
-            f"judge.thinking_tokens: the chat template of {role.name} begins each answer with an empty thought, so the "
-            f"model doesn't think; type {role.name}.chat_template_kwargs.enable_thinking=true, or "
-            "judge.thinking_tokens=null"
+            f"{key}.thinking_tokens: the chat template of {role.key} begins each answer with an empty thought, so the "
+            f"model doesn't think; type {role.key}.chat_template_kwargs.enable_thinking=true, or "
+            f"{key}.thinking_tokens=null"
         )
-    check_room(judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
+    check_room(key, judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
 
 
-def check_room(judge: JudgeConfig, num_inserted: int) -> None:
+def check_room(key: str, judge: JudgeConfig, num_inserted: int) -> None:
     assert judge.thinking_tokens is not None
     least = judge.thinking_tokens + num_inserted
     if judge.max_new_tokens <= least:
         raise ConfigError(
-            f"judge.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after {judge.thinking_tokens} "
-            f"of thinking and {num_inserted} that end it; type judge.max_new_tokens={least + 512}"
+            f"{key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after {judge.thinking_tokens} "
+            f"of thinking and {num_inserted} that end it; type {key}.max_new_tokens={least + 512}"
         )

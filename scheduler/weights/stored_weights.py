@@ -15,6 +15,17 @@ from scheduler.weights.weight_push import Push, SyncConfig, SyncReport
 VERSION = 0  # of untrained weights
 
 
+async def load_files(engine: Engine, path: str) -> None:
+    """Give an engine without requests the weights of a model's folder on its machine."""
+    await engine.begin_weights(None)
+    await engine.load_bucket(files_at(path))
+    await engine.commit_weights(VERSION)
+
+
+def files_at(path: str) -> WeightBucket:
+    return WeightBucket(tensors=(), payload=ModelFiles(path=path))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
     """A WeightSource whose weights never change.
@@ -54,7 +65,7 @@ class StoredWeights:
         return 0
 
     async def bucket(self, index: int) -> WeightBucket:
-        return WeightBucket(tensors=(), payload=ModelFiles(path=self.path))
+        return files_at(self.path)
 
     async def deliver(self, index: int) -> None:
         raise AssertionError("files are read, not broadcast")

@@ -19,7 +19,10 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
 
 TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")
-RFT = ("data.num_prompts=48", "data.num_eval_prompts=16", "rft.critiques_per_batch=8")
+RFT = (
+    "data.num_prompts=48", "data.num_eval_prompts=16", "rft.critiques_per_batch=8", "train.schedule=linear",
+    "train.warmup_steps=0", "train.lr=1e-4",
+)  # fmt: skip
 COTRAIN = (
     "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.prompts_per_batch=4",
     "cotrain.group_size=4", "cotrain.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
@@ -39,8 +42,13 @@ def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
     assert used.summary["status"] == "completed"
 
 
-def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(small_run: Callable) -> None:
-    files = small_run(*RFT, "train.schedule=linear", "train.warmup_steps=0", "train.lr=1e-4", experiment="rft_grm")
+@pytest.fixture(scope="module")
+def fine_tuned(run_once: Callable) -> Any:
+    return run_once(*RFT, experiment="rft_grm", run_dir="rft")
+
+
+def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(fine_tuned: Any) -> None:
+    files = fine_tuned
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
@@ -58,13 +66,16 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     assert rates[-1] == pytest.approx(1e-4 / len(rates))  # the decay is over the actual number of steps
 
 
-def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:
-    files = small_run(*RFT, experiment="rft_grm")
-    before = list(read_journal(files.run_dir / "critiques.jsonl"))
+def test_after_a_kill_only_what_is_missing_is_sampled_again(
+    small_run: Callable, fine_tuned: Any, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "rft"
+    shutil.copytree(fine_tuned.run_dir, run_dir)
+    before = list(read_journal(run_dir / "critiques.jsonl"))
     marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # sampling again would not give these
-    replace_journal(files.run_dir / "critiques.jsonl", marked)
-    (files.run_dir / "summary.json").unlink()
-    again = small_run(*RFT, "resume=auto", experiment="rft_grm")
+    replace_journal(run_dir / "critiques.jsonl", marked)
+    (run_dir / "summary.json").unlink()
+    again = small_run(*RFT, "resume=auto", experiment="rft_grm", run_dir="rft")
     assert again.summary["status"] == "completed"
     lines = list(read_journal(again.run_dir / "critiques.jsonl"))
     assert lines[:6] == marked
@@ -91,7 +102,9 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
     assert all(len(by_group[group_id]) == 1 for group_id in trained)
     assert min(min(versions) for versions in by_group.values()) >= 1  # nothing is judged before the end of the warm-up
     assert [step["grm/version"] for step in files.steps()] == sorted(step["grm/version"] for step in files.steps())
-    judging_tasks = [json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "rollouts.jsonl").open()]
+    judging_tasks = [
+        json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "grm" / "rollouts.jsonl").open()
+    ]
     assert any(judging_task["prompt_id"].startswith("g0") for judging_task in judging_tasks)  # own rollouts
     assert any(judging_task["prompt_id"].startswith("judgements") for judging_task in judging_tasks)
     assert (files.run_dir / "grm" / "config.json").exists()
@@ -103,14 +116,14 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
     (checkpoints / "latest").write_text("step_2")  # as after a kill at the end of the second step
     (tmp_path / "run" / "summary.json").unlink()
     state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
-    assert state.grm_pipeline_state is not None
+    before = state.grm_pipeline_states["grm"].version
     again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto", experiment="cotrain")
     assert again.summary["status"] == "completed"
     assert again.summary["versions"]["policy"] == 3
-    assert again.summary["versions"]["grm"] >= state.grm_pipeline_state.version
+    assert again.summary["versions"]["grm"] >= before
     steps = again.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert steps[-1]["grm/version"] >= state.grm_pipeline_state.version
+    assert steps[-1]["grm/version"] >= before
 
 
 @pytest.mark.parametrize(

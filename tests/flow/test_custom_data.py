@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmpipe.observe.recorder import load_rollouts
 from models.tiny.problems import make_problems
@@ -80,13 +80,13 @@ def test_references_that_are_rubrics_train_and_claim_no_truth(tmp_path: Path, sm
     assert not any("train/true_accuracy" in line for line in files.lines("metrics"))
 
 
-def test_own_models_are_plain_directories_and_a_chat_template_may_be_a_file_of_its_own(
+def test_own_models_are_plain_directories_and_a_chat_template_of_its_own_file_is_exported_with_the_policy(
     tmp_path: Path, small_run: Callable
 ) -> None:
     for name in ("policy", "grm"):
         shutil.copytree(SHIPPED / name, tmp_path / name)
     settings = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
-    (tmp_path / "chat.jinja").write_text(settings.pop("chat_template"))
+    (tmp_path / "chat.jinja").write_text("{# mine #}" + settings.pop("chat_template"))
     (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
     own = small_run(
         *ONE_STEP, "train.max_staleness=0", "policy.path=policy", "policy.chat_template=chat.jinja", "grm.path=grm",
@@ -95,3 +95,4 @@ def test_own_models_are_plain_directories_and_a_chat_template_may_be_a_file_of_i
     shipped = small_run(*ONE_STEP, "train.max_staleness=0", run_dir="shipped")
     assert texts_of(own.run_dir) == texts_of(shipped.run_dir)
     assert AutoModelForCausalLM.from_pretrained(own.run_dir / "policy").num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(own.run_dir / "policy").chat_template.startswith("{# mine #}")

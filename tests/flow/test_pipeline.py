@@ -838,7 +838,7 @@ def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: f
     async def keep_changing() -> None:
         for version in range(1, 1000):
             await asyncio.sleep(every_s)
-            await bench.pipeline.producer.change_judge(version, functools.partial(change, version))
+            await bench.pipeline.producer.change_judge(1, functools.partial(change, version))
 
     async def go() -> Pipeline:
         bench.pipeline = bench.build()
@@ -865,6 +865,28 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     assert totals.voided > 0
     assert set(judge.asked.values()) == {1}  # at most once by each version
     assert pipeline.state().judge_version == pipeline.producer.judge_version > 0
+
+
+class SelfJudging(Bench):
+    """A bench whose judge has the policy's weights."""
+
+    async def push(self, version: int) -> SyncReport:
+        report = await super().push(version)
+        assert isinstance(self.judge, LearningJudge)
+        self.judge.version = version
+        return report
+
+
+def test_a_policy_that_judges_itself_judges_a_group_by_one_version() -> None:
+    judge = LearningJudge(delay=lambda rollout: 0.1 + rollout.sibling)  # some verdicts are under way at each push
+    bench = SelfJudging(flow(num_steps=6, policy_judges=True), judge=judge, lengths=long_tailed)
+    pipeline = bench.run()
+    groups = [group for groups in bench.trainer.steps for group in groups]
+    versions = [{v.grm_version for v in group.verdicts if isinstance(v, Verdict)} for group in groups]
+    assert all(len(of_group) == 1 for of_group in versions)
+    assert len(set.union(*versions)) > 2
+    assert all(v.breakdown["asked"] == v.grm_version for g in groups for v in g.verdicts if isinstance(v, Verdict))
+    assert pipeline.producer.judge_version == pipeline.version == 6
 
 
 def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:

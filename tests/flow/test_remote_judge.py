@@ -46,11 +46,12 @@ def outside() -> Iterator[tuple[str, ...]]:
     thread.join()
 
 
-def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
+def test_a_judge_outside_judges_the_run_and_planted_secrets_are_in_no_file(
     small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
     monkeypatch.setenv("GATEWAY", "planted-by-environment")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
     tracked = ("tracking=wandb", "tracking.wandb_mode=offline")
     files = small_run(*outside, "train.num_steps=2", f"+engine.openai.extra_body={body}", *tracked)
@@ -69,7 +70,7 @@ def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
     assert any(path.suffix == ".wandb" for path in written)
     for path in written:
         text = path.read_text(errors="replace")
-        for secret in ("the-key", "planted-by-environment", "planted-as-typed", "HTTP Request"):
+        for secret in ("the-key", "planted-by-environment", "planted-as-typed", "s3cret-0123456789", "HTTP Request"):
             assert secret not in text, (path, secret)
     assert files.run_dir.stat().st_mode & 0o077 == 0
 
@@ -102,3 +103,23 @@ def test_an_endpoint_that_refuses_is_right_about_nothing(
     summary = small_run(*outside, "task=evaluate", "evaluate.num_items=6", "evaluate.ks=[1]").summary
     assert summary["judging"]["failed"] == {"refused": summary["judging"]["asked"]}
     assert (summary["eval"]["final"]["accuracy"], summary["eval"]["final"]["failed_share"]) == (0.0, 1.0)
+
+
+def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by_its_name(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A jury with a quorum of one goes on, and says who is absent."""
+    monkeypatch.setenv("THE_KEY", "the-key")
+    monkeypatch.setenv("OTHER_KEY", "another")
+    files = small_run(
+        *outside, "train.num_steps=1", "data.num_eval_prompts=4",
+        "+grm@grms.other=path", "grms.other.path=b-judge", "grms.other.engine=openai",
+        "+grms.other.engine_options={api_key_env: OTHER_KEY, max_connections: 2}",
+        "+judge@judges.second=generative", "judges.second.model=other",
+        "reward=jury", "reward.members=[judge,second]", "reward.quorum=1",
+    )  # fmt: skip
+    judging = files.summary["judging"]["by_judge"]
+    assert files.summary["versions"] == {"policy": 1, "grm": 0, "other": 0}
+    assert (judging["judge"]["failed"], judging["judge"]["counted"]) == ({}, judging["judge"]["asked"])
+    assert judging["second"]["failed"] == {"refused": judging["second"]["asked"]} and judging["second"]["asked"] >= 16
+    assert all(line["verdict"]["absent"] == ["second"] for line in files.lines("judgements"))

@@ -69,17 +69,16 @@ def check_lineage(run: Path) -> None:
             assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
 
 
-@pytest.mark.parametrize("step", [0, 3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, launched: Start, step: int) -> None:
-    run = tmp_path / "run"
-    process = launched(*RUN)
+def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> None:
+    """Kill a run within the step after `step`, resume it, and check what is left of both."""
+    process = launched(*RUN, *overrides)
     wait_for_step(process, run, step)
     finished = len(lines(run / "rollouts.jsonl"))
     wait_for(process, lambda: len(lines(run / "rollouts.jsonl")) > finished + 2)  # somewhere within the next step
     kill(process)
     assert not (run / "summary.json").exists()
     before = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
-    resumed = launched(*RUN, "resume=auto")
+    resumed = launched(*RUN, *overrides, "resume=auto")
     assert resumed.wait() == 0, resumed.output
     assert "rollouts kept" in resumed.output
     check_lineage(run)
@@ -90,16 +89,19 @@ def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, la
         assert len(ids) == 1, "W&B goes on as one run"
 
 
-def test_a_killed_run_with_a_critic_goes_on_with_both_learners(tmp_path: Path, launched: Start) -> None:
-    run, ppo = tmp_path / "run", (*RUN, "algorithm=ppo", "critic=policy", "critic.lr_warmup_steps=3", "tracking=none")
-    process = launched(*ppo)
-    wait_for_step(process, run, 3)
-    kill(process)
+@pytest.mark.long  # the next test kills a run in the gate
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, launched: Start, step: int) -> None:
+    kill_and_resume(launched, tmp_path / "run", step)
+
+
+def test_a_killed_run_with_a_critic_goes_on_with_both_learners_and_each_prompt_is_trained_once(
+    tmp_path: Path, launched: Start
+) -> None:
+    run = tmp_path / "run"
+    kill_and_resume(launched, run, 3, "algorithm=ppo", "critic=policy", "critic.lr_warmup_steps=3")
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     assert {path.name for path in latest.iterdir()} == {"critic", "learner", "manifest.json", "run_state.json"}
-    resumed = launched(*ppo, "resume=auto")
-    assert resumed.wait() == 0, resumed.output
-    check_lineage(run)
     rates = [line["critic/lr"] for line in lines(run / "metrics.jsonl") if "critic/lr" in line]
     assert rates == pytest.approx([1e-3 * (step + 1) / 4 for step in range(3)] + [1e-3] * 3)  # no step twice
     assert json.loads((run / "summary.json").read_text())["versions"]["critic"] == STEPS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.errors import RunFailed
@@ -44,31 +44,27 @@ def test_a_run_leaves_whole_files_that_agree_with_each_other(plain_run: Any) -> 
     json.loads((files.run_dir / "timeline.json").read_text())
 
 
-def test_the_exported_policy_scores_a_text_as_the_run_left_it(small_run: Callable) -> None:
+def test_the_exported_policy_scores_a_text_as_the_run_left_it(plain_run: Any, small_run: Callable) -> None:
     """The run ends with a push of the final weights; a second run from the export starts with the same scores."""
-    files = small_run("train.num_steps=2", "train.lr=1e-3")
-    again = small_run(f"policy.path={files.run_dir / 'policy'}", "train.num_steps=1", run_dir="again")
+    exported = plain_run.run_dir / "policy"
+    again = small_run(f"policy.path={exported}", "train.num_steps=1", run_dir="again")
     assert again.summary["eval"]["initial"]["true_accuracy_greedy"] == pytest.approx(
-        files.summary["eval"]["final"]["true_accuracy_greedy"]
+        plain_run.summary["eval"]["final"]["true_accuracy_greedy"]
     )
-    policy = AutoModelForCausalLM.from_pretrained(files.run_dir / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(exported)
     shipped = AutoModelForCausalLM.from_pretrained(resolve_model("tiny://policy"))
     assert not policy.model.embed_tokens.weight.equal(shipped.model.embed_tokens.weight)
 
 
-def test_the_exported_policy_chats_by_the_template_that_it_was_trained_under(
-    small_run: Callable, tmp_path: Path
+def test_sampled_log_probs_equal_the_learners_on_policy_and_three_judgements_are_asked_for_each_rollout(
+    small_run: Callable,
 ) -> None:
-    shipped = AutoTokenizer.from_pretrained(resolve_model("tiny://policy")).chat_template
-    (tmp_path / "mine.jinja").write_text("{# mine #}" + shipped)
-    files = small_run("train.num_steps=1", "policy.chat_template=mine.jinja")
-    assert AutoTokenizer.from_pretrained(files.run_dir / "policy").chat_template.startswith("{# mine #}")
-
-
-def test_sampled_log_probs_equal_the_learners_on_policy(small_run: Callable) -> None:
-    files = small_run("train.max_staleness=0")
+    files = small_run("train.num_steps=2", "train.max_staleness=0", "judge.num_judgements=3")
     assert all(step["mismatch/max_nats"] < 1e-3 for step in files.steps())
     assert all(step["staleness/max"] == 0 for step in files.steps())
+    judging = files.summary["judging"]
+    assert "judge/score_std" in files.steps()[0]
+    assert judging["counted"] + sum(judging["failed"].values()) == judging["asked"] >= 3 * 2 * 16
 
 
 def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: Any) -> None:
@@ -89,7 +85,10 @@ def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: 
             "train/clip_share",
         ),
         (["algorithm=[gspo,veto,replay_buffer]", "train.schedule=cosine"], "train/replayed_groups"),
-        (["judge=mixed"], "reward/rule_mean"),
+        (
+            ["+judge@judges.exact=rule", "reward=mix", "reward.mix={judge: 0.8, exact: 0.2}"],
+            "judge/exact/score_mean",
+        ),
         (["algorithm=dapo", "algorithm.kl_coefficient=0.1", "train.max_staleness=2",
           "engine.embedded.recompute_kv_on_sync=true"], "train/kl_nats"),
     ],
@@ -105,13 +104,6 @@ def test_with_a_rule_as_judge_no_grm_is_started(small_run: Callable) -> None:
     assert "grm" not in files.summary["versions"]
     assert "grm" not in files.summary["busy_s"]
     assert "reward/rule_mean" in files.steps()[0]
-
-
-def test_three_judgements_are_asked_for_each_rollout(small_run: Callable) -> None:
-    files = small_run("train.num_steps=1", "train.max_staleness=0", "judge.num_judgements=3")
-    judging = files.summary["judging"]
-    assert "judge/score_std" in files.steps()[0]
-    assert judging["counted"] + sum(judging["failed"].values()) == judging["asked"] >= 3 * 16
 
 
 def test_a_diverged_step_fails_with_its_cause_and_keeps_the_batch(small_run: Callable, tmp_path: Path) -> None:
@@ -147,10 +139,3 @@ def test_a_resume_that_fails_to_start_keeps_what_the_run_had_come_to(
     ledger = summary["groups"]
     assert ledger["trained"] == 8
     assert ledger["submitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
-
-
-def test_a_planted_secret_is_in_no_file(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
-    files = small_run("train.num_steps=1", "tracking=wandb", "tracking.wandb_mode=offline")
-    for path in files.run_dir.rglob("*"):
-        assert not path.is_file() or b"s3cret-0123456789" not in path.read_bytes(), path

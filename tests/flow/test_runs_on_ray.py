@@ -10,6 +10,7 @@ import pytest
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("ray_here")]
 
 
+@pytest.mark.long
 def test_two_ranks_on_ray_train_as_one_in_this_process(small_run: Callable) -> None:
     """Synchronous and seeded, so that both runs sample the same rollouts for their first step."""
     common = ("train.num_steps=2", "train.max_staleness=0", "train.micro_batch_tokens=512")

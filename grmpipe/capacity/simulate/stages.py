@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.simulate.driver import AttendedGrm, SimulatedDriver
 from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
-from grmpipe.capacity.simulate.step_bound import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.labels import LabelReward, rule_of
-from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
@@ -42,7 +41,7 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
-    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed)
+    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed)
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
@@ -61,16 +60,22 @@ def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Pl
     return played
 
 
-def make_judge(workload: Workload, grm: Router | None, kind: str, driver: SimulatedDriver) -> Judge:
-    """The real judge, with a GRM whose critiques are scripted and really parsed."""
+def make_judge(workload: Workload, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:
+    """The real judges, as the reward composes them, with GRMs whose critiques are scripted and really parsed. grms: by
+    role.
+    """
     config = workload.config
-    if kind == "rule":
-        return PointwiseAdapter(RuleJudge(config.judge.rule, config.judge.scale))
-    if kind == "label":
-        return PointwiseAdapter(LabelReward(rule_of(config.judge)))
-    if kind == "mixed":
-        mix = config.judge.mix.items()
-        return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
-    assert grm is not None, "an external GRM can't be simulated"
-    here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
-    return GenerativeJudge(here, config.judge, config.seed)
+    judges = {name: judge_named(workload, name, grms, driver) for name in config.judging.judges}
+    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
+
+
+def judge_named(workload: Workload, name: str, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:
+    judge, seed = workload.config.judging.judges[name], workload.config.seed
+    if judge.kind == "rule":
+        return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
+    if judge.kind == "label":
+        return PointwiseAdapter(LabelReward(rule_of(judge)))
+    assert judge.model in grms, "an external GRM can't be simulated"
+    renderer = CountingRenderer(workload.chars_per_token[judge.model])
+    here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
+    return GenerativeJudge(here, judge, seed, name=name)

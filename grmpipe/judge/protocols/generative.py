@@ -8,6 +8,7 @@ from typing import cast
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.judging import JUDGE
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRmScorer
@@ -26,6 +27,7 @@ class GenerativeJudge:
     seed:   makes every judgement repeatable by its request_id.
     meta:   weights the judgements in the votes `weighted` and `best`.
     decode: the policy's tokens as text, for a protocol that scores steps.
+    name:   of the judge, in the ids of its requests.
     """
 
     def __init__(
@@ -35,13 +37,14 @@ class GenerativeJudge:
         seed: int,
         meta_rm: MetaRmScorer | None = None,
         decode: Decode | None = None,
+        name: str = JUDGE,
     ) -> None:
         if config.vote in VOTES_WITH_META_RM and meta_rm is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
         ahead = config.principles == "shared"
         self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
-            client=GrmClient(grm, config, seed),
+            client=GrmClient(grm, config, seed, name),
             config=config,
             template=JudgePrompt.of(config),
             principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,

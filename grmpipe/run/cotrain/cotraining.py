@@ -59,8 +59,10 @@ class CoTraining:
         pipeline_state: PipelineState | None,
     ) -> None:
         """health: of all engines. pipeline_state: state to continue from; the learner is loaded already."""
-        config = prepared.config
+        config, role = prepared.config, grm.model.name
+        self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
+        self._cotrain, self._judge = config.trained_grms[role], config.judge_training(role)
         self._health = health
         self._config = config
         self._grm = grm
@@ -69,20 +71,21 @@ class CoTraining:
             pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
         )
         self._events = events
-        self._recorder = Recorder(run_dir / FOLDER)
+        self._recorder = Recorder(run_dir / FOLDER / role)
         self._pacer = StepPacer(
-            warmup_steps=config.cotrain.warmup_steps,
-            grm_steps_per_policy_step=config.cotrain.grm_steps_per_policy_step,
+            warmup_steps=self._cotrain.warmup_steps,
+            grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
         )
         self._pacer.grm_stepped(self._pipeline_state.version)
         self._judging_tasks = JudgingTaskStream(
-            JudgingTasks.under(config.judge, config.labels),
+            JudgingTasks.under(self._judge, config.labels),
             rule_named(config.judge.rule),
-            prepared.judging_tasks,
-            rollout_share=config.cotrain.rollout_share,
-            window=config.cotrain.rollout_window,
+            prepared.judging_tasks[role],
+            rollout_share=self._cotrain.rollout_share,
+            window=self._cotrain.rollout_window,
             seed=config.seed,
         )
+        self._judging_version = self._pipeline_state.version  # of its engines
         self._flow: Pipeline | None = None
         self._metrics: Metrics = {}
 
@@ -108,6 +111,10 @@ class CoTraining:
     async def push(self, version: int) -> SyncReport:
         """Push the GRM's weights to all its living engines, with confirmation."""
         return await push_to_living(self._grm.sync, self._grm.engines, version)
+
+    async def _push_to_judge(self, version: int) -> SyncReport:
+        self._judging_version = version
+        return await self.push(version)
 
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
         """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
@@ -138,7 +145,7 @@ class CoTraining:
     def after_policy_step(self, version: int) -> Metrics:
         """Call after each step of the policy. Returns further metrics of the step."""
         self._pacer.policy_stepped(version)
-        return {**self._metrics, "grm/version": float(self.version)}
+        return {**self._metrics, f"{self.role}/version": float(self.version)}
 
     async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
         """Save the GRM's learner, and return the state of its flow, between two of its steps."""
@@ -155,19 +162,21 @@ class CoTraining:
             await self._pacer.until_warm()
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
-        config, judge = self._config, self._config.judge
+        config, cotrain, judge = self._config, self._cotrain, self._judge
         parts = PipelineComponents(
             prompts=self._judging_tasks,
-            too_long=grm_too_long(config, self._grm.model),
-            play=grm_play(config, self._grm),
+            too_long=grm_too_long(judge, self._grm.model),
+            play=grm_play(judge, self._grm),
             judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks),
-            trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
-            push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),
+            trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),
+            push_weights=lambda version: policy.producer.change_judge(
+                version - self._judging_version, lambda: self._push_to_judge(version)
+            ),
             journal=self._recorder,
-            events=GrmLanes(self._events),
+            events=GrmLanes(self._events, self.role),
         )
-        flow = Pipeline(parts, grm_flow(config), self._after_step, self._pipeline_state)
+        flow = Pipeline(parts, grm_flow(config, cotrain, judge), self._after_step, self._pipeline_state)
         for health in self._health:
             health.stops(flow.clock)
         return flow
@@ -176,13 +185,14 @@ class CoTraining:
         self.learner_busy_s += report.learner_busy_s
         self._pacer.grm_stepped(report.step)
         learnt = {name.removeprefix("train/"): value for name, value in report.learner.items()}
-        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._config))
-        self._metrics = {f"grm/{name}": value for name, value in learnt.items()} | {
-            "grm/right_share": (1 + batch["train/reward"]) / 2,
-            "grm/zero_advantage_share": batch["train/zero_advantage_share"],
-            "grm/step_s": report.stalls.steps_s,
-            "grm/push_s": report.sync.seconds,
+        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._cotrain))
+        learnt |= {
+            "right_share": (1 + batch["train/reward"]) / 2,
+            "zero_advantage_share": batch["train/zero_advantage_share"],
+            "step_s": report.stalls.steps_s,
+            "push_s": report.sync.seconds,
         }
+        self._metrics = {f"{self.role}/{name}": value for name, value in learnt.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +234,10 @@ class GrmStepGate:
 
 @dataclass(frozen=True, slots=True)
 class GrmLanes:
-    """Puts events of the GRM's learner and weight sync on their own lanes."""
+    """Puts events of a GRM's learner and weight sync on their own lanes."""
 
     events: EventSink
+    role: str
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        self.events.span(f"grm {lane}", name, start_s, end_s, **args)
+        self.events.span(f"{self.role} {lane}", name, start_s, end_s, **args)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grmpipe.config.cotrain import CotrainConfig
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
@@ -36,12 +38,11 @@ class TrainableGrm:
     sync: WeightSync
 
 
-def grm_train(config: RunConfig) -> TrainConfig:
-    """`train`, with the settings of `cotrain` instead."""
-    cotrain = config.cotrain
+def grm_train(train: TrainConfig, cotrain: CotrainConfig) -> TrainConfig:
+    """The policy's settings, with those of `cotrain` instead."""
     return dataclasses.replace(
-        config.train,
-        num_steps=num_grm_steps(config),
+        train,
+        num_steps=cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * train.num_steps),
         groups_per_batch=cotrain.prompts_per_batch,
         group_size=cotrain.group_size,
         min_valid_siblings=2,
@@ -50,43 +51,38 @@ def grm_train(config: RunConfig) -> TrainConfig:
     )
 
 
-def num_grm_steps(config: RunConfig) -> int:
-    cotrain = config.cotrain
-    return cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * config.train.num_steps)
-
-
-def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
+def grm_algorithm(cotrain: CotrainConfig) -> AlgorithmConfig:
     """GRPO, as SPCT trains a GRM by rule."""
-    return AlgorithmConfig(kl_coefficient=config.cotrain.kl_coefficient)
+    return AlgorithmConfig(kl_coefficient=cotrain.kl_coefficient)
 
 
-def grm_flow(config: RunConfig) -> FlowConfig:
+def grm_flow(config: RunConfig, cotrain: CotrainConfig, judge: JudgeConfig) -> FlowConfig:
     """The settings of the GRM's flow. It is synchronous: judging tasks are judged by the weights that learn from
     them.
     """
-    train = grm_train(config)
+    train = grm_train(config.train, cotrain)
     return FlowConfig(
         num_steps=train.num_steps,
         groups_per_batch=train.groups_per_batch,
         group_size=train.group_size,
         min_valid_siblings=train.min_valid_siblings,
         max_staleness=train.max_staleness,
-        group_deadline_s=config.rollout.group_deadline_s + config.judge.timeout_s,
-        rollout_concurrency=config.judge.max_concurrency,
-        judge_concurrency=config.judge.max_concurrency,
+        group_deadline_s=config.rollout.group_deadline_s + judge.timeout_s,
+        rollout_concurrency=judge.max_concurrency,
+        judge_concurrency=judge.max_concurrency,
         seed=config.seed,
         group_prefix="lesson",
         rollout_max_failure_rate=config.rollout.max_failure_rate,
         rollout_failure_window=config.rollout.failure_window,
         rollout_pause_s=config.rollout.pause_s,
-        max_zero_advantage_groups=int(config.cotrain.dynamic_sampling_batches * train.groups_per_batch),
-        algorithm=grm_algorithm(config),
+        max_zero_advantage_groups=int(cotrain.dynamic_sampling_batches * train.groups_per_batch),
+        algorithm=grm_algorithm(cotrain),
     )
 
 
-def grm_play(config: RunConfig, grm: TrainableGrm) -> Play:
+def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
     """One judgement of a judging task, sampled as in judging."""
-    judge, renderer = config.judge, grm.model.renderer
+    renderer = grm.model.renderer
     params = SamplingParams(
         max_new_tokens=judge.max_new_tokens, temperature=judge.temperature, thinking=judge.thinking_budget
     )
@@ -98,10 +94,10 @@ def grm_play(config: RunConfig, grm: TrainableGrm) -> Play:
     return judged
 
 
-def grm_too_long(config: RunConfig, grm: Model) -> Callable[[Prompt], bool]:
+def grm_too_long(judge: JudgeConfig, grm: Model) -> Callable[[Prompt], bool]:
     """A function: whether a judging task leaves no room for a critique in the GRM's window."""
 
     def check(judging_task: Prompt) -> bool:
-        return len(grm.renderer.render(judging_task.messages)) + config.judge.max_new_tokens > grm.context_tokens
+        return len(grm.renderer.render(judging_task.messages)) + judge.max_new_tokens > grm.context_tokens
 
     return check

@@ -93,7 +93,6 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             r"^template: .* for the pointwise .*judge=listwise",
         ),
         ({"kind": "custom"}, r"^target: is empty"),
-        ({"kind": "mixed", "mix": {"rule": 1}, "vote": "sum"}, r"^vote: a sum .*judge\.vote=mean"),
     ],
 )
 def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], said: str) -> None:
@@ -128,12 +127,6 @@ def test_a_bad_early_stop_names_its_key(key: str, value: Any) -> None:
 def test_many_greedy_judgements_are_an_error() -> None:
     with pytest.raises(ValueError, match="num_judgements"):
         JudgeConfig(temperature=0.0, num_judgements=4)
-
-
-@pytest.mark.parametrize("mix", [{}, {"oracle": 1.0}, {"rule": 0.0}, {"rule": -1.0}, {"rule": float("inf")}])
-def test_a_mix_needs_known_components_with_positive_weights(mix: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="mix"):
-        JudgeConfig(kind="mixed", mix=mix)
 
 
 @pytest.mark.parametrize(

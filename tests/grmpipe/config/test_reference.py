@@ -23,6 +23,7 @@ FULL = RunConfig(
     judge_monitor=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
     plan=PlanConfig(devices={"<name>": DeviceSpec(80, 2000, {"bfloat16": 1.0})}),
 )
+ALIKE = ("grms", "judges", "rewards", "cotrains")  # members with the keys of a section that is on the page
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def leaves(value: object, path: str = "") -> Iterator[str]:
     """Dotted keys of a configuration's values: what is neither a section nor a map of sections."""
     inner = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}  # type: ignore[arg-type]
     for name, one in inner.items():
+        if name in ALIKE:
+            continue
         if dataclasses.is_dataclass(one):
             yield from leaves(one, f"{path}{name}.")
         elif isinstance(one, dict) and any(map(dataclasses.is_dataclass, one.values())):

@@ -266,7 +266,7 @@ def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) 
 def test_a_judge_outside_takes_no_place_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     prepared = prepare(config(grm=OUTSIDE, data={"num_prompts": 20}), no_progress)
-    assert (prepared.config.judged_by_model, prepared.grm) == (True, None)
+    assert (prepared.config.judged_by_model, prepared.grms) == (True, ())
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 
@@ -282,7 +282,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     [
         ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai can't receive .*embedded or vllm or sglang$"),
         ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a shipped tiny model"),
-        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't constrain"),
+        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: grm\.engine can't constrain"),
     ],
 )  # fmt: skip
 def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) -> None:

@@ -125,7 +125,11 @@ def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:
     assert isinstance(failure, FailedJudgement) and failure.prompt_ids == ()
     counters = FlowCounters()
     counters.report(report)
-    assert (counters.step.asked, counters.step.counted, counters.step.judge_tokens) == (2, 1, 34)
+    assert (counters.step.judging.asked, counters.step.judging.counted, counters.step.judging.judge_tokens) == (
+        2,
+        1,
+        34,
+    )
 
 
 def test_each_judgement_has_a_span_on_the_judges_lane(bench: Any) -> None:

@@ -221,7 +221,7 @@ def test_forced_verdicts_are_counted(bench: Any) -> None:
     counters = FlowCounters()
     counters.report(report)
     counts = counters.close_step()
-    assert (counts.forced, counters.total.forced) == (1, 1)
+    assert (counts.judging.forced, counters.total.judging.forced) == (1, 1)
     assert flow_metrics(counts, 1.0)["judge/forced_verdicts"] == 1.0
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from grmpipe.judge.verdict import best_indices, majority, mean, median, score_std, total, weighted
+from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.judge.verdict import best_indices, majority, mean, median, mixed, score_std, total, weighted
+from grmpipe.types import RewardSpan, Verdict
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
 FIRST, SECOND = zip(*JUDGEMENTS, strict=True)
@@ -50,3 +55,21 @@ def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
     assert majority((7, 7, 1)) == 7
     assert majority((7, 1, 7, 1)) == 4
     assert majority((9, 2, 1)) == 4
+
+
+def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: Any) -> None:
+    """0.75 times the mean of steps with 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last step."""
+    steps = tuple(
+        RewardSpan(turn=0, start=4 * k, end=4 * k + 4, value=earned / 3, share=1 / 3)
+        for k, earned in enumerate((1.0, 0.0, 0.5))
+    )
+    blank = Verdict(rewards=steps, score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
+    ruled = replace(blank, rewards=(RewardSpan(turn=0, start=0, end=12, value=1.0),))
+    spans = mixed({"steps": blank, "rule": ruled}, {"steps": 3.0, "rule": 1.0}).rewards
+    assert [(span.end, span.value, span.share) for span in spans] == [
+        (4, 0.25, 0.25), (8, 0.0, 0.25), (12, pytest.approx(0.125), 0.25), (12, 0.25, 0.25),
+    ]  # fmt: skip
+    rewards = rewards_of(bench.rollout("x" * 12), replace(blank, rewards=spans))
+    assert rewards.shares_K == pytest.approx((0.25, 0.25, 0.5))
+    assert rewards.earned_K.tolist() == pytest.approx([1.0, 0.0, 0.75])
+    assert rewards.outcome == pytest.approx(0.75 * 0.5 + 0.25)

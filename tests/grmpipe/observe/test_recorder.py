@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from grmpipe.observe.journal import Journal, Mark, read_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
+    CascadeTally,
     Criterion,
     Failed,
     FailedJudgement,
@@ -89,8 +91,9 @@ VERDICTS = st.builds(
     breakdown=st.dictionaries(TEXT, FLOATS, max_size=2),
     score_std=FLOATS,
     num_judgements=COUNTS,
+    absent=st.lists(TEXT, max_size=2).map(tuple),
 )
-REPORTS = st.builds(
+OWN_REPORTS = st.builds(
     JudgeReport,
     verdict=VERDICTS | FAILED | FAILED_JUDGEMENTS,
     judgements=st.lists(JUDGEMENTS, max_size=2).map(tuple),
@@ -99,6 +102,23 @@ REPORTS = st.builds(
     saved_tokens=COUNTS,
     audit=st.none() | st.builds(StopAudit, stopped_after=COUNTS, stopped_score=FLOATS, full_score=FLOATS),
 )
+TALLIES = st.builds(CascadeTally, cascade=TEXT, rollouts=COUNTS, audited=COUNTS, error=FLOATS)
+
+
+def composed_of(whole: JudgeReport, by_judge: dict[str, JudgeReport], tallies: list[CascadeTally]) -> JudgeReport:
+    """A report of several judges: it has the judgements and failures of all of them."""
+    reports = by_judge.values()
+    return dataclasses.replace(
+        whole,
+        judgements=tuple(judgement for report in reports for judgement in report.judgements),
+        failures=tuple(failure for report in reports for failure in report.failures),
+        by_judge=by_judge,
+        cascades=tuple(tallies),
+    )
+
+
+NAMED_REPORTS = st.dictionaries(TEXT.filter(bool), OWN_REPORTS, min_size=1, max_size=3)
+REPORTS = OWN_REPORTS | st.builds(composed_of, OWN_REPORTS, NAMED_REPORTS, st.lists(TALLIES, max_size=2))
 ANY_EXAMPLE = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -1,11 +1,13 @@
-"""Counts of principles and of early stops."""
+"""Counts of principles, of early stops, of several judges and of cascades."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from grmpipe.pipeline.counters import Counters, FlowCounters, flow_metrics
-from grmpipe.types import Failed, Judgement, JudgeReport, StopAudit, Verdict
+from grmpipe.types import CascadeTally, Failed, Judgement, JudgeReport, StopAudit, Verdict
 from models.types import Completion, VersionSpan
 
 VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
@@ -27,7 +29,11 @@ def judgement(num_tokens: int) -> Judgement:
 def test_principles_are_asked_for_and_cost_tokens_and_enter_no_vote() -> None:
     counters = FlowCounters()
     counters.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30)))
-    assert (counters.step.asked, counters.step.counted, counters.step.judge_tokens) == (2, 1, 37)
+    assert (counters.step.judging.asked, counters.step.judging.counted, counters.step.judging.judge_tokens) == (
+        2,
+        1,
+        37,
+    )
 
 
 def test_saved_tokens_and_the_error_of_audited_stops_are_told_and_outlive_a_checkpoint() -> None:
@@ -40,10 +46,72 @@ def test_saved_tokens_and_the_error_of_audited_stops_are_told_and_outlive_a_chec
     assert (metrics["judge/saved_tokens"], metrics["judge/early_stop_error"]) == (40, pytest.approx(0.75))
     counters.close_step()
     restored = Counters.restored(counters.saved())
-    assert (restored.saved_tokens, restored.audits, restored.audit_error) == (40, 2, 1.5)
+    assert (restored.judging.saved_tokens, restored.judging.audits, restored.judging.audit_error) == (40, 2, 1.5)
 
 
 def test_without_an_early_stop_nothing_is_said_of_one() -> None:
     counters = FlowCounters()
     counters.report(JudgeReport(verdict=Failed(stage="judge", cause="undecided", attempts=1)))
     assert not any("early_stop" in name or "saved" in name for name in flow_metrics(counters.step, seconds=1.0))
+
+
+def of_two_judges() -> JudgeReport:
+    cheap = JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30))
+    refused = Failed(stage="judge", cause="refused", attempts=0)
+    good = JudgeReport(verdict=refused, judgements=(judgement(5),), failures=(refused,), principles=completion(10))
+    return JudgeReport(
+        verdict=refused,
+        judgements=(*cheap.judgements, *good.judgements),
+        failures=good.failures,
+        principles=cheap.principles,
+        by_judge={"cheap": cheap, "good": good},
+        cascades=(
+            CascadeTally(cascade="reward", rollouts=4, unsure=1),
+            CascadeTally(cascade="reward", audited=4, error=2),
+        ),
+    )
+
+
+def test_what_several_judges_did_is_counted_by_judge_and_once_in_the_totals() -> None:
+    counters = FlowCounters()
+    counters.report(of_two_judges())
+    counts, by_judge = counters.step.judging, counters.step.by_judge
+    assert (counts.asked, counts.counted, counts.judge_tokens, counts.failed) == (5, 2, 52, {"refused": 1})
+    assert (by_judge["cheap"].asked, by_judge["cheap"].judge_tokens, by_judge["cheap"].verdicts) == (2, 37, 1)
+    assert (by_judge["good"].asked, by_judge["good"].judge_tokens, by_judge["good"].verdicts) == (3, 15, 0)
+    metrics = flow_metrics(counters.step, seconds=1.0)
+    assert (metrics["judge/tokens"], metrics["judge/cheap/tokens"], metrics["judge/good/tokens"]) == (52, 37, 15)
+    assert (metrics["judge/cheap/score_mean"], metrics["judge/good/failed_refused"]) == (5.0, 1.0)
+    assert "judge/good/score_mean" not in metrics
+    assert (metrics["cascade/reward/escalated_share"], metrics["cascade/reward/audit_error"]) == (0.0, 0.5)
+    assert "cascade/reward/audit_error_se" not in metrics, "one audit has no standard error"
+
+
+def test_counts_by_judge_outlive_a_checkpoint_as_json() -> None:
+    counters, restored = FlowCounters(), FlowCounters()
+    counters.report(of_two_judges())
+    counters.close_step()
+    restored.restore(json.loads(json.dumps(counters.saved())))
+    assert restored.total == counters.total
+    restored.report(of_two_judges())
+    total = restored.total_so_far()
+    assert (total.by_judge["good"].asked, total.cascades["reward"].audited) == (6, 8)
+
+
+def test_a_checkpoint_from_before_there_were_several_judges_is_read() -> None:
+    old = {
+        "rollouts": 9, "truncated": 1, "policy_tokens": 90, "asked": 8, "counted": 6, "judge_tokens": 40, "aborted": 0,
+        "voided": 0, "failed": {"timeout": 2}, "saved_tokens": 3, "audits": 2, "audit_error": 0.5, "stalls": {},
+    }  # fmt: skip
+    counters = FlowCounters()
+    counters.restore(old)
+    counts = counters.total.judging
+    assert (counts.asked, counts.judge_tokens, counts.failed, counts.early_stop_error) == (8, 40, {"timeout": 2}, 0.25)
+    assert counters.total.rollouts == 9
+
+
+def test_a_single_judge_is_counted_under_no_name() -> None:
+    counters = FlowCounters()
+    counters.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),)))
+    assert counters.step.by_judge == {}
+    assert not any(name.count("/") > 1 for name in flow_metrics(counters.step, seconds=1.0))

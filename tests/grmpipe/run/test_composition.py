@@ -9,6 +9,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotraining import LockstepTrainer
+from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
@@ -49,7 +50,7 @@ def test_a_plain_run_wraps_nothing() -> None:
 
 
 def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
-    parts = composed(share=Part(), cotraining=CoTraining())
+    parts = composed(share=Part(), cotrainings=CoTrainings([cast(Any, CoTraining())]))
     assert isinstance(parts.trainer, LockstepTrainer)
     assert isinstance(parts.trainer.trainer, TimeSharedTrainer)
     assert parts.play == ("recorded", PLAY)

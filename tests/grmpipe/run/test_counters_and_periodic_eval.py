@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.config.judge import Scale
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
@@ -76,8 +76,8 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
     step = counters.close_step()
     assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
-    assert (step.asked, step.counted, step.judge_tokens) == (3, 1, 10)
-    assert step.failed == {"unparseable": 1, "timeout": 1}
+    assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
+    assert step.judging.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
     restored.restore(counters.saved())
     restored.rollout(rollout(2, 5))
@@ -189,16 +189,29 @@ def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
     assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).evaluate("look")).metrics
 
 
-def test_the_accuracy_of_a_mixtures_grm_holds_nothing_of_the_truth_that_the_rule_added() -> None:
-    """A GRM that gives everything 4 of 10, next to a rule: right answers get 8.2, because of the rule."""
+class TwoJudges:
+    """A first judge that gives everything 4 of 10, and a rule that knows the truth; the reward is the rule's."""
 
-    def score(rollout: Rollout) -> Verdict | Failed:
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         right = rollout.text in ("Answer: 0", "Answer: 2")
-        mixture = verdict(8.2 if right else 1.9)
-        return dataclasses.replace(mixture, breakdown={"generative": 3 / 9, "rule": float(right)})
+        mine, ruled = verdict(4), verdict(10 if right else 1)
+        own = {"judge": JudgeReport(verdict=mine), "rule": JudgeReport(verdict=ruled)}
+        return JudgeReport(verdict=LOST if "1" in rollout.text else ruled, by_judge=own)
 
-    looking = dataclasses.replace(evaluator(score, ("0", "7", "2")), pass_score=8, scale=Scale())
-    assert asyncio.run(looking.evaluate("look")).metrics["grm_accuracy"] == pytest.approx(1 / 3)
+
+def test_of_several_judges_the_first_ones_score_and_the_reward_of_all_are_told_apart() -> None:
+    """The first judge's metrics hold nothing of the truth that the rule added."""
+    skill = MeasuredSkill()
+    looking = dataclasses.replace(
+        evaluator(lambda rollout: LOST, ("0", "7", "2")),
+        judge=PointwiseAdapter(TwoJudges()), pass_score=8, pass_reward=0.7, skill=skill,
+    )  # fmt: skip
+    metrics = asyncio.run(looking.evaluate("look")).metrics
+    assert metrics["grm_score"] == 4
+    assert metrics["reward"] == pytest.approx(verdict(10).outcome), "the verdict of the second answer failed"
+    assert metrics["grm_accuracy"] == pytest.approx(1 / 3)
+    assert metrics["rule_accuracy"] == 1.0
+    assert skill.weights() == {"judge": 0.0, "rule": 1.0}
 
 
 def test_without_references_there_is_no_accuracy() -> None:

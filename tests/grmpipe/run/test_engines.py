@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.run.engines import other_seed, same_seed
+from grmpipe.data.stream import PromptStream
+from grmpipe.run.engines import (
+    StartGroup,
+    other_seed,
+    same_seed,
+    start_alone,
+    start_groups,
+    start_in_turn,
+    start_shared,
+    stored_weights,
+)
+from grmpipe.types import Prompt
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.swap import check_swap
+from models.types import ModelFiles, WeightBucket
 
 
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
     pools = {"engines": {"slots": 2, "resource": resource, "elastic": True}}
     roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm")}
     return from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, **sections})
+
+
+class Words:
+    """A renderer whose prompts are one token."""
+
+    def render(self, messages: object) -> tuple[int, ...]:
+        return (1,)
+
+
+class FileReader:
+    """An engine whose log-probs are the path of its weights."""
+
+    def __init__(self, path: str) -> None:
+        self.loaded = [path]
+
+    async def begin_weights(self, link: object) -> None: ...
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        assert isinstance(bucket.payload, ModelFiles)
+        self.loaded.append(bucket.payload.path)
+
+    async def commit_weights(self, version: int) -> None: ...
+
+    async def score(self, token_ids: object) -> tuple[str, ...]:
+        return (self.loaded[-1],)
 
 
 def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "gpu", **grm: object) -> RunConfig:
@@ -163,3 +204,45 @@ def test_a_pool_is_elastic_or_time_shared() -> None:
 def test_only_engines_that_draw_by_position_keep_the_seed_of_a_moved_request() -> None:
     assert same_seed(5, 30) == 5
     assert len({other_seed(5, 30), other_seed(5, 31), other_seed(6, 30), 5}) == 4
+
+
+def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
+    """Policy and two judges: the policy and the first judge on an elastic pool, the second judge on its own."""
+    pools = {"engines": {"slots": 2, "resource": "gpu", "elastic": True}, "apart": {"slots": 1, "resource": "gpu"}}
+    seats = {"policy": "engines", "learner": "apart", "grm": "engines", "second": "apart"}
+    config = from_values(
+        RunConfig,
+        {
+            "engine": {"kind": "vllm", "vllm": {"sleep_mode": swap == "sleep"}},
+            "grms": {"second": {"path": "tiny://grm"}},
+            "judges": {"other": {"model": "second"}},
+            "reward": {"kind": "jury", "members": ["judge", "other"]},
+            "balance": {"swap": swap},
+            "placement": {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}},
+        },
+    )
+    return config, [Model(name=name, path="", renderer=None, context_tokens=1) for name in config.served]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("swap", "together"), [("sleep", start_in_turn), ("weights", start_shared)])
+def test_a_judge_with_devices_of_its_own_neither_sleeps_nor_swaps(swap: str, together: StartGroup) -> None:
+    config, models = three_models(swap)
+    _, roles = seat_roles(config)
+    groups = [(start, [model.name for model in group]) for start, group in start_groups(models, roles)]
+    assert groups == [(together, ["policy", "grm"]), (start_alone, ["second"])]
+
+
+def test_untrained_models_on_one_engine_are_each_read_once_and_the_owners_weights_stay() -> None:
+    """The log-probs of each are those of its own files."""
+    engine = FileReader("b")
+    config, _ = three_models("weights")
+    paths = {"grm": "a", "second": "b"}
+    models = [
+        Model(name=name, path=path, renderer=Words(), context_tokens=9)  # type: ignore[arg-type]
+        for name, path in paths.items()
+    ]
+    _, roles = seat_roles(config)
+    prepared = SimpleNamespace(roles=roles, prompts=PromptStream([Prompt(prompt_id="p", messages=())]))
+    stored = asyncio.run(stored_weights(models, models[1], engine, prepared))  # type: ignore[arg-type]
+    assert {role: one.logprobs for role, one in stored.items()} == {"grm": ("a",), "second": ("b",)}
+    assert engine.loaded == ["b", "a", "b"]

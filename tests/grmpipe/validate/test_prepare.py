@@ -38,21 +38,20 @@ def no_progress(what: str, share: float) -> None:
 def test_the_defaults_are_a_run_that_may_start() -> None:
     prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}), no_progress)
     assert (len(prepared.prompts), len(prepared.held_out)) == (20, 5)
-    assert prepared.grm is not None
+    assert [grm.name for grm in prepared.grms] == ["grm"]
     assert prepared.policy.path == str(SHIPPED / "policy")
     assert prepared.policy.context_tokens == prepared.policy.renderer.context_tokens == 512
 
 
 def test_a_run_judged_by_a_rule_has_no_grm() -> None:
     prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}), no_progress)
-    assert prepared.grm is None
+    assert prepared.grms == ()
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
     prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
-    assert prepared.grm is not None
-    assert prepared.policy.context_tokens == prepared.grm.context_tokens == 400
+    assert [model.context_tokens for model in prepared.models] == [400, 400]
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +91,12 @@ def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, ca
         data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
         cotrain={"enabled": True, "data_path": str(tmp_path / "labels.jsonl")},
     )
-    judging_tasks = stored_judging_tasks(learning, read_data(learning))
+    judging_tasks = stored_judging_tasks(learning, "grm", read_data(learning))
     assert judging_tasks is not None and len(judging_tasks) == 1
     assert "1 judging tasks of" in caplog.text
     (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is also in data\.eval_path"):
-        stored_judging_tasks(learning, read_data(learning))
+        stored_judging_tasks(learning, "grm", read_data(learning))
 
 
 @pytest.mark.parametrize("column", [{}, {"prompt_id": "mine"}])

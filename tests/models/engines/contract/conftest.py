@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ class Kind:
     prefilled: Callable[[Any], int]
     hashes_broadcasts: bool = True
     reads_models: bool = False  # from files
+    one_for_both: bool = False  # whether an engine that runs may be told to compute kept requests again
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
@@ -81,7 +82,7 @@ def make_replayed(path: str, recompute: bool) -> SglangEngine:
 RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
     "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens),
-    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, reads_models=True),
+    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, reads_models=True, one_for_both=True),
     "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, hashes_broadcasts=False),
     "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens),
 }
@@ -122,10 +123,13 @@ def made(model_path: str, runner: asyncio.Runner) -> Iterator[Callable[[Kind, bo
     engines: dict[tuple[str, bool], UnderContract] = {}
 
     def make(kind: Kind, recompute: bool) -> UnderContract:
-        key = (kind.make.__name__, recompute)
+        key = (kind.make.__name__, recompute and not kind.one_for_both)
         if key not in engines:
             engines[key] = kind.make(model_path, recompute)
-        return engines[key]
+        engine = engines[key]
+        if kind.one_for_both:
+            engine._config = replace(engine._config, recompute_kv_on_sync=recompute)
+        return engine
 
     yield make
     for engine in engines.values():

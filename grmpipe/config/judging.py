@@ -1,0 +1,151 @@
+"""Who judges a run: its judges by name, the models that they ask, and the checks between both. Starts nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from grmpipe.config.engine_kinds import engine_kind, engines_that
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from models.engines.engine_kind import AnyEngine
+from models.settings import ModelConfig
+
+JUDGE, GRM, POLICY = "judge", "grm", "policy"  # the first judge, the first model that judges, the model in training
+RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", "env")
+LEARNER = "_learner"  # the end of the name of the role that trains a judging model
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """The judges whose verdicts make the reward, and the models that judges may ask.
+
+    judges: name -> settings, of those that the reward uses, in its order.
+    models: role -> settings, of every model that judges may ask, including those that none asks.
+    """
+
+    judges: Mapping[str, JudgeConfig]
+    models: Mapping[str, ModelConfig]
+
+    @property
+    def generative(self) -> dict[str, JudgeConfig]:
+        """The judges that ask a language model."""
+        return {name: judge for name, judge in self.judges.items() if judge.kind == "generative"}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The models with engines of their own that judges ask, here or remote."""
+        asked = {judge.model for judge in self.generative.values()}
+        return tuple(role for role in self.models if role in asked and role != POLICY)
+
+    @property
+    def local_roles(self) -> tuple[str, ...]:
+        """Those of them that need a place and files."""
+        return tuple(role for role in self.roles if not self.engine_kind_of(role).outside)
+
+    @property
+    def remote_roles(self) -> tuple[str, ...]:
+        """Those of them that are behind an endpoint."""
+        return tuple(role for role in self.roles if self.engine_kind_of(role).outside)
+
+    @property
+    def by_policy(self) -> bool:
+        """Whether the policy judges its own rollouts (self-rewarding, arXiv 2401.10020)."""
+        return bool(self.asking(POLICY))
+
+    @property
+    def max_concurrency(self) -> int:
+        """Most judge tasks in flight."""
+        return sum(judge.max_concurrency for judge in self.judges.values())
+
+    @property
+    def weighted(self) -> dict[str, JudgeConfig]:
+        """The judges whose votes a meta-RM weights."""
+        return {name: judge for name, judge in self.generative.items() if judge.vote in VOTES_WITH_META_RM}
+
+    def engine_kind_of(self, role: str) -> type[AnyEngine]:
+        return engine_kind(self.models[role].engine, f"{key_of_model(role)}.engine")
+
+    def asking(self, role: str) -> dict[str, JudgeConfig]:
+        """The judges that ask a model."""
+        return {name: judge for name, judge in self.generative.items() if judge.model == role}
+
+    def first_asking(self, role: str) -> str:
+        """The name of the judge whose prompts, limits and temperature a model in training learns under."""
+        return next(iter(self.asking(role)))
+
+
+def key_of_judge(name: str) -> str:
+    """The configuration's section of a judge."""
+    return name if name == JUDGE else f"judges.{name}"
+
+
+def key_of_model(role: str) -> str:
+    """The configuration's section of a model."""
+    return role if role in (POLICY, GRM) else f"grms.{role}"
+
+
+def key_of_cotrain(role: str) -> str:
+    """The configuration's section of the learner of a model that judges."""
+    return "cotrain" if role == GRM else f"cotrains.{role}"
+
+
+def check_names(section: str, names: Collection[str]) -> None:
+    """Check the names of further judges or models: they are part of keys, of metrics, and of names of processes."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z]\w*", name):
+            raise ValueError(f"{section}.{name}: a name has letters, digits and '_', and begins with a letter")
+        if name == JUDGE or name in RESERVED or name.endswith(LEARNER):
+            raise ValueError(
+                f"{section}.{name}: the name is taken; choose another one than {', '.join((JUDGE, *RESERVED))}, "
+                f"that doesn't end in {LEARNER}"
+            )
+
+
+def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[str]) -> None:
+    """Check that no judge or model was configured in vain: the run would be trained without it."""
+    for name in judges:
+        if name not in judging.judges:
+            raise ValueError(
+                f"judges.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
+                f"or reward.judge={name}"
+            )
+    for role in grms:
+        if role not in judging.roles:
+            raise ValueError(f"grms.{role}: no judge of this run asks it; type judges.<name>.model={role}")
+
+
+def check_judging(judging: Judging) -> None:
+    """Check that each judge's model exists, and can do what the judge asks."""
+    for name, judge in judging.generative.items():
+        if judge.model not in judging.models:
+            raise ValueError(
+                f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
+                f"{', '.join(judging.models)}, or add it by +grm@grms.{judge.model}=path"
+            )
+        for refusal in refusals(key_of_judge(name), judge, judging.engine_kind_of(judge.model)):
+            raise ValueError(refusal)
+    for role in judging.remote_roles:
+        model, key = judging.models[role], key_of_model(role)
+        if model.path.startswith("tiny://"):
+            raise ValueError(
+                f"{key}.path: {model.path} is a shipped tiny model; with {key}.engine={model.engine} type the model's "
+                f"name at the endpoint, as in {key}.path=gpt-4.1-mini"
+            )
+
+
+def refusals(key: str, judge: JudgeConfig, engine: type[AnyEngine]) -> Iterator[str]:
+    """What the engine of a judge's model can't do for it. key: of the judge."""
+    engine_key = f"{key_of_model(judge.model)}.engine"
+    if judge.structured and not engine.grammar:
+        able = " or ".join(engines_that(lambda kind: kind.grammar))
+        yield (
+            f"{key}.structured: {engine_key} can't constrain a judgement by a grammar; type {key}.structured=false, or "
+            f"{engine_key}={able}"
+        )
+    if judge.vote in VOTES_WITH_META_RM and engine.outside:
+        yield (
+            f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "
+            f"type {key}.vote=mean"
+        )

@@ -1,0 +1,374 @@
+"""Settings of the reward: how the verdicts of several judges become one. Frozen, checked; asks no judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from grmpipe.config.judging import JUDGE
+
+ROOT = "reward"
+NORMALISATIONS = ("none", "group_std")
+JURY_VOTES = ("mean", "median", "majority", "accuracy")
+ESCALATIONS = ("group", "rollout")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How verdicts become one reward on [0, 1]. A name is that of a judge, or of another composition in `rewards`."""
+
+    # One judge (single), a weighted mean (mix), a choice by the prompt's source (route), a vote (jury), a cheap judge
+    # before a better one (cascade), or a judge with a veto (gate).
+    kind: str = "single"
+    judge: str | None = None  # For single: name of the judge; null: the first one.
+    # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised.
+    mix: Any = None
+    # For mix: what is done to a component's rewards before they are weighted: nothing (none), or they lose their
+    # group's mean and are divided by its standard deviation (group_std: GDPO, arXiv 2601.05242).
+    normalise: str = "none"
+    route: Any = None  # For route: sources of prompts and the name that judges them, as in {math: steps, chat: rubric}.
+    default: str | None = None  # For route: name that judges prompts of all other sources; null: their verdict fails.
+    members: Any = None  # For jury: names of those who vote, as in [a, b, c].
+    # For jury: how the members' rewards become one: their mean or median, 1 or 0 as most of them pass (majority), or
+    # their mean, weighted by the accuracy measured on held-out prompts (accuracy).
+    vote: str = "mean"
+    quorum: int | None = None  # [members] For jury: fewest members with a verdict; null: all of them.
+    pass_at: float = 0.5  # [reward] For jury and cascade: lowest reward that passes a response.
+    first: str | None = None  # For cascade: name of the cheap judge, which is asked first.
+    then: str | None = None  # For cascade: name of the better judge, which is asked where the first one is unsure.
+    # [reward] For cascade: the first judge is unsure if the standard deviation of its votes is above this; null: the
+    # votes aren't used.
+    unsure_above_std: float | None = None
+    # [reward] For cascade: the first judge is unsure if its reward is between these two, as in [0.3, 0.7]; null: the
+    # reward isn't used.
+    unsure_band: Any = None
+    share: float = 0.25  # For cascade: largest share of the rollouts that is escalated.
+    # For cascade: share of the groups (escalate=rollout: of the rollouts) that both judges see although the first one
+    # is sure: it measures what the cascade costs.
+    audit_share: float = 0.05
+    # For cascade: what goes to the second judge: all siblings if the first judge is unsure of one (group), or only
+    # those that it is unsure of (rollout).
+    escalate: str = "group"
+    # [reward] For cascade: mean absolute error of sure verdicts above which an alarm is raised.
+    max_error: float = 0.1
+    gate: str | None = None  # For gate: name of the judge with the veto.
+    min_reward: float = 0.5  # [reward] For gate: lowest reward by the gate with which `inner` is asked.
+    floor: float = 0.0  # [reward] For gate: the reward of a response below min_reward.
+    inner: str | None = None  # For gate: name that judges what passes the gate.
+
+    def __post_init__(self) -> None:
+        for key, value, known in (
+            ("kind", self.kind, tuple(REWARD_KINDS)),
+            ("normalise", self.normalise, NORMALISATIONS),
+            ("vote", self.vote, JURY_VOTES),
+            ("escalate", self.escalate, ESCALATIONS),
+        ):
+            if value not in known:
+                raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
+        for key, reward in (("pass_at", self.pass_at), ("min_reward", self.min_reward), ("floor", self.floor)):
+            if not 0 <= reward <= 1:
+                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {key}=0.5")
+        for key, share in (("share", self.share), ("audit_share", self.audit_share)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {key}=0.1")
+        if not 0 < self.max_error < math.inf:
+            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type max_error=0.1")
+        if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < math.inf:
+            raise ValueError(
+                f"unsure_above_std: must be 0 or more, got {self.unsure_above_std}; type unsure_above_std=0.1"
+            )
+
+    @property
+    def reward_kind(self) -> RewardKind:
+        """What other modules must know of the kind."""
+        return REWARD_KINDS[self.kind]
+
+    @property
+    def uses_accuracy(self) -> bool:
+        """Whether its vote needs the members' accuracy on held-out prompts."""
+        return self.kind == "jury" and self.vote == "accuracy"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The judges and compositions that it names, each once, in the order in which they are typed."""
+        return tuple(dict.fromkeys(self.reward_kind.names(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardKind:
+    """What other modules must know of a kind of composition.
+
+    keys:   the keys of RewardConfig that it uses.
+    names:  the judges and compositions that a checked one names.
+    check:  (section, its path) -> None; raises ValueError that begins with the key.
+    passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
+    waits:  whether a sibling's reward depends on its siblings' verdicts.
+    """
+
+    keys: tuple[str, ...]
+    names: Callable[[RewardConfig], tuple[str, ...]]
+    check: Callable[[RewardConfig, str], None]
+    passes: bool = False
+    waits: Callable[[RewardConfig], bool] = lambda reward: False
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_rewards(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Collection[str], *, group_baseline: bool
+) -> None:
+    """Raises ValueError if a composition is incomplete, contradicts itself or names nobody.
+
+    judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
+    """
+    if ROOT in judges or ROOT in rewards:
+        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
+    for name in rewards:
+        if name in judges:
+            raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
+    for path, one in sections(reward, rewards):
+        _check_keys(path, one)
+        one.reward_kind.check(one, path)
+        for name in one.names:
+            if name not in judges and name not in rewards:
+                known = ", ".join((*judges, *rewards))
+                raise ValueError(
+                    f"{path}: there is no judge or composition {name!r}; known: {known}; for another judge type "
+                    f"+judge@judges.{name}=pointwise"
+                )
+        _check_accuracy(path, one, judges)
+        if one.kind == "cascade" and one.escalate == "rollout" and group_baseline:
+            raise ValueError(
+                f"{path}.escalate: rollout lets two judges share the baseline of a group, and advantages compare its "
+                f"siblings; type {path}.escalate=group"
+            )
+    _check_cycles(rewards)
+    _check_normalised(reward, rewards)
+
+
+def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> tuple[str, ...]:
+    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections."""
+    found: dict[str, None] = {}
+    for name in reward.names:
+        found |= dict.fromkeys(judges_of(rewards[name], rewards) if name in rewards else (name,))
+    return tuple(found)
+
+
+def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
+    """Raises ValueError if prompts have a source for which a route in use names no judge."""
+    for path, one in _reachable(reward, rewards):
+        missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
+        if missing and one.default is None:
+            raise ValueError(
+                f"{path}.route: nobody judges prompts of the source {missing[0]!r}; add it, or type "
+                f"{path}.default={JUDGE}"
+            )
+
+
+def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
+    """Whether the reward of a rollout depends on its siblings' verdicts."""
+    return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
+
+
+def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
+    """Cascade -> the error of its sure verdicts above which an alarm is raised."""
+    used = _reachable(reward, rewards)
+    return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
+
+
+def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[tuple[str, RewardConfig]]:
+    """Every composition and the path of its keys."""
+    yield ROOT, reward
+    yield from ((f"rewards.{name}", one) for name, one in rewards.items())
+
+
+def _reachable(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> list[tuple[str, RewardConfig]]:
+    """The compositions in use, each once, with the path of its keys."""
+    found, waiting = {ROOT: reward}, [reward]
+    while waiting:
+        for name in waiting.pop().names:
+            if name in rewards and f"rewards.{name}" not in found:
+                found[f"rewards.{name}"] = rewards[name]
+                waiting.append(rewards[name])
+    return list(found.items())
+
+
+def _check_keys(path: str, reward: RewardConfig) -> None:
+    for spec in fields(reward):
+        if spec.name == "kind" or spec.name in reward.reward_kind.keys:
+            continue
+        if (value := getattr(reward, spec.name)) != spec.default:
+            kinds = " or ".join(kind for kind, one in REWARD_KINDS.items() if spec.name in one.keys)
+            raise ValueError(
+                f"{path}.{spec.name}: is for kind={kinds}, not {reward.kind}; type {_choice(path, kinds)}, or leave "
+                f"out {value}"
+            )
+
+
+def _choice(path: str, kind: str) -> str:
+    """What a user types to choose a kind of composition."""
+    kind = kind.split()[0]
+    return f"{ROOT}={kind}" if path == ROOT else f"+reward@{path}={kind}"
+
+
+def _check_accuracy(path: str, reward: RewardConfig, judges: Collection[str]) -> None:
+    composed = [name for name in reward.names if name not in judges] if reward.uses_accuracy else []
+    if composed:
+        raise ValueError(
+            f"{path}.vote: accuracy is measured judge by judge, and {composed[0]} is a composition; "
+            f"type {path}.vote=mean"
+        )
+
+
+def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            circle = " -> ".join((*above[above.index(name) :], name))
+            raise ValueError(f"rewards.{name}: names itself ({circle}); type a judge's name in one of them")
+        for inner in rewards[name].names:
+            if inner in rewards:
+                visit(inner, (*above, name))
+
+    for name in rewards:
+        visit(name, ())
+
+
+def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Check that rewards normalised by their group, which aren't on [0, 1], enter no other composition."""
+
+    def visit(one: RewardConfig, outer: str | None) -> None:
+        for name in one.names:
+            inner = rewards.get(name)
+            if inner is None:
+                continue
+            above = outer or (None if one.reward_kind.passes else one.kind)
+            if inner.normalise != "none" and above is not None:
+                raise ValueError(
+                    f"rewards.{name}.normalise: {inner.normalise} gives no reward on [0, 1], which {above} needs; "
+                    f"type rewards.{name}.normalise=none"
+                )
+            visit(inner, above)
+
+    visit(reward, None)
+
+
+# -- the kinds -------------------------------------------------------------------------------------------------------
+
+
+def _single(reward: RewardConfig, path: str) -> None:
+    if reward.judge == "":
+        raise ValueError(f"{path}.judge: names no judge; type {path}.judge={JUDGE}")
+
+
+def _mix(reward: RewardConfig, path: str) -> None:
+    _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
+    for name, weight in reward.mix.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(
+                f"{path}.mix.{name}: a weight must be a number above 0, got {weight!r}; leave out components that "
+                f"don't count, or type {path}.mix.{name}=1"
+            )
+
+
+def _route(reward: RewardConfig, path: str) -> None:
+    _mapping(f"{path}.route", reward.route, f"'{path}.route={{math: {JUDGE}, chat: rubric}}'")
+    for source, name in reward.route.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={JUDGE}")
+
+
+def _jury(reward: RewardConfig, path: str) -> None:
+    example = f"'{path}.members=[{JUDGE}, safety]'"
+    members = reward.members
+    if not isinstance(members, list | tuple) or not members or not all(isinstance(name, str) for name in members):
+        raise ValueError(f"{path}.members: must be a list of names, got {members!r}; type {example}")
+    if twice := [name for name in members if members.count(name) > 1]:
+        raise ValueError(f"{path}.members: {twice[0]} is a member twice, and votes once; type {example}")
+    if reward.quorum is not None and not 1 <= reward.quorum <= len(members):
+        raise ValueError(
+            f"{path}.quorum: must be at least 1 and at most the {len(members)} members, got {reward.quorum}; "
+            f"type {path}.quorum={len(members)}"
+        )
+
+
+def _cascade(reward: RewardConfig, path: str) -> None:
+    _named(path, first=reward.first, then=reward.then)
+    if reward.first == reward.then:
+        raise ValueError(f"{path}.then: is {reward.then} like first; type {path}.then=<a better judge>")
+    band = reward.unsure_band
+    if band is None and reward.unsure_above_std is None:
+        raise ValueError(
+            f"{path}.unsure_band: nothing says where {reward.first} is unsure; type '{path}.unsure_band=[0.3, 0.7]', "
+            f"or {path}.unsure_above_std=0.1"
+        )
+    if band is not None and not is_band(band):
+        raise ValueError(
+            f"{path}.unsure_band: must be two rewards on [0, 1], the lower one first, got {band!r}; type "
+            f"'{path}.unsure_band=[0.3, 0.7]'"
+        )
+
+
+def is_band(band: object) -> bool:
+    """Whether it is a pair of rewards in ascending order."""
+    if not isinstance(band, list | tuple) or len(band) != 2:
+        return False
+    return all(isinstance(end, int | float) for end in band) and 0 <= band[0] <= band[1] <= 1
+
+
+def _gate(reward: RewardConfig, path: str) -> None:
+    _named(path, gate=reward.gate, inner=reward.inner)
+
+
+def _mapping(key: str, value: object, example: str) -> None:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"{key}: names no judge, got {value!r}; type {example}")
+
+
+def _named(path: str, **names: str | None) -> None:
+    for key, name in names.items():
+        if not name:
+            raise ValueError(f"{path}.{key}: names no judge; type {path}.{key}={JUDGE}")
+
+
+REWARD_KINDS: dict[str, RewardKind] = {
+    "single": RewardKind(
+        keys=("judge",),
+        names=lambda reward: (reward.judge or JUDGE,),
+        check=_single,
+        passes=True,
+    ),
+    "mix": RewardKind(
+        keys=("mix", "normalise"),
+        names=lambda reward: tuple(reward.mix),
+        check=_mix,
+        waits=lambda reward: reward.normalise != "none",
+    ),
+    "route": RewardKind(
+        keys=("route", "default"),
+        names=lambda reward: (*reward.route.values(), *([reward.default] if reward.default else [])),
+        check=_route,
+        passes=True,
+    ),
+    "jury": RewardKind(
+        keys=("members", "vote", "quorum", "pass_at"),
+        names=lambda reward: tuple(reward.members),
+        check=_jury,
+    ),
+    "cascade": RewardKind(
+        keys=(
+            "first", "then", "unsure_above_std", "unsure_band", "share", "audit_share", "escalate", "pass_at",
+            "max_error",
+        ),
+        names=lambda reward: (reward.first or "", reward.then or ""),
+        check=_cascade,
+        waits=lambda reward: reward.escalate == "group",
+    ),
+    "gate": RewardKind(
+        keys=("gate", "min_reward", "floor", "inner"),
+        names=lambda reward: (reward.gate or "", reward.inner or ""),
+        check=_gate,
+    ),
+}  # fmt: skip

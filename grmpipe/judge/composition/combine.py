@@ -1,0 +1,92 @@
+"""Verdicts of several judges into one: normalised by their group, voted, scaled. Pure: no judge, no session."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from grmpipe.config.judge import Scale
+from grmpipe.judge.verdict import added, mixed, outcome
+from grmpipe.types import Rollout, Verdict
+
+ROUNDING = 1e-9  # of a reward
+
+
+def reaches(reward: float, bound: float) -> bool:
+    """Whether a reward is at least a bound; what rounding takes from it doesn't count."""
+    return reward >= bound - ROUNDING
+
+
+def in_reward_units(verdict: Verdict, scale: Scale) -> Verdict:
+    """A judge's verdict with its score and its spread on [0, 1]."""
+    spread = verdict.score_std / (scale.high - scale.low)
+    return replace(verdict, score=verdict.outcome, score_std=spread, breakdown={})
+
+
+def on_scale(verdict: Verdict, scale: Scale, breakdown: Mapping[str, float]) -> Verdict:
+    """A verdict in reward units with its score and its spread on a judge's scale."""
+    width = scale.high - scale.low
+    return replace(
+        verdict,
+        score=scale.low + width * verdict.score,
+        score_std=width * verdict.score_std,
+        breakdown=breakdown,
+    )
+
+
+def weighted_mean(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+    """The weighted mean of components (see `mixed`), without those that their own juries missed."""
+    absent = tuple(name for verdict in verdicts.values() for name in verdict.absent)
+    return replace(mixed(verdicts, weights), breakdown={}, absent=absent)
+
+
+def whole(rollout: Rollout, reward: float, behind: Sequence[Verdict], spread: float) -> Verdict:
+    """One reward for the whole rollout, with the verdicts that are behind it."""
+    return Verdict(
+        rewards=outcome(rollout, reward),
+        score=reward,
+        breakdown={},
+        score_std=spread,
+        num_judgements=sum(verdict.num_judgements for verdict in behind),
+        absent=tuple(name for verdict in behind for name in verdict.absent),
+    )
+
+
+def share_of_passes(rewards: Sequence[float], pass_at: float) -> float:
+    """The majority: 1 if more than half of the rewards pass, 0 if less, 1/2 if exactly half."""
+    passes = sum(reaches(reward, pass_at) for reward in rewards)
+    return 0.5 if 2 * passes == len(rewards) else float(2 * passes > len(rewards))
+
+
+# -- normalised by the group (GDPO, arXiv 2601.05242) ----------------------------------------------------------------
+
+
+def normalised(
+    group: Sequence[Mapping[str, Verdict]], mine: Mapping[str, Verdict], weights: Mapping[str, float]
+) -> Verdict:
+    """The weighted mean of a sibling's components, each by its own group: (reward - mean) / standard deviation.
+
+    group: the components of every sibling that has all of them. A component on which all agree gives 0. The score stays
+    that of the plain weighted mean, which people read.
+    """
+    moved = {name: by_group(verdict, [one[name].outcome for one in group]) for name, verdict in mine.items()}
+    plain = weighted_mean(mine, weights)
+    return replace(plain, rewards=weighted_mean(moved, weights).rewards)
+
+
+def by_group(verdict: Verdict, rewards: Sequence[float]) -> Verdict:
+    """The verdict with its reward less the group's mean, in sample standard deviations of the group. Each span bears
+    its share of the mean.
+    """
+    spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    if spread <= ROUNDING:
+        return replace(verdict, rewards=added(replace(span, value=0.0) for span in verdict.rewards))
+    mean, count = statistics.fmean(rewards), len(verdict.rewards)
+    return replace(
+        verdict,
+        rewards=tuple(
+            replace(span, value=(span.value - mean * (1 / count if span.share is None else span.share)) / spread)
+            for span in verdict.rewards
+        ),
+    )

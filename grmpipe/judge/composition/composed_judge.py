@@ -1,0 +1,157 @@
+"""From the settings of the reward to the judge of a run. Asks no model, starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE
+from grmpipe.config.reward import ROOT, RewardConfig, judges_of, waits_for_siblings
+from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt, ShareBound
+from grmpipe.judge.composition.outcome import Part, walk
+from grmpipe.judge.composition.parts import (
+    Gate,
+    JudgePart,
+    Jury,
+    JuryVote,
+    Mix,
+    Route,
+    vote_by_accuracy,
+    vote_by_majority,
+    vote_by_mean,
+    vote_by_median,
+)
+from grmpipe.judge.composition.session import Composition, CompositionSession
+from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.types import Judge, JudgeSession, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedJudge:
+    """Several judges as one. `skill`: measured by evaluations, for juries that are weighted by it."""
+
+    composition: Composition
+    skill: MeasuredSkill = field(default_factory=MeasuredSkill)
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        return CompositionSession(self.composition, prompt, group_id, size, self.skill.weights())
+
+
+def compose_judge(
+    reward: RewardConfig,
+    rewards: Mapping[str, RewardConfig],
+    judges: Mapping[str, Judge],
+    configs: Mapping[str, JudgeConfig],
+    seed: int,
+    skill: MeasuredSkill | None = None,
+) -> Judge:
+    """The judge of a run: the only one itself, or several as `reward` composes them.
+
+    Takes settings that `check_rewards` has checked. judges: at least those of `judges_of`. configs: also the first
+    judge's, on whose scale the scores are shown.
+    """
+    build = Builder(rewards=rewards, configs=configs, seed=seed)
+    root = build.composed(ROOT, reward)
+    if isinstance(root, JudgePart):
+        return judges[root.name]
+    used = {name: judges[name] for name in judges_of(reward, rewards)}
+    composition = Composition(
+        root=root,
+        parts=walk(root),
+        judges=used,
+        comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
+        scale=configs[JUDGE].scale,
+        waits=waits_for_siblings(reward, rewards),
+    )
+    return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
+
+
+def compares(judge: Judge, config: JudgeConfig) -> bool:
+    """Whether the judge sees siblings next to each other; a judge of the user's own may, unless it takes single
+    rollouts.
+    """
+    if isinstance(judge, PointwiseAdapter):
+        return False
+    return config.kind != "generative" or config.protocol_kind.compares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """Builds the parts of a composition; a name that is used twice is one part."""
+
+    rewards: Mapping[str, RewardConfig]
+    configs: Mapping[str, JudgeConfig]
+    seed: int
+    built: dict[str, Part] = field(default_factory=dict)
+
+    def part(self, name: str | None) -> Part:
+        assert name is not None, "check_rewards lets no name be missing"
+        if name not in self.built:
+            config = self.rewards.get(name)
+            found = self.composed(name, config) if config is not None else self._judge(name)
+            self.built[name] = found
+        return self.built[name]
+
+    def composed(self, name: str, config: RewardConfig) -> Part:
+        return BUILD[config.kind](self, name, config)
+
+    def _judge(self, name: str) -> Part:
+        return JudgePart(name=name, scale=self.configs[name].scale)
+
+    # -- the kinds ---------------------------------------------------------------------------------------------------
+
+    def single(self, name: str, config: RewardConfig) -> Part:
+        return self.part(config.names[0])
+
+    def mix(self, name: str, config: RewardConfig) -> Part:
+        weights = {part: float(weight) for part, weight in config.mix.items()}
+        parts = tuple(map(self.part, weights))
+        return Mix(name=name, parts=parts, weights=weights, by_group=config.normalise == "group_std")
+
+    def route(self, name: str, config: RewardConfig) -> Part:
+        by_source = {str(source): self.part(inner) for source, inner in config.route.items()}
+        default = self.part(config.default) if config.default is not None else None
+        return Route(name=name, by_source=by_source, default=default)
+
+    def jury(self, name: str, config: RewardConfig) -> Part:
+        parts = tuple(map(self.part, config.names))
+        return Jury(name=name, parts=parts, quorum=config.quorum or len(parts), vote=jury_vote(config))
+
+    def cascade(self, name: str, config: RewardConfig) -> Part:
+        band = None if config.unsure_band is None else (float(config.unsure_band[0]), float(config.unsure_band[1]))
+        return Cascade(
+            name=name,
+            first=self.part(config.first),
+            then=self.part(config.then),
+            doubt=Doubt(above_std=config.unsure_above_std, band=band),
+            bound=ShareBound(config.share),
+            audit=Audit(share=config.audit_share, seed=self.seed),
+            together=config.escalate == "group",
+            pass_at=config.pass_at,
+        )
+
+    def gate(self, name: str, config: RewardConfig) -> Part:
+        gate, inner = self.part(config.gate), self.part(config.inner)
+        return Gate(name=name, gate=gate, inner=inner, min_reward=config.min_reward, floor=config.floor)
+
+
+def jury_vote(config: RewardConfig) -> JuryVote:
+    by_name: dict[str, JuryVote] = {
+        "mean": vote_by_mean,
+        "median": vote_by_median,
+        "majority": vote_by_majority(config.pass_at),
+        "accuracy": vote_by_accuracy,
+    }
+    return by_name[config.vote]
+
+
+BUILD: dict[str, Callable[[Builder, str, RewardConfig], Part]] = {
+    "single": Builder.single,
+    "mix": Builder.mix,
+    "route": Builder.route,
+    "jury": Builder.jury,
+    "cascade": Builder.cascade,
+    "gate": Builder.gate,
+}

@@ -1,0 +1,182 @@
+"""The kinds of composition: a judge, a mean, a route, a jury, a gate. Pure: what is known of a group -> an outcome.
+
+A failure stays one: the composition of a part that failed has failed, with the cause of the first one in order. Only a
+jury does without some of its members, down to its quorum.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grmpipe.config.judge import Scale
+from grmpipe.judge.composition.combine import (
+    in_reward_units,
+    normalised,
+    reaches,
+    share_of_passes,
+    weighted_mean,
+    whole,
+)
+from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, Part, Pending, answered
+from grmpipe.judge.verdict import median, unasked
+from grmpipe.types import Failed, Rollout, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgePart:
+    """A judge by its name. `scale`: of its scores."""
+
+    name: str
+    scale: Scale
+    parts: tuple[Part, ...] = ()
+
+    def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
+        verdict = group.verdict(self.name, sibling)
+        if verdict is None:
+            return Pending(asks=(self.name,))
+        if isinstance(verdict, Failed):
+            return named(self.name, verdict)
+        return in_reward_units(verdict, self.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """The weighted mean. `by_group`: each component is normalised by its group before it is weighted."""
+
+    name: str
+    parts: tuple[Part, ...]
+    weights: Mapping[str, float]
+    by_group: bool = False
+
+    def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
+        found = answered(group, self.parts, sibling)
+        if isinstance(found, Pending):
+            return found
+        if (failure := found.first_failure) is not None:
+            return failure
+        return self._normalised(group, found) if self.by_group else weighted_mean(found.verdicts, self.weights)
+
+    def _normalised(self, group: KnownGroup, mine: Answered) -> Outcome:
+        """Waits for all siblings. Those without a verdict are in no mean."""
+        siblings = [answered(group, self.parts, sibling) for sibling in range(group.size)]
+        known = [found for found in siblings if isinstance(found, Answered)]
+        if len(known) < group.size:
+            return Pending()
+        valid = [found.verdicts for found in known if not found.failures]
+        return normalised(valid, mine.verdicts, self.weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Another part for each source of prompts. `default`: for all other sources; None: their verdict fails."""
+
+    name: str
+    by_source: Mapping[str, Part]
+    default: Part | None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return (*self.by_source.values(), *([self.default] if self.default is not None else []))
+
+    def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
+        source = group.prompt.source
+        part = self.by_source.get(source, self.default)
+        if part is None:
+            return unasked("refused", f"{self.name}: nobody judges prompts of the source {source!r}")
+        return group.outcome(part, sibling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jury:
+    """Several parts vote. With fewer verdicts than `quorum` it fails; above it the verdict names who is absent.
+
+    vote: (the verdicts of members that answered, the skill of judges, the rollout) -> the verdict.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    quorum: int
+    vote: JuryVote
+
+    def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
+        found = answered(group, self.parts, sibling)
+        if isinstance(found, Pending):
+            return found
+        failure = found.first_failure
+        if failure is not None and len(found.verdicts) < self.quorum:
+            return self._no_quorum(found, failure)
+        verdict = self.vote(found.verdicts, group.skill, group.rollouts[sibling])
+        spread = statistics.pstdev(one.outcome for one in found.verdicts.values())
+        return replace(verdict, score_std=spread, absent=(*verdict.absent, *found.failures))
+
+    def _no_quorum(self, found: Answered, failure: Failed) -> Failed:
+        told = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
+        return named(self.name, replace(failure, detail=f"{told}; {failure.detail}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A part with a veto: below `min_reward` the reward is `floor` and `inner` isn't asked."""
+
+    name: str
+    gate: Part
+    inner: Part
+    min_reward: float
+    floor: float
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return (self.gate, self.inner)
+
+    def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
+        gate = group.outcome(self.gate, sibling)
+        if not isinstance(gate, Verdict):
+            return gate
+        if not reaches(gate.outcome, self.min_reward):
+            return whole(group.rollouts[sibling], self.floor, [gate], gate.score_std)
+        inner = group.outcome(self.inner, sibling)
+        if not isinstance(inner, Verdict):
+            return inner
+        behind = gate.num_judgements + inner.num_judgements
+        return replace(inner, num_judgements=behind, absent=(*gate.absent, *inner.absent))
+
+
+def named(name: str, failure: Failed) -> Failed:
+    """A failure without its evidence, with the name of the part that failed in front of its detail."""
+    detail = f"{name}: {failure.detail}"
+    return Failed(stage=failure.stage, cause=failure.cause, attempts=failure.attempts, detail=detail)
+
+
+# -- votes of a jury -------------------------------------------------------------------------------------------------
+
+JuryVote = Callable[[Mapping[str, Verdict], Mapping[str, float], Rollout], Verdict]
+
+
+def vote_by_mean(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
+    return weighted_mean(members, dict.fromkeys(members, 1.0))
+
+
+def vote_by_median(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
+    rewards = [verdict.outcome for verdict in members.values()]
+    return whole(rollout, median(rewards), list(members.values()), 0.0)
+
+
+def vote_by_majority(pass_at: float) -> JuryVote:
+    """1 if most members pass the response, 0 if most fail it; a tie is 1/2."""
+
+    def vote(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
+        rewards = [verdict.outcome for verdict in members.values()]
+        return whole(rollout, share_of_passes(rewards, pass_at), list(members.values()), 0.0)
+
+    return vote
+
+
+def vote_by_accuracy(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
+    """The mean, weighted by measured skill. While it isn't known of all, or is 0 of all, all weigh the same."""
+    weights = {name: skill[name] for name in members if skill.get(name, 0.0) > 0}
+    if not weights or not all(name in skill for name in members):
+        return vote_by_mean(members, skill, rollout)
+    heard = weighted_mean({name: members[name] for name in weights}, weights)
+    return replace(heard, num_judgements=sum(verdict.num_judgements for verdict in members.values()))

@@ -1,0 +1,83 @@
+"""Whole runs with several judges and models that judge, in one process with the tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grmpipe.observe.recorder import load_verdicts
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.types import Verdict
+
+# A jury of two models, of which the second learns, mixed with a rule.
+JUDGES = (
+    "+grm@grms.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
+    "+judge@judges.short=rule", "+reward@rewards.panel=jury", "rewards.panel.members=[judge,second]",
+    "rewards.panel.quorum=1", "reward=mix", "reward.mix={panel: 0.75, short: 0.25}",
+    "+cotrains={weak: {enabled: true, warmup_steps: 1, prompts_per_batch: 4, group_size: 4, num_items: 32, "
+    "data_path: 'tiny://judgements'}}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judged_by_several(run_once: Callable) -> Any:
+    return run_once(*JUDGES, "train.checkpoint_every=2")
+
+
+def test_every_rollout_is_judged_by_every_judge_and_each_is_counted_by_its_name(judged_by_several: Any) -> None:
+    files, summary = judged_by_several, judged_by_several.summary
+    assert summary["status"] == "completed", summary["failure"]
+    judging = summary["judging"]
+    assert list(judging["by_judge"]) == ["judge", "second", "short"]
+    assert judging["asked"] == sum(one["asked"] for one in judging["by_judge"].values())
+    assert judging["tokens"] == sum(one["tokens"] for one in judging["by_judge"].values())
+    assert {"grm", "weak"} <= summary["busy_s"].keys()
+    last = files.steps()[-1]
+    assert {f"judge/{name}/score_mean" for name in judging["by_judge"]} <= last.keys()
+    assert {f"reward/{name}_mean" for name in ("panel", "judge", "second", "short")} <= last.keys()
+
+
+def test_the_reward_is_what_the_composition_says(judged_by_several: Any) -> None:
+    verdicts = [report.verdict for _, report in load_verdicts(judged_by_several.run_dir / "judgements.jsonl")]
+    given = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
+    assert given
+    for verdict in given:
+        parts = verdict.breakdown
+        assert parts["panel"] == pytest.approx((parts["judge"] + parts["second"]) / 2)
+        assert verdict.outcome == pytest.approx(0.75 * parts["panel"] + 0.25 * parts["short"])
+
+
+def test_only_the_model_that_learns_has_a_version_a_checkpoint_and_an_export(judged_by_several: Any) -> None:
+    files = judged_by_several
+    versions = files.summary["versions"]
+    assert (versions["policy"], versions["grm"]) == (3, 0)
+    assert versions["weak"] >= 1 + 2
+    newest = files.run_dir / "checkpoints" / "step_3"
+    assert (newest / "weak_learner").is_dir() and not (newest / "grm_learner").exists()
+    assert (files.run_dir / "weak" / "config.json").exists() and not (files.run_dir / "grm").exists()
+    state = RunState.from_json((newest / "run_state.json").read_text())
+    assert list(state.grm_pipeline_states) == ["weak"]
+
+
+def test_no_group_is_judged_by_two_versions_of_a_model_that_learns(judged_by_several: Any) -> None:
+    by_group: dict[str, set[int]] = {}
+    for (group_id, _), report in load_verdicts(judged_by_several.run_dir / "judgements.jsonl"):
+        for judgement in report.judgements:
+            if judgement.grm == "weak":
+                by_group.setdefault(group_id, set()).add(judgement.version)
+    assert by_group and all(len(versions) == 1 for versions in by_group.values())
+    assert len(set.union(*by_group.values())) > 1
+
+
+@pytest.mark.long
+def test_a_resume_goes_on_with_every_model(small_run: Callable) -> None:
+    files = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=2")
+    first = files.summary
+    (files.run_dir / "summary.json").unlink()
+    again = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=4", "resume=auto")
+    assert again.summary["steps"] == 4
+    assert again.summary["versions"]["weak"] > first["versions"]["weak"]
+    asked = [one["judging"]["by_judge"]["second"]["asked"] for one in (first, again.summary)]
+    assert asked[1] > asked[0]

@@ -1,0 +1,165 @@
+"""Judges and models that judge, by name: how a user adds them, what is refused, and which places they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+import launch as entry  # noqa: F401  registers the schema
+from grmpipe.config.key_errors import explain
+from grmpipe.config.resume_rules import changed_keys, changes_on_resume, free_on_resume
+from grmpipe.config.roles import Roles, resolve_roles
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from scheduler.placement import place
+
+ROOT = Path(__file__).parents[3]
+TWO_MODELS = ("+grm@grms.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak")
+MIXED = ("reward=mix", "reward.mix={judge: 0.7, second: 0.3}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def conf() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield
+
+
+def built(*overrides: str) -> RunConfig:
+    return build(compose("config", list(overrides)))
+
+
+def refused(*overrides: str) -> str:
+    try:
+        built(*overrides)
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return explain(error)
+    raise AssertionError(f"{overrides} is accepted")
+
+
+def roles_of(config: RunConfig) -> Roles:
+    return resolve_roles(config, place(config.placement, config.roles, config.served, config.learners))
+
+
+def test_a_run_with_one_judge_needs_no_names() -> None:
+    config = built()
+    assert (list(config.judging.judges), config.judging.roles, config.served) == (
+        ["judge"],
+        ("grm",),
+        ("policy", "grm"),
+    )
+
+
+def test_a_second_judge_and_its_model_come_from_the_same_groups() -> None:
+    config = built(*TWO_MODELS, *MIXED)
+    assert list(config.judging.judges) == ["judge", "second"]
+    assert config.served == ("policy", "grm", "weak")
+    assert config.models["weak"].path == "tiny://weak_grm"
+    assert list(config.judging.asking("weak")) == ["second"]
+
+
+def test_a_model_without_an_engine_of_its_own_has_that_of_all() -> None:
+    config = built(*TWO_MODELS, *MIXED, "engine=vllm", "grm.engine=embedded")
+    assert {role: model.engine for role, model in config.models.items()} == {
+        "policy": "vllm", "grm": "embedded", "weak": "vllm",
+    }  # fmt: skip
+
+
+def test_a_model_without_a_place_shares_that_of_the_first_one() -> None:
+    roles = roles_of(built(*TWO_MODELS, *MIXED))
+    assert roles["weak"].pool == roles["grm"].pool == "judging"
+    alone = roles_of(built(*TWO_MODELS, *MIXED, "+placement.roles={weak: {pool: train}}"))
+    assert (alone["weak"].pool, alone["grm"].pool) == ("train", "judging")
+
+
+def test_a_place_can_be_that_of_another_role_by_interpolation() -> None:
+    config = built(*TWO_MODELS, *MIXED, "+placement.roles.weak=${placement.roles.policy}")
+    assert config.placement.roles["weak"] == config.placement.roles["policy"]
+
+
+def test_two_judges_on_one_model_share_its_engines() -> None:
+    config = built("+judge@judges.second=generative", "judges.second.temperature=0.5", *MIXED)
+    assert config.served == ("policy", "grm")
+    assert list(config.judging.asking("grm")) == ["judge", "second"]
+
+
+def test_a_reward_by_another_judge_leaves_the_first_model_without_a_place() -> None:
+    config = built(*TWO_MODELS, "reward.judge=second")
+    assert config.roles == ("policy", "learner", "weak")
+
+
+def test_every_model_that_judges_may_learn_with_a_learner_of_its_own() -> None:
+    config = built(*TWO_MODELS, *MIXED, "cotrain.enabled=true", "+cotrains={weak: {enabled: true, lr: 1e-4}}")
+    assert config.learners == {"policy": "learner", "grm": "grm_learner", "weak": "weak_learner"}
+    assert roles_of(config)["weak_learner"].pool == roles_of(config)["grm_learner"].pool
+    assert config.trained_grms["weak"].lr == 1e-4
+
+
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    config = built(*TWO_MODELS, *MIXED, "+cotrains={weak: {enabled: true}}")
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert read_yaml(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((*TWO_MODELS[:2], "judges.second.model=wek", *MIXED), "judges.second.model: there is no model 'wek'; type "),
+        (TWO_MODELS, "judges.second: the reward doesn't use it; type reward=mix"),
+        (("+grm@grms.weak=tiny_weak",), "grms.weak: no judge of this run asks it; type judges.<name>.model=weak"),
+        (("+grm@grms.learner=tiny",), "grms.learner: the name is taken"),
+        (("+grm@grms.a_learner=tiny",), "grms.a_learner: the name is taken"),
+        (("+judge@judges.judge=rule",), "judges.judge: the name is taken"),
+        ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "judges.second.parser: boxed can't read the format of"),
+        ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "type judges.second.parser=score_line"),
+        ((*TWO_MODELS, *MIXED, "grms.weak.engine=openai"), "grms.weak.path: tiny://weak_grm is a shipped tiny model"),
+        ((*TWO_MODELS, *MIXED, "grms.weak.engin=vllm"), "unknown key 'grms.weak.engin'; did you mean grms.weak.engine"),
+        ((*TWO_MODELS, *MIXED, "+cotrains={week: {enabled: true}}"), "cotrains.week: there is no model 'week'"),
+        (("reward.judge=second",), "reward: there is no judge or composition 'second'; known: judge"),
+        (("+placement.roles={grmm: {pool: train}}",), "placement.roles.grmm: there is no such role; known: policy,"),
+        ((*TWO_MODELS, *MIXED, "judge=label", "task=train_judge_rft"), "judge.kind: label is for a judge in"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_the_key_of_the_member_and_the_way_out(overrides: tuple[str, ...], message: str) -> None:
+    assert message in refused(*overrides)
+
+
+def test_a_pool_that_does_not_exist_is_named_by_the_role() -> None:
+    config = built(*TWO_MODELS, *MIXED, "+placement.roles={weak: {pool: nowhere}}")
+    with pytest.raises(ValueError, match=r"^placement\.roles\.weak\.pool: unknown pool 'nowhere'"):
+        roles_of(config)
+
+
+def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
+    config = from_values(
+        RunConfig,
+        {
+            "grms": {"weak": {"path": "tiny://weak_grm"}},
+            "judges": {"second": {"model": "weak"}},
+            "reward": {"kind": "mix", "mix": {"judge": 1, "second": 1}},
+            "placement": {
+                "pools": {"train": {"slots": 1}, "judging": {"slots": 2}},
+                "roles": {
+                    "policy": {"pool": "train"}, "learner": {"pool": "train"},
+                    "grm": {"pool": "judging", "slots_per_replica": 2},
+                },
+            },
+        },
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^placement\.roles\.(grm|weak)\.slots_per_replica: .* can't share them"):
+        roles_of(config)
+
+
+def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> None:
+    assert free_on_resume("judges.second.timeout_s") and not free_on_resume("judges.second.template")
+    assert free_on_resume("grms.weak.engine") and not free_on_resume("grms.weak.path")
+    assert free_on_resume("cotrains.weak.lr") and not free_on_resume("cotrains.weak.group_size")
+    assert not free_on_resume("reward.mix.judge") and not free_on_resume("rewards.style.members")
+    old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.timeout_s=100")
+    assert changed_keys(old, new) == []
+    assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.timeout_s"]

@@ -1,0 +1,175 @@
+"""Compositions that contradict themselves or name nobody are refused, with the key and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grmpipe.config.reward import (
+    REWARD_KINDS,
+    RewardConfig,
+    check_rewards,
+    check_sources,
+    judges_of,
+    max_errors,
+    waits_for_siblings,
+)
+
+JUDGES = ("judge", "safety", "short")
+MIX = {"kind": "mix", "mix": {"judge": 0.7, "safety": 0.3}}
+CASCADE: dict[str, Any] = {"kind": "cascade", "first": "short", "then": "judge", "unsure_band": [0.3, 0.7]}
+
+
+def check(reward: dict[str, Any], group_baseline: bool = True, **rewards: dict[str, Any]) -> None:
+    made = {name: RewardConfig(**values) for name, values in rewards.items()}
+    check_rewards(RewardConfig(**reward), made, JUDGES, group_baseline=group_baseline)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {},
+        {"kind": "single", "judge": "safety"},
+        MIX,
+        {"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"},
+        {"kind": "route", "route": {"math": "short"}},
+        {"kind": "jury", "members": ["judge", "safety"], "quorum": 1, "vote": "accuracy"},
+        CASCADE,
+        {"kind": "gate", "gate": "safety", "inner": "judge"},
+    ],
+)
+def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
+    check(reward)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"kind": "mix"}, r"^reward\.mix: names no judge, got None; type 'reward\.mix="),
+        ({"kind": "mix", "mix": {}}, r"^reward\.mix: names no judge"),
+        ({"kind": "mix", "mix": {"judge": 0.0}}, r"^reward\.mix\.judge: a weight must be a number above 0, got 0\.0"),
+        ({"kind": "mix", "mix": {"judge": -1}}, r"^reward\.mix\.judge: a weight"),
+        ({"kind": "mix", "mix": {"judge": float("inf")}}, r"^reward\.mix\.judge: a weight"),
+        ({"kind": "mix", "mix": {"judge": "much"}}, r"^reward\.mix\.judge: a weight .*'much'"),
+        ({"kind": "mix", "mix": {"jugde": 1}}, r"^reward: there is no judge or composition 'jugde'; known: judge, saf"),
+        ({"kind": "single", "judge": "nobody"}, r"^reward: there is no judge .*\+judge@judges\.nobody=pointwise"),
+        ({"kind": "route", "route": []}, r"^reward\.route: names no judge"),
+        ({"kind": "route", "route": {"math": 3}}, r"^reward\.route\.math: must be a name, got 3"),
+        ({"kind": "jury", "members": []}, r"^reward\.members: must be a list of names"),
+        ({"kind": "jury", "members": "judge"}, r"^reward\.members: must be a list of names"),
+        ({"kind": "jury", "members": ["judge", "judge"]}, r"^reward\.members: judge is a member twice"),
+        ({"kind": "jury", "members": ["judge"], "quorum": 2}, r"^reward\.quorum: .*the 1 members.*reward\.quorum=1"),
+        ({"kind": "jury", "members": ["judge"], "quorum": 0}, r"^reward\.quorum: must be at least 1"),
+        ({**CASCADE, "unsure_band": [0.7, 0.3]}, r"^reward\.unsure_band: must be two rewards .*\[0\.3, 0\.7\]'$"),
+        ({**CASCADE, "unsure_band": 0.5}, r"^reward\.unsure_band: must be two rewards"),
+        ({**CASCADE, "unsure_band": None}, r"^reward\.unsure_band: nothing says where short is unsure"),
+        ({**CASCADE, "then": "short"}, r"^reward\.then: is short like first"),
+        ({**CASCADE, "first": None}, r"^reward\.first: names no judge"),
+        ({**CASCADE, "escalate": "rollout"}, r"^reward\.escalate: .* type reward\.escalate=group$"),
+        ({"kind": "gate", "inner": "judge"}, r"^reward\.gate: names no judge; type reward\.gate=judge$"),
+        ({**MIX, "quorum": 1}, r"^reward\.quorum: is for kind=jury, not mix; type reward=jury, or leave out 1$"),
+        ({"mix": {"judge": 1}}, r"^reward\.mix: is for kind=mix, not single; type reward=mix"),
+    ],
+)
+def test_a_composition_that_can_not_work_is_refused(reward: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(reward)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "mixed"}, r"^kind: unknown value 'mixed'; known: single, mix, route, jury, cascade, gate$"),
+        ({"share": 0.0}, r"^share: .*type share="),
+        ({"audit_share": 1.1}, r"^audit_share: .*type audit_share="),
+        ({"floor": -1.0}, r"^floor: rewards are on \[0, 1\]"),
+        ({"min_reward": 2.0}, r"^min_reward: rewards are on"),
+        ({"pass_at": float("nan")}, r"^pass_at: rewards are on"),
+        ({"max_error": 0.0}, r"^max_error: must be above 0"),
+        ({"unsure_above_std": -0.1}, r"^unsure_above_std: must be 0 or more"),
+        ({"vote": "most"}, r"^vote: unknown value 'most'; known: mean, median, majority, accuracy$"),
+    ],
+)
+def test_a_single_bad_value_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**values)
+
+
+def test_compositions_nest_by_name_and_each_judge_is_named_once() -> None:
+    style = RewardConfig(kind="jury", members=["safety", "short"])
+    outer = RewardConfig(kind="mix", mix={"style": 1.0, "judge": 1.0, "safety": 1.0})
+    check_rewards(outer, {"style": style}, JUDGES, group_baseline=True)
+    assert judges_of(outer, {"style": style}) == ("safety", "short", "judge")
+    assert judges_of(RewardConfig(), {"style": style}) == ("judge",)
+
+
+def test_an_error_of_a_nested_composition_names_its_key() -> None:
+    with pytest.raises(ValueError, match=r"^rewards\.style\.members: .*'rewards\.style\.members="):
+        check({}, style={"kind": "jury"})
+    with pytest.raises(ValueError, match=r"^rewards\.style\.mix: .*type \+reward@rewards\.style=mix"):
+        check({}, style={"mix": {"judge": 1}})
+
+
+@pytest.mark.parametrize("inner", ["a", "b"])
+def test_a_circle_of_names_is_refused(inner: str) -> None:
+    circle = {"a": {"judge": inner}, "b": {"judge": "a"}}
+    with pytest.raises(ValueError, match=r"^rewards\.a: names itself \(a -> "):
+        check({}, **circle)
+
+
+def test_a_name_is_a_judge_or_a_composition_but_not_both() -> None:
+    with pytest.raises(ValueError, match=r"^rewards\.safety: there is a judge of this name"):
+        check({}, safety=MIX)
+
+
+def test_rewards_normalised_by_their_group_enter_no_other_composition() -> None:
+    normalised = {**MIX, "normalise": "group_std"}
+    check({"kind": "route", "route": {"math": "inner"}, "default": "judge"}, inner=normalised)
+    check({"judge": "inner"}, inner=normalised)
+    gate = {"kind": "gate", "gate": "safety", "inner": "inner"}
+    with pytest.raises(ValueError, match=r"^rewards\.inner\.normalise: .* which gate needs; .*=none$"):
+        check(gate, inner=normalised)
+    with pytest.raises(ValueError, match=r"which gate needs"):
+        check({**gate, "inner": "between"}, between={"judge": "inner"}, inner=normalised)
+
+
+def test_accuracy_is_known_of_judges_only() -> None:
+    jury = {"kind": "jury", "members": ["judge", "style"], "vote": "accuracy"}
+    with pytest.raises(ValueError, match=r"^reward\.vote: accuracy is measured judge by judge, and style is a comp"):
+        check(jury, style=MIX)
+
+
+def test_single_rollouts_are_escalated_where_no_baseline_compares_them() -> None:
+    check({**CASCADE, "escalate": "rollout"}, group_baseline=False)
+
+
+def test_a_source_that_nobody_judges_is_refused() -> None:
+    route = RewardConfig(kind="route", route={"math": "judge"})
+    check_sources(route, {}, {"math"})
+    check_sources(RewardConfig(kind="route", route={"math": "judge"}, default="short"), {}, {"math", "chat"})
+    with pytest.raises(ValueError, match=r"^reward\.route: .* the source 'chat'; add it, or type reward\.default="):
+        check_sources(route, {}, {"math", "chat"})
+    with pytest.raises(ValueError, match=r"^rewards\.by_source\.route: "):
+        check_sources(RewardConfig(judge="by_source"), {"by_source": route}, {"chat"})
+    check_sources(RewardConfig(), {"by_source": route}, {"chat"})
+
+
+def test_only_compositions_in_use_wait_for_siblings() -> None:
+    cascade = RewardConfig(**CASCADE)
+    assert waits_for_siblings(cascade, {})
+    assert waits_for_siblings(RewardConfig(judge="inner"), {"inner": cascade})
+    assert not waits_for_siblings(RewardConfig(), {"inner": cascade})
+    assert not waits_for_siblings(RewardConfig(**{**CASCADE, "escalate": "rollout"}), {})
+
+
+def test_the_alarms_limits_are_those_of_the_cascades_in_use() -> None:
+    cascade = RewardConfig(**CASCADE, max_error=0.2)
+    assert max_errors(cascade, {"unused": RewardConfig(**CASCADE)}) == {"reward": 0.2}
+    assert max_errors(RewardConfig(judge="both"), {"both": cascade}) == {"both": 0.2}
+    assert max_errors(RewardConfig(), {"unused": cascade}) == {}
+
+
+def test_every_key_belongs_to_a_kind() -> None:
+    keys = {key for kind in REWARD_KINDS.values() for key in kind.keys}
+    assert keys == set(RewardConfig.__dataclass_fields__) - {"kind"}

@@ -1,0 +1,205 @@
+"""A cascade asks the better judge where the first is unsure, within its share, and measures what that costs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from grmpipe.judge.composition.cascade import Audit, ShareBound
+from grmpipe.judge.composition.cascade_counts import CascadeAlarm, CascadeCounts
+from grmpipe.types import CascadeTally, Failed, Verdict
+
+CASCADE: dict[str, Any] = {"kind": "cascade", "first": "cheap", "then": "good", "unsure_band": [0.4, 0.6]}
+ALL = {**CASCADE, "share": 1.0, "audit_share": 1e-9}
+SURE, UNSURE = 0.9, 0.5
+
+
+def unsure_of(*siblings: int) -> Any:
+    return lambda group, sibling: UNSURE if sibling in siblings else SURE
+
+
+def good(group: str, sibling: int) -> float:
+    return 0.2
+
+
+def tallies(reports: dict[int, Any]) -> list[CascadeTally]:
+    return [tally for report in reports.values() for tally in report.cascades]
+
+
+def test_a_sure_group_keeps_its_cheap_verdicts(court: Any) -> None:
+    table = court.composed(ALL, {"cheap": unsure_of(), "good": good})
+    reports = table.reports()
+    assert [court.outcome_of(report) for report in reports.values()] == [SURE] * 4
+    assert not table.judges["good"].asked
+    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4)]
+
+
+def test_one_unsure_sibling_escalates_its_whole_group(court: Any) -> None:
+    table = court.composed(ALL, {"cheap": unsure_of(2), "good": good}, delays=4)
+    reports = table.reports()
+    assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
+    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4, unsure=1, escalated=4)]
+    assert all(set(report.by_judge) == {"cheap", "good"} for report in reports.values())
+
+
+def test_single_rollouts_are_escalated_if_asked_for(court: Any) -> None:
+    table = court.composed({**ALL, "escalate": "rollout"}, {"cheap": unsure_of(2), "good": good})
+    assert table.outcomes() == [SURE, SURE, 0.2, SURE]
+    assert table.asked("good") == [2]
+
+
+def test_votes_that_spread_are_unsure(court: Any) -> None:
+    spread = {**ALL, "unsure_band": None, "unsure_above_std": 0.3, "escalate": "rollout"}
+    votes = {0: (0.9, 0.9), 1: (0.5, 1.0), 2: (0.2, 1.0), 3: (0.0, 1.0)}
+    table = court.composed(spread, {"cheap": lambda group, sibling: votes[sibling], "good": good})
+    table.outcomes()
+    assert table.asked("good") == [2, 3], "population standard deviations 0, 0.25, 0.4, 0.5"
+
+
+@pytest.mark.parametrize(("cause", "asked"), [("undecided", [1]), ("unparseable", [])])
+def test_an_abstention_is_doubt_and_another_failure_is_not(court: Any, cause: Any, asked: list[int]) -> None:
+    failed = Failed(stage="judge", cause=cause, attempts=1, detail="?")
+    cheap = lambda group, sibling: failed if sibling == 1 else SURE  # noqa: E731
+    table = court.composed({**ALL, "escalate": "rollout"}, {"cheap": cheap, "good": good})
+    assert table.outcomes() == [SURE, 0.2 if asked else cause, SURE, SURE]
+    assert table.asked("good") == asked
+
+
+def test_the_cheap_verdict_never_stands_in_for_a_good_one_that_failed(court: Any) -> None:
+    fails = lambda group, sibling: court.refused if sibling == 1 else 0.2  # noqa: E731
+    assert court.composed(ALL, {"cheap": unsure_of(2), "good": fails}).outcomes() == [0.2, "refused", 0.2, 0.2]
+    audited = court.composed({**ALL, "audit_share": 1.0}, {"cheap": unsure_of(), "good": fails})
+    assert audited.outcomes() == [0.2, "refused", 0.2, 0.2]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.7, 1.0])
+def test_no_more_than_its_share_is_escalated_at_any_time(share: float) -> None:
+    draw, bound = random.Random(share), ShareBound(share)
+    decided = escalated = 0
+    for _ in range(500):
+        size = draw.choice([1, 4, 8])
+        decided += size
+        escalated += size * bound.decided(size, wanted=draw.random() < 0.8)
+        assert escalated <= share * decided
+    assert escalated >= min(share, 0.8) * decided - 40, "what may be escalated is"
+
+
+def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counted(court: Any) -> None:
+    table = court.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
+    found = [tallies(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
+    assert [tally.escalated for (tally,) in found] == [0, 4, 0, 4]
+    assert all(tally.unsure == 4 for (tally,) in found)
+
+
+def test_the_same_groups_are_audited_in_every_run_of_a_seed() -> None:
+    names = [f"g{number:06d}" for number in range(4000)]
+    taken = [name for name in names if Audit(share=0.1, seed=3).takes("reward", name)]
+    assert len(taken) == pytest.approx(400, rel=0.2)
+    assert [name for name in names if Audit(share=0.1, seed=3).takes("reward", f"{name}~2")] == taken
+    assert [name for name in names if Audit(share=0.1, seed=4).takes("reward", name)] != taken
+
+
+@pytest.mark.parametrize("escalate", ["group", "rollout"])
+def test_the_audit_estimates_the_true_error_of_sure_verdicts(court: Any, escalate: str) -> None:
+    """Noise that siblings share is in the estimate's standard error: the truth is within three of them."""
+    draw = random.Random(5)
+    groups = [f"g{number:06d}" for number in range(300)]
+    shared = {group: draw.uniform(-0.2, 0.2) for group in groups}
+    truth = {
+        (group, sibling): 0.75 + shared[group] + draw.uniform(-0.05, 0.05) for group in groups for sibling in range(4)
+    }
+    table = court.composed(
+        {**CASCADE, "share": 1.0, "audit_share": 0.3, "escalate": escalate, "pass_at": 0.7},
+        {"cheap": lambda group, sibling: 0.75, "good": lambda group, sibling: truth[group, sibling]},
+        seed=1,
+    )
+    counts, by_group = CascadeCounts(), []
+    for group in groups:
+        for tally in tallies(table.reports(group_id=group)):
+            counts.count(tally)
+            by_group += [tally.error / tally.audited] if tally.audited else []
+    errors = [abs(good - 0.75) for good in truth.values()]
+    assert counts.rollouts == 1200 and counts.escalated == 0
+    assert counts.audited == pytest.approx(360, rel=0.25)
+    assert counts.mean_error is not None and counts.standard_error is not None
+    assert abs(counts.mean_error - statistics.fmean(errors)) < 3 * counts.standard_error
+    assert counts.standard_error == pytest.approx(statistics.stdev(by_group) / len(by_group) ** 0.5, rel=1e-6)
+    assert counts.flipped_share == pytest.approx(statistics.fmean(good < 0.7 for good in truth.values()), abs=0.1)
+
+
+def test_an_audited_group_trains_on_the_good_verdict_and_is_told_once(court: Any) -> None:
+    table = court.composed({**ALL, "audit_share": 1.0, "pass_at": 0.5}, {"cheap": unsure_of(), "good": good}, delays=9)
+    reports = table.reports()
+    assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
+    decided, audited = tallies(reports)
+    assert decided == CascadeTally(cascade="reward", rollouts=4)
+    assert (audited.audited, audited.flipped) == (4, 4)
+    assert audited.error == pytest.approx(4 * 0.7)
+
+
+def test_only_siblings_with_both_verdicts_are_in_an_audit(court: Any) -> None:
+    cheap = lambda group, sibling: court.refused if sibling == 0 else SURE  # noqa: E731
+    fails = lambda group, sibling: court.refused if sibling == 1 else 0.2  # noqa: E731
+    table = court.composed({**ALL, "audit_share": 1.0}, {"cheap": cheap, "good": fails})
+    reports = table.reports()
+    assert [court.outcome_of(report) for report in reports.values()] == [0.2, "refused", 0.2, 0.2]
+    assert [tally.audited for tally in tallies(reports)] == [0, 2]
+
+
+def test_a_route_to_another_judge_lets_no_cascade_decide(court: Any) -> None:
+    table = court.composed(
+        {"kind": "route", "route": {"math": "both"}, "default": "cheap"},
+        {"cheap": unsure_of(0), "good": good},
+        rewards={"both": ALL},
+    )
+    assert tallies(table.reports(source="chat")) == []
+    assert [tally.cascade for tally in tallies(table.reports(source="math"))] == ["both"]
+
+
+def test_cascades_nest(court: Any) -> None:
+    table = court.composed(
+        {**ALL, "then": "later"},
+        {"cheap": unsure_of(0), "good": lambda group, sibling: 0.45, "best": lambda group, sibling: 0.1},
+        rewards={"later": {**ALL, "first": "good", "then": "best"}},
+    )
+    reports = table.reports()
+    assert [court.outcome_of(report) for report in reports.values()] == [0.1] * 4
+    assert isinstance(reports[0].verdict, Verdict)
+    assert {tally.cascade: tally.escalated for tally in tallies(reports)} == {"reward": 4, "later": 4}
+
+
+# -- the alarm -------------------------------------------------------------------------------------------------------
+
+
+def audits(errors: list[float]) -> CascadeCounts:
+    counts = CascadeCounts()
+    for error in errors:
+        counts.count(CascadeTally(cascade="reward", audited=4, error=4 * error, flipped=1))
+    return counts
+
+
+def test_the_alarm_needs_an_error_that_is_surely_above_its_limit() -> None:
+    alarm = CascadeAlarm({"reward": 0.1})
+    assert alarm.check({"reward": audits([0.2] * 9)}) == [], "too few audits"
+    assert alarm.check({"reward": audits([0.0, 0.25] * 8)}) == [], "the mean is above, but not surely"
+    (text,) = alarm.check({"reward": audits([0.2, 0.3] * 8)})
+    assert "cascade reward" in text and "0.250 on average" in text and "25%" in text
+    assert alarm.check({"reward": audits([0.2, 0.3] * 9)}) == [], "it was said"
+    assert alarm.metrics() == {"alarm/cascade": 1.0}
+    assert alarm.check({"reward": audits([0.0] * 20)}) == []
+    assert alarm.metrics() == {"alarm/cascade": 0.0}
+    assert len(alarm.check({"reward": audits([0.3] * 20)})) == 1, "it is news again"
+
+
+def test_without_a_cascade_there_is_no_alarm() -> None:
+    assert CascadeAlarm({}).metrics() == {}
+
+
+def test_counts_add_up() -> None:
+    both, first, second = audits([0.125, 0.25, 0.5]), audits([0.125]), audits([0.25, 0.5])
+    first.add(second)
+    assert first == both
+    assert CascadeCounts().mean_error is None and audits([0.1]).standard_error is None

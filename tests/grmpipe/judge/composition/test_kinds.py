@@ -1,0 +1,229 @@
+"""Every kind of composition: its reward by its formula's own numbers, and what a failure does to it."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.reward import RewardConfig
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.types import Failed, Verdict
+
+LADDER = (0.1, 0.4, 0.6, 0.9)
+
+
+def ladder(group: str, sibling: int) -> float:
+    return LADDER[sibling]
+
+
+def always(reward: float) -> Any:
+    return lambda group, sibling: reward
+
+
+def failing(court: Any, *siblings: int, otherwise: float = 0.5) -> Any:
+    return lambda group, sibling: court.refused if sibling in siblings else otherwise
+
+
+def verdict_of(report: Any) -> Verdict:
+    assert isinstance(report.verdict, Verdict)
+    return report.verdict
+
+
+def test_a_single_judge_is_the_judge_itself() -> None:
+    judges = {"judge": PointwiseAdapter(RuleJudge("exact_answer")), "other": PointwiseAdapter(RuleJudge("math_verify"))}
+    configs = dict.fromkeys(judges, JudgeConfig(kind="rule"))
+    assert compose_judge(RewardConfig(), {}, judges, configs, 0) is judges["judge"]
+    assert compose_judge(RewardConfig(judge="other"), {}, judges, configs, 0) is judges["other"]
+    named = {"alias": RewardConfig(judge="other")}
+    assert compose_judge(RewardConfig(judge="alias"), named, judges, configs, 0) is judges["other"]
+
+
+# -- mix -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(court: Any) -> None:
+    table = court.composed(
+        {"kind": "mix", "mix": {"judge": 3, "safety": 1}},
+        {"judge": ladder, "safety": lambda group, sibling: (0.0, 1.0)},
+        scales={"judge": Scale(low=0, high=5), "safety": Scale(low=1, high=100)},
+    )
+    reports = table.reports()
+    for sibling, report in reports.items():
+        verdict = verdict_of(report)
+        assert verdict.outcome == pytest.approx(0.75 * LADDER[sibling] + 0.25 * 0.5)
+        assert verdict.score == pytest.approx(5 * verdict.outcome)
+        assert verdict.score_std == pytest.approx(5 * 0.25 * 0.5)
+        assert verdict.breakdown == {"judge": pytest.approx(LADDER[sibling]), "safety": pytest.approx(0.5)}
+        assert verdict.num_judgements == 1 + 2
+
+
+@pytest.mark.parametrize("weight", [1e-6, 1e6])
+def test_a_failed_component_is_never_weighted_away(court: Any, weight: float) -> None:
+    judges = {"judge": ladder, "safety": failing(court, 2)}
+    table = court.composed({"kind": "mix", "mix": {"judge": 1, "safety": weight}}, judges)
+    reports = table.reports()
+    assert reports[2].verdict == Failed(stage="judge", cause="refused", attempts=0, detail="safety: won't")
+    assert len(reports[2].judgements) == 1 and len(reports[2].failures) == 1, "the evidence of both is kept"
+    assert all(isinstance(reports[sibling].verdict, Verdict) for sibling in (0, 1, 3))
+
+
+def test_group_std_weighs_each_component_by_its_own_group(court: Any) -> None:
+    """GDPO: sum of w (r - mean) / std; the judge that never varies gives 0; the score stays the plain mean."""
+    table = court.composed(
+        {"kind": "mix", "mix": {"judge": 3, "flat": 1}, "normalise": "group_std"},
+        {"judge": ladder, "flat": always(0.8)},
+        delays=1,
+    )
+    mean, std = statistics.fmean(LADDER), statistics.stdev(LADDER)
+    for sibling, report in table.reports().items():
+        verdict = verdict_of(report)
+        assert verdict.outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
+        assert verdict.score == pytest.approx(1 + 9 * (0.75 * LADDER[sibling] + 0.25 * 0.8))
+
+
+def test_group_std_leaves_failed_siblings_out_of_every_mean(court: Any) -> None:
+    """The others' rewards are those of a group without the failed sibling, whatever its other components gave."""
+    mix = {"kind": "mix", "mix": {"judge": 1, "other": 2}, "normalise": "group_std"}
+
+    def rewards(of_failed: float) -> list[float | str]:
+        judge = lambda group, sibling: of_failed if sibling == 3 else LADDER[sibling]  # noqa: E731
+        other = lambda group, sibling: court.refused if sibling == 3 else LADDER[sibling] ** 2  # noqa: E731
+        return court.composed(mix, {"judge": judge, "other": other}).outcomes()
+
+    three = court.composed(mix, {"judge": ladder, "other": lambda group, sibling: LADDER[sibling] ** 2}).outcomes(3)
+    assert rewards(0.0) == rewards(1.0) == [*three, "refused"]
+
+
+def test_group_std_of_one_response_is_zero(court: Any) -> None:
+    table = court.composed({"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}, {"judge": ladder})
+    (report,) = table.reports(1).values()
+    assert (verdict_of(report).outcome, verdict_of(report).score) == (0.0, pytest.approx(1 + 9 * 0.1))
+
+
+# -- route -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_route_asks_only_the_judge_of_the_prompts_source(court: Any) -> None:
+    route = {"kind": "route", "route": {"math": "steps"}, "default": "judge"}
+    table = court.composed(route, {"judge": always(0.2), "steps": always(0.7)})
+    assert table.outcomes(source="math") == [0.7] * 4
+    assert not table.judges["judge"].asked
+    assert table.outcomes(source="chat") == [0.2] * 4
+    assert len(table.judges["steps"].asked) == 4
+
+
+def test_a_source_that_nobody_judges_fails_at_once(court: Any) -> None:
+    table = court.composed({"kind": "route", "route": {"math": "judge"}}, {"judge": ladder})
+    reports = table.reports(source="chat")
+    assert [court.outcome_of(report) for report in reports.values()] == ["refused"] * 4
+    assert "chat" in reports[0].verdict.detail
+    assert not table.judges["judge"].asked
+
+
+# -- jury ------------------------------------------------------------------------------------------------------------
+
+MEMBERS = {"a": always(0.1), "b": always(0.6), "c": always(0.9)}
+
+
+@pytest.mark.parametrize(
+    ("vote", "reward"), [("mean", 1.6 / 3), ("median", 0.6), ("majority", 1.0), ("accuracy", 1.6 / 3)]
+)
+def test_a_jury_votes(court: Any, vote: str, reward: float) -> None:
+    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": vote}, MEMBERS)
+    (report, *_) = table.reports().values()
+    assert verdict_of(report).outcome == pytest.approx(reward)
+    assert verdict_of(report).score_std == pytest.approx(9 * statistics.pstdev([0.1, 0.6, 0.9]))
+
+
+@pytest.mark.parametrize(("pass_at", "reward"), [(0.05, 1.0), (0.5, 1.0), (0.7, 0.0), (0.9, 0.0)])
+def test_a_majority_counts_passes_from_the_bound_on(court: Any, pass_at: float, reward: float) -> None:
+    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": "majority", "pass_at": pass_at}, MEMBERS)
+    assert table.outcomes(1) == [reward]
+
+
+def test_a_tied_majority_is_one_half(court: Any) -> None:
+    assert court.composed({"kind": "jury", "members": ["a", "c"], "vote": "majority"}, MEMBERS).outcomes(1) == [0.5]
+
+
+def test_members_are_weighted_by_how_often_they_were_right(court: Any) -> None:
+    skill = MeasuredSkill()
+    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": "accuracy"}, MEMBERS, skill=skill)
+    skill.measured({"a": 0.5, "b": 0.75})
+    assert table.outcomes(1) == [round(1.6 / 3, 9)], "one member isn't measured: all weigh the same"
+    skill.measured({"c": 1.0})
+    assert table.outcomes(1) == [round((0.5 * 0.6 + 1.0 * 0.9) / 1.5, 9)]
+    skill.measured({"b": 0.2, "c": 0.3})
+    assert table.outcomes(1) == [round(1.6 / 3, 9)], "nobody is better than a coin: all weigh the same"
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_jury_does_without_members_down_to_its_quorum_and_says_so(court: Any, missing: int) -> None:
+    names = list(MEMBERS)
+    members = {name: failing(court, 0) if index < missing else MEMBERS[name] for index, name in enumerate(names)}
+    reports = court.composed({"kind": "jury", "members": names, "quorum": 2}, members).reports(1)
+    if missing > 1:
+        assert reports[0].verdict.cause == "refused"
+        assert f"{3 - missing} of 3 members gave a verdict, the quorum is 2; a: won't" in reports[0].verdict.detail
+    else:
+        answered = [0.1, 0.6, 0.9][missing:]
+        assert verdict_of(reports[0]).outcome == pytest.approx(statistics.fmean(answered))
+        assert verdict_of(reports[0]).absent == tuple(names[:missing])
+
+
+def test_without_a_quorum_all_members_must_answer(court: Any) -> None:
+    table = court.composed({"kind": "jury", "members": ["a", "b"]}, {"a": failing(court, 1), "b": always(0.5)})
+    assert table.outcomes() == [0.5, "refused", 0.5, 0.5]
+
+
+# -- gate ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_veto_gives_the_floor_and_saves_the_inner_judge(court: Any) -> None:
+    gate = {"kind": "gate", "gate": "safety", "inner": "judge", "min_reward": 0.4, "floor": 0.05}
+    table = court.composed(gate, {"safety": ladder, "judge": always(0.7)}, delays=3)
+    assert table.outcomes() == [0.05, 0.7, 0.7, 0.7]
+    assert table.asked("judge") == [1, 2, 3]
+
+
+def test_a_failed_gate_is_a_failure_and_not_a_veto(court: Any) -> None:
+    gate = {"kind": "gate", "gate": "safety", "inner": "judge"}
+    table = court.composed(gate, {"safety": failing(court, 1, otherwise=0.9), "judge": failing(court, 2)})
+    assert table.outcomes() == [0.5, "refused", "refused", 0.5]
+    assert table.asked("judge") == [0, 2, 3]
+
+
+# -- nested ----------------------------------------------------------------------------------------------------------
+
+
+def test_compositions_nest_and_every_part_is_told(court: Any) -> None:
+    table = court.composed(
+        {"kind": "gate", "gate": "safety", "inner": "both"},
+        {"safety": always(0.8), "judge": always(0.2), **MEMBERS},
+        rewards={
+            "both": {"kind": "mix", "mix": {"style": 1, "judge": 1}},
+            "style": {"kind": "jury", "members": list(MEMBERS), "vote": "median"},
+        },
+    )
+    (report, *_) = table.reports().values()
+    assert verdict_of(report).outcome == pytest.approx((0.6 + 0.2) / 2)
+    assert verdict_of(report).breakdown == {
+        "safety": pytest.approx(0.8), "both": pytest.approx(0.4), "style": pytest.approx(0.6),
+        "a": pytest.approx(0.1), "b": pytest.approx(0.6), "c": pytest.approx(0.9), "judge": pytest.approx(0.2),
+    }  # fmt: skip
+    assert set(report.by_judge) == {"safety", "judge", *MEMBERS}
+
+
+def test_a_judge_that_is_named_twice_is_asked_once(court: Any) -> None:
+    table = court.composed(
+        {"kind": "mix", "mix": {"judge": 1, "style": 1}},
+        {"judge": ladder, "a": always(0.5)},
+        rewards={"style": {"kind": "jury", "members": ["a", "judge"]}},
+    )
+    assert table.outcomes() == [round((reward + (reward + 0.5) / 2) / 2, 9) for reward in LADDER]
+    assert table.asked("judge") == [0, 1, 2, 3]
