@@ -5,9 +5,13 @@ Every refusal is a ConfigError that names the key and what to type.
 
 from __future__ import annotations
 
+import logging
+
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
@@ -15,6 +19,7 @@ def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: M
     model that isn't here.
     """
     if judge.thinking_tokens is None:
+        warn_of_long_thoughts(key, judge, role, grm)
         return
     if role.engine.endpoint is not None:
         raise ConfigError(
@@ -37,6 +42,18 @@ def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: M
             f"{key}.thinking_tokens=null"
         )
     check_room(key, judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
+
+
+def warn_of_long_thoughts(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Say that a model may think without an end: what reaches `max_new_tokens` is no verdict."""
+    markers = None if grm is None else grm.renderer.thinking
+    if markers is None or markers.is_off:
+        return
+    log.warning(
+        "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
+        "%s.thinking_tokens ends long thoughts, %s.chat_template_kwargs.enable_thinking=false all of them if its template knows that",
+        role.key, key, judge.max_new_tokens, key, role.key,
+    )  # fmt: skip
 
 
 def check_room(key: str, judge: JudgeConfig, num_inserted: int) -> None:

@@ -38,15 +38,22 @@ def test_declared_markers_or_a_template_of_a_reasoning_model_will_do() -> None:
         {"chat_template": str(TEMPLATES / "qwen3.jinja")},
         {"chat_template": str(TEMPLATES / "deepseek_r1.jinja")},
     ):
-        found = prepared(grm).grm
-        assert found is not None and found.renderer.thinking is not None
-        assert found.renderer.thinking.in_prompt == ("deepseek" in str(grm))
+        markers = prepared(grm).model["grm"].renderer.thinking
+        assert markers is not None and markers.in_prompt == ("deepseek" in str(grm))
 
 
 def test_a_template_that_thinks_no_thoughts_is_told_how_to_think() -> None:
     silent = {"chat_template": str(TEMPLATES / "qwen3.jinja"), "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ConfigError, match=r"^judge\.thinking_tokens: .* type grm\.chat_template_kwargs\.enable_think"):
         prepared(silent)
+
+
+def test_a_judge_that_may_think_without_a_budget_is_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None)
+    assert "grm may think before its verdict" in caplog.text and "judge.thinking_tokens ends" in caplog.text
+    caplog.clear()
+    prepared({}, thinking_tokens=None)
+    assert "may think" not in caplog.text
 
 
 def test_the_end_of_a_thought_must_leave_room_for_a_verdict() -> None:
