@@ -51,7 +51,8 @@ def warn_of_long_thoughts(key: str, judge: JudgeConfig, role: ServedRole, grm: M
         return
     log.warning(
         "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
-        "%s.thinking_tokens ends long thoughts, %s.chat_template_kwargs.enable_thinking=false all of them if its template knows that",
+        "%s.thinking_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if its "
+        "chat template knows that",
         role.key, key, judge.max_new_tokens, key, role.key,
     )  # fmt: skip
 
