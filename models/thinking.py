@@ -62,7 +62,8 @@ class ThinkingMarkers:
             line = text[text.rfind("\n", 0, place) + 1 : place]
             if not line.lstrip(BLANK).startswith(QUOTES):
                 return Thought(num_chars=place + len(self.close))
-            place = text.find(self.close, place + 1)
+            next_line = text.find("\n", place)
+            place = text.find(self.close, next_line) if next_line >= 0 else -1
         return Thought(num_chars=len(text), is_open=True)
 
     def end_of_thought(self, answer_start: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,12 @@ def test_markers_are_found_declared_or_none() -> None:
 def test_markers_are_two_different_texts_or_none(markers: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^thinking_markers: expected .* type thinking_markers="):
         ModelConfig(thinking_markers=markers)
+
+
+@pytest.mark.parametrize("filling", ["</think>", "> </think>", "\n> </think>", "<think>", " \n", "> "])
+def test_a_thought_is_found_in_linear_time(filling: str) -> None:
+    started_s = time.perf_counter()
+    for text in (filling * 20_000, "<think>" + filling * 20_000, "<think>\n> " + filling * 20_000):
+        THINK.thought_in(text)
+        IN_PROMPT.thought_in(text)
+    assert time.perf_counter() - started_s < 0.5
