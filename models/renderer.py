@@ -127,8 +127,15 @@ class Renderer:
     def thinking(self) -> ThinkingMarkers | None:
         """The markers around the model's thoughts. None if it has none."""
         added = {token.content: token_id for token_id, token in self.tokenizer.added_tokens_decoder.items()}
-        template, generation_prompt = self.tokenizer.get_chat_template(), self._split_template(("user",))[-1]
-        return markers_of(self._thinking_markers, added.get, template, generation_prompt)
+        template = self.tokenizer.get_chat_template()
+        return markers_of(self._thinking_markers, added.get, template, self._generation_prompt())
+
+    def _generation_prompt(self) -> str:
+        """What the template writes before an answer. Some templates want a system message, others take none."""
+        try:
+            return self._split_template(("user",))[-1]
+        except ValueError:
+            return self._split_template(("system", "user"))[-1]
 
     def with_thought(self, completion: Completion) -> Completion:
         """The completion with its thought marked."""

@@ -143,3 +143,11 @@ def test_a_thought_is_found_in_linear_time(filling: str) -> None:
         THINK.thought_in(text)
         IN_PROMPT.thought_in(text)
     assert time.perf_counter() - started_s < 0.5
+
+
+def test_markers_are_found_where_a_template_wants_a_system_message() -> None:
+    tokenizer = tokenizer_with("<think>", "</think>")
+    wants = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    tokenizer.chat_template = wants + (TEMPLATES / "deepseek_r1.jinja").read_text(encoding="utf-8")
+    found = renderer_of(tokenizer).thinking
+    assert found is not None and found.in_prompt
