@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
-# Two workers, a file each, in the order of the tree: the long whole runs come first.
+# Two workers, a file each (or those that tests/conftest.py names), in the order of the tree: the whole runs come first.
 GATE = -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang and not long"
 
 test: lint

@@ -28,6 +28,35 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
 
 
+# Files whose tests run in one worker: what they share is started once, vLLM with its engines or the process that forks.
+ONE_WORKER = {
+    "vllm": ("tests/flow/test_vllm_run.py", "tests/models/engines/contract/", "tests/models/engines/vllm/"),
+    "forks": (
+        "tests/flow/test_bad_input.py", "tests/flow/test_plan_of_a_run.py", "tests/flow/test_resume.py",
+        "tests/grmpipe/test_tasks.py", "tests/grmpipe/train/", "tests/models/lm/test_scalar_head.py",
+        "tests/models/test_rendezvous.py",
+    ),
+}  # fmt: skip
+
+
+def worker_scope(nodeid: str) -> str:
+    """The file of a test, or the name of the files that share something."""
+    file = nodeid.split("::")[0]
+    return next((name for name, files in ONE_WORKER.items() if file.startswith(files)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist loadfile`, but for those files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadShared(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_scope(nodeid)
+
+    return LoadShared(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Report in one line how many tests were skipped, and why."""
     reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", []))

@@ -13,7 +13,7 @@ from grmpipe.config.judge_protocols import (
     JudgeProtocol,
     protocol_named,
 )
-from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
+from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from models.types import ThinkingBudget
 
 KINDS = ("generative", "rule", "label", "custom")
@@ -75,10 +75,10 @@ class JudgeConfig:
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
     # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, shared_principles,
-    # listwise_shared_principles, or the path of a Jinja file.
+    # listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a Jinja file.
     template: str = "tiny"
-    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed); or
-    # the dotted path of a Form of your own (grmpipe/judge/forms.py).
+    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
+    # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own (grmpipe/judge/forms.py).
     parser: str = "score_line"
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     score_min: int = 1  # [score] Lowest score of the scale.
@@ -186,10 +186,15 @@ class JudgeConfig:
             raise ValueError(
                 f"parser: {self.parser} can't read the format of template {self.template}; type judge.parser={parser}"
             )
-        if not self.protocol_kind.gives_one_score and self.parser == "score_line":
+        if not self.protocol_kind.gives_one_score and self.parser in ONE_SCORE:
             raise ValueError(
-                f"parser: score_line reads one score, and a {self.protocol} judgement holds several; "
+                f"parser: {self.parser} reads one score, and a {self.protocol} judgement holds several; "
                 "type judge.parser=boxed"
+            )
+        if self.protocol_kind.about != "pair" and self.parser in TWO_SCORES:
+            raise ValueError(
+                f"parser: {self.parser} reads which of two responses is better, and a {self.protocol} judgement isn't "
+                "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
             )
 
     def _check_thinking(self) -> None:

@@ -14,7 +14,23 @@ VOTES = PathTable(
     "judge.vote", ("scores",), "grmpipe.judge.verdict",
     {"mean": "mean", "sum": "mean", "median": "median", "majority": "majority"}, VOTES_WITH_META_RM,
 )  # fmt: skip
-PARSERS = PathTable("judge.parser", (), "grmpipe.judge.forms", {"score_line": "SCORE_LINE", "boxed": "BOXED"})
+PARSERS = PathTable(
+    "judge.parser", (), "grmpipe.judge.forms",
+    {
+        "score_line": "SCORE_LINE", "boxed": "BOXED",
+        "rating": "RATING", "letter": "LETTER", "letter_or_tie": "LETTER_OR_TIE",
+        "answer_letter": "ANSWER_LETTER", "answer_scores": "ANSWER_SCORES",
+        "result": "RESULT", "result_letter": "RESULT_LETTER",
+        "bold_result": "BOLD_RESULT", "bold_result_letter": "BOLD_RESULT_LETTER",
+        "choice_field": "CHOICE_FIELD", "ranking_field": "RANKING_FIELD", "ranking_box": "RANKING_BOX",
+        "overall_boxed": "OVERALL_BOXED",
+    },
+)  # fmt: skip
+ONE_SCORE = ("score_line", "rating", "result", "bold_result", "overall_boxed")  # parsers of one score
+TWO_SCORES = (  # parsers of the better one of two responses
+    "letter", "letter_or_tie", "answer_letter", "result_letter", "bold_result_letter",
+    "choice_field", "ranking_field", "ranking_box",
+)  # fmt: skip
 RULES = PathTable(
     "judge.rule", ("text", "reference"), "grmpipe.judge.rule",
     {"exact_answer": "is_right", "contains_reference": "contains_reference", "math_verify": "means_the_same"},

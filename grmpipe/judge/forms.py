@@ -1,8 +1,8 @@
 r"""The forms of a verdict: lines that end a judgement, as regular expressions. Pure; reads no judgement.
 
 A form accepts what a judge writes when asked for `Score: 7` or `\boxed{7}`: in any case, in Markdown emphasis, as a
-heading or a list item, as `7/10` if 10 is the highest score. A line of a form holds nothing else: a sentence around the
-score could quote the work under judgement.
+heading or a list item, as `7/10` if 10 is the highest score. A line of our own forms holds nothing else: a sentence
+around the score could quote the work under judgement.
 
 The expressions use only what the grammars of vLLM and SGLang support: classes, groups, alternatives, repetition; no
 lookarounds. No two adjacent parts repeat the same characters, so a line is matched in linear time.
@@ -10,7 +10,7 @@ lookarounds. No two adjacent parts repeat the same characters, so a line is matc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.judge import Scale
@@ -22,18 +22,38 @@ MATH_OPENS = r"(?:(?:\$|\$\$|\\\(|\\\[)[ \t]*)?"
 MATH_CLOSES = r"(?:[ \t]*(?:\$|\$\$|\\\)|\\\]))?"
 
 
+def integers(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    return tuple(map(int, found))
+
+
+def decimals(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    return tuple(map(float, found))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A form of the verdict's line.
 
-    line:     makes its pattern from the pattern of one number, the scale, and the number of scores.
-    closings: what may stand alone in one more line without a meaning: the end of displayed mathematics.
-    one_score: whether it holds only one score.
+    line:       makes its pattern from the pattern of one number, the scale, and the number of scores.
+    closings:   lines that may follow without a meaning: the end of displayed mathematics, of a JSON object.
+    num_scores: the scores that it always gives; None: as many as are asked for.
+    lead:       pattern of what may stand before the verdict in its line; empty: nothing.
+    lead_ends_thought: whether the lead is the end of the judge's thinking.
+    halves:     whether numbers may end with .5 or .0.
+    scores_of:  makes the scores from the groups of the pattern.
     """
 
     line: Callable[[str, Scale, int], str]
     closings: tuple[str, ...] = ()
-    one_score: bool = False
+    num_scores: int | None = None
+    lead: str = ""
+    lead_ends_thought: bool = False
+    halves: bool = False
+    scores_of: Callable[[Sequence[str], Scale], tuple[float, ...]] = integers
+
+    def whole_line(self, number: str, scale: Scale, num_scores: int) -> str:
+        """The pattern of the verdict's line, with all that may stand before the verdict."""
+        return rf"{f'(?:{self.lead})?' if self.lead else ''}{self.line(number, scale, num_scores)}"
 
 
 def score_line(number: str, scale: Scale, num_scores: int) -> str:
@@ -61,5 +81,109 @@ def any_case(word: str) -> str:
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
-SCORE_LINE = Form(line=score_line, one_score=True)
+SCORE_LINE = Form(line=score_line, num_scores=1)
 BOXED = Form(line=boxed, closings=("$$", "\\]"))
+
+
+# -- public GRMs -------------------------------------------------------------------------------------------------------
+# Their templates break in the policy's text whatever these forms would read, so prose may stand before a verdict.
+
+PROSE = r"[^<> \t\r\n][^\n]*"  # no quotation, no tag
+PROSE_WITHOUT_BRACKETS = r"(?:[^\[<> \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
+BEFORE_OVERALL = r"(?:[^\\<> \t\r\n][^\\\n]*)?"  # without a box
+AFTER_OVERALL = r"[^\\$\n]{0,32}"
+THOUGHT_AND_ITS_END = r"(?:[^> \t\r\n][^\n]*)?</think>[ \t]*"
+SPACE = r"[ \t]*"
+JSON_ENDS = ("}\n```", "}", "```")  # the longest first
+
+
+def bracketed(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `[[7]]`."""
+    return rf"\[\[{number}\]\]{TAIL}"
+
+
+def bracketed_letter(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `[[A]]` or `[[B]]`."""
+    return rf"\[\[([AB])\]\]{TAIL}"
+
+
+def bracketed_letter_or_tie(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `[[A]]`, `[[B]]`, or `[[C]]` for a tie."""
+    return rf"\[\[([ABC])\]\]{TAIL}"
+
+
+def answer_letter(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `<answer>[[A]]</answer>` or `<answer>[[B]]</answer>`."""
+    return rf"<answer>{SPACE}\[\[([AB])\]\]{SPACE}</answer>"
+
+
+def answer_scores(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `<answer>3</answer><answer>5</answer>`, one answer for each score."""
+    return SPACE.join([rf"<answer>{SPACE}{number}{SPACE}</answer>"] * num_scores)
+
+
+def result(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `[RESULT] 4`."""
+    return rf"\[RESULT\]{SPACE}{number}{TAIL}"
+
+
+def result_letter(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `[RESULT] A` or `[RESULT] B`."""
+    return rf"\[RESULT\]{SPACE}([AB]){TAIL}"
+
+
+def bold_result(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `**Result:** 4`."""
+    return rf"{LEAD}{any_case('result')}{EMPHASIS}:{EMPHASIS}{number}{TAIL}"
+
+
+def bold_result_letter(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `**Result:** A` or `**Result:** B`."""
+    return rf"{LEAD}{any_case('result')}{EMPHASIS}:{EMPHASIS}([AB]){TAIL}"
+
+
+def choice_field(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of the JSON field `"Choice": "Model A"`, alone or as a whole object in one line."""
+    return rf'\{{?{SPACE}"Choice"{SPACE}:{SPACE}"\[?Model ([AB])\]?"{SPACE}\}}?'
+
+
+def ranking_field(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of the JSON field `"ranking": 2`, alone or as the last one of a whole object in one line."""
+    scores = rf'(?:"score_1"{SPACE}:{SPACE}[0-9],{SPACE}"score_2"{SPACE}:{SPACE}[0-9],{SPACE})?'
+    return rf'\{{?{SPACE}{scores}"ranking"{SPACE}:{SPACE}{number}{SPACE}\}}?'
+
+
+def boxed_score(number: str, scale: Scale, num_scores: int) -> str:
+    r"""The pattern of `\boxed{7}`."""
+    return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
+
+
+def overall_boxed(number: str, scale: Scale, num_scores: int) -> str:
+    r"""The pattern of `Overall score: $\boxed{7.5}$`, in any words: boxes of single criteria stand before it."""
+    return rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{boxed_score(number, scale, num_scores)}"
+
+
+def by_letter(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    """The better response gets the highest score and the other one the lowest; in a tie both get the lowest."""
+    return {"A": (scale.high, scale.low), "B": (scale.low, scale.high), "C": (scale.low, scale.low)}[found[0]]
+
+
+def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    """A ranking from low (the first response is much better) to high (the second one is)."""
+    ranking = int(found[0])
+    return (scale.low + scale.high - ranking, ranking)
+
+
+RATING = Form(line=bracketed, lead=PROSE_WITHOUT_BRACKETS, num_scores=1)
+LETTER = Form(line=bracketed_letter, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
+LETTER_OR_TIE = Form(line=bracketed_letter_or_tie, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
+ANSWER_LETTER = Form(line=answer_letter, num_scores=2, scores_of=by_letter)
+ANSWER_SCORES = Form(line=answer_scores, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True)
+RESULT = Form(line=result, lead=PROSE, num_scores=1)
+RESULT_LETTER = Form(line=result_letter, lead=PROSE, num_scores=2, scores_of=by_letter)
+BOLD_RESULT = Form(line=bold_result, num_scores=1)
+BOLD_RESULT_LETTER = Form(line=bold_result_letter, num_scores=2, scores_of=by_letter)
+CHOICE_FIELD = Form(line=choice_field, closings=JSON_ENDS, num_scores=2, scores_of=by_letter)
+RANKING_FIELD = Form(line=ranking_field, closings=JSON_ENDS, num_scores=2, scores_of=by_ranking)
+RANKING_BOX = Form(line=boxed_score, closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking)
+OVERALL_BOXED = Form(line=overall_boxed, num_scores=1, halves=True, scores_of=decimals)

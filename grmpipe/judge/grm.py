@@ -28,7 +28,7 @@ class PromptRenderer(Protocol):
 class GrmPrompt:
     """A prompt for the GRM. `token_ids` are empty if a remote endpoint tokenizes."""
 
-    text: str
+    messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     num_tokens: int
 
@@ -49,7 +49,7 @@ class Grm(Protocol):
         """A text of the policy, escaped as this GRM's prompts need it."""
         ...
 
-    def prompt(self, text: str) -> GrmPrompt: ...
+    def prompt(self, messages: Sequence[Message]) -> GrmPrompt: ...
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         """Context around `ask`: raises TimeoutError after `seconds`, on the GRM's clock."""
@@ -104,9 +104,9 @@ class LocalGrm(MeteredGrm):
     def shown(self, text: str) -> str:
         return text  # our renderer never reads text as markup
 
-    def prompt(self, text: str) -> GrmPrompt:
-        token_ids = self._renderer.render((Message(role="user", content=text),))
-        return GrmPrompt(text=text, token_ids=token_ids, num_tokens=len(token_ids))
+    def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
+        token_ids = self._renderer.render(messages)
+        return GrmPrompt(messages=tuple(messages), token_ids=token_ids, num_tokens=len(token_ids))
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
@@ -142,8 +142,9 @@ class RemoteGrm(MeteredGrm):
     def shown(self, text: str) -> str:
         return self._markup.broken(text)
 
-    def prompt(self, text: str) -> GrmPrompt:
-        return GrmPrompt(text=text, token_ids=(), num_tokens=estimated_tokens(text))
+    def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
+        num_tokens = sum(estimated_tokens(message.content) for message in messages)
+        return GrmPrompt(messages=tuple(messages), token_ids=(), num_tokens=num_tokens)
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(seconds)
@@ -152,7 +153,7 @@ class RemoteGrm(MeteredGrm):
         clock = asyncio.get_running_loop().time
         start_s = clock()
         with self._in_flight():
-            completion = await self._engine.chat((Message(role="user", content=prompt.text),), params, context)
+            completion = await self._engine.chat(prompt.messages, params, context)
         num_tokens = completion.num_tokens
         self._events.span(self.name, context.role, start_s, clock(), request=context.request_id, num_tokens=num_tokens)
         return self._with_thought(completion)

@@ -81,7 +81,7 @@ def question_of(client: GrmClient, judging_task: Prompt) -> GrmQuestion:
         name=judging_task.prompt_id,
         siblings=tuple(range(count)),
         num_scores=count,
-        prompt=client.grm.prompt(judging_task.messages[-1].content),
+        prompt=client.grm.prompt(judging_task.messages),
     )
 
 

@@ -96,8 +96,8 @@ class JudgingTasks:
         return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
     def _asked(self, task_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
-        message = Message(role="user", content=self.template.render(prompt, *texts))
-        return Prompt(prompt_id=task_id, messages=(message,), source=source, reference=label)
+        messages = self.template.render(prompt, *texts)
+        return Prompt(prompt_id=task_id, messages=messages, source=source, reference=label)
 
     def _side(self, right: bool) -> str:
         return f"{'at least' if right else 'below'} {self.labels.pass_score}"
@@ -170,9 +170,9 @@ def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, t
 def hinted(judging_task: Prompt) -> Prompt:
     """The judging task with its label shown, in SPCT's words."""
     assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
-    (message,) = judging_task.messages
+    *before, message = judging_task.messages
     hinted_message = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
-    return dataclasses.replace(judging_task, messages=(hinted_message,))
+    return dataclasses.replace(judging_task, messages=(*before, hinted_message))
 
 
 def hint_of(label: str) -> str:

@@ -13,12 +13,12 @@ BREAK = " "
 
 
 class Markup:
-    """Finds chat markup by regular expressions. Raises ValueError for an expression that doesn't compile."""
+    """Finds chat markup by regular expressions. Raises re.error for an expression that doesn't compile."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         # A lookahead also finds overlapping matches; the group is their first character.
-        self._starts = re.compile(f"(?=(?:{'|'.join(patterns)}))(.)", re.DOTALL) if patterns else None
+        self._starts = re.compile(f"(?=(?:{'|'.join(patterns)}))(?P<first>.)", re.DOTALL) if patterns else None
 
     def broken(self, text: str) -> str:
         """The text with a space after the first character of all that looks like markup."""
-        return text if self._starts is None else self._starts.sub(rf"\1{BREAK}", text)
+        return text if self._starts is None else self._starts.sub(rf"\g<first>{BREAK}", text)

@@ -21,11 +21,12 @@ from grmpipe.types import DataCause
 from models.thinking import KNOWN_MARKERS
 from models.types import Completion
 
-Scores = tuple[int, ...]
+Scores = tuple[float, ...]
 Unparseable = Literal["unparseable"]
 Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
 NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
+HALVES = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[05])?)"
 BLANK = " \t\r"
 THOUGHT_BEGINS, THOUGHT_ENDS = KNOWN_MARKERS[0]  # of a judgement whose thought isn't marked
 
@@ -41,45 +42,43 @@ def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Sc
     """
     if completion.finish_reason == "length":
         return "truncated"
-    return parser(without_thought(completion), num_scores, scale)
+    return parser(in_usual_markers(completion), num_scores, scale)
 
 
-def without_thought(completion: Completion) -> str:
-    """The text with one line in place of its thought, up to the end of the closing marker's line: a verdict has its
-    own.
-    """
+def in_usual_markers(completion: Completion) -> str:
+    """The text with a short thought between the usual markers in place of its own, whatever markers that had."""
     if not completion.thought_chars:
         return completion.text
-    return "...\n" + completion.text[completion.thought_chars :].partition("\n")[2]
+    return f"{THOUGHT_BEGINS}\n...\n{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
 
 
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    if form.one_score and num_scores != 1:
+    if form.num_scores not in (None, num_scores):
         return "unparseable"
     match = line_of(form, scale, num_scores).fullmatch(verdict_line(text, form))
     if match is None:
         return "unparseable"
-    scores = tuple(map(int, match.groups()))
+    scores = form.scores_of(match.groups(), scale)
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
 @functools.lru_cache(maxsize=256)
 def line_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
-    return re.compile(form.line(NUMBER, scale, num_scores))
+    return re.compile(form.whole_line(HALVES if form.halves else NUMBER, scale, num_scores))
 
 
 def verdict_line(text: str, form: Form) -> str:
     """The line where the verdict must be. Empty if there is none: the judge wrote nothing, or only thinking."""
-    lines = [line.strip(BLANK) for line in text.split("\n")]
-    last = last_filled(lines)
-    if last >= 0 and lines[last] in form.closings:
-        last = last_filled(lines[:last])
-    return "" if last < 0 or is_still_thinking(text, lines[:last]) else lines[last]
-
-
-def last_filled(lines: Sequence[str]) -> int:
-    """The index of the last line that isn't blank; -1 if all are blank."""
-    return next((index for index in range(len(lines) - 1, -1, -1) if lines[index]), -1)
+    lines = [line for line in (line.strip(BLANK) for line in text.split("\n")) if line]
+    for closing in form.closings:
+        ends = closing.split("\n")
+        if lines[-len(ends) :] == ends:
+            lines = lines[: -len(ends)]
+            break
+    if not lines:
+        return ""
+    end = len(lines) if form.lead_ends_thought else len(lines) - 1
+    return "" if is_still_thinking(text, lines[:end]) else lines[-1]
 
 
 def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:

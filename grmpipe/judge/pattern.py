@@ -29,10 +29,17 @@ def judgement_pattern(name: str, scale: Scale, num_scores: int = 1, markers: Thi
     prompt has opened must end.
     """
     markers = markers or USUAL
-    verdict = verdict_pattern(name, scale, num_scores)
+    form, verdict = PARSERS.found(name, Form), verdict_pattern(name, scale, num_scores)
     if markers.in_prompt:
-        return rf"{thought(replace(markers, open=''))}{verdict}"
-    return rf"{BLANK_LINES}(?:{thought(markers)}|{no_thought(markers.open)})?{verdict}"
+        markers, begun = replace(markers, open=""), ""
+        whole = rf"{thought(markers)}{verdict}"
+    else:
+        begun = rf"{literal(markers.open)}[^\n]*\n"
+        whole = rf"(?:{thought(markers)}|{no_thought(markers.open)})?{verdict}"
+    if form.lead_ends_thought:
+        line = form.line(scores(scale, form.halves), scale, num_scores)
+        whole = rf"(?:{whole}|{begun}{LINES}{BLANK}{form.lead}{line}{closing_pattern(form)}{BLANK_LINES})"
+    return whole if markers.in_prompt else rf"{BLANK_LINES}{whole}"
 
 
 def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
@@ -42,39 +49,51 @@ def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
 
 def verdict_pattern(name: str, scale: Scale, num_scores: int) -> str:
     form = PARSERS.found(name, Form)
-    closing = rf"(?:{BLANK}\n{BLANK_LINES}(?:{'|'.join(map(literal, form.closings))}))?" if form.closings else ""
-    return rf"{BLANK}{form.line(scores(scale), scale, num_scores)}{closing}{BLANK_LINES}"
+    number = scores(scale, form.halves)
+    return rf"{BLANK}{form.whole_line(number, scale, num_scores)}{closing_pattern(form)}{BLANK_LINES}"
+
+
+def closing_pattern(form: Form) -> str:
+    return f"(?:{'|'.join(map(lines_of, form.closings))})?" if form.closings else ""
+
+
+def lines_of(closing: str) -> str:
+    """The pattern of further lines."""
+    return "".join(rf"{BLANK}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
 
 
 def thought(markers: ThinkingMarkers) -> str:
     """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
-    opening, closing = plain(markers.open), plain(markers.close)
+    opening, closing = literal(markers.open), literal(markers.close)
     first = r"[^\n]*" if opening else OWN
     return rf"{opening}(?:[^\n]*\n{LINES}{OWN}|{first}){closing}[^\n]*\n{LINES}"
 
 
 def no_thought(opening: str) -> str:
     """The pattern of lines that don't begin with thinking."""
-    leaves = [rf"[^{plain(opening[0])} \t\r\n][^\n]*"]
+    leaves = [rf"[^{literal(opening[0])} \t\r\n][^\n]*"]
     for place, character in enumerate(opening[1:], start=1):
-        leaves.append(rf"{plain(opening[:place])}(?:[^{plain(character)}\n][^\n]*)?")
+        leaves.append(rf"{literal(opening[:place])}(?:[^{literal(character)}\n][^\n]*)?")
     return rf"(?:{'|'.join(leaves)})\n{LINES}"
 
 
-def plain(text: str) -> str:
+def literal(text: str) -> str:
     """The pattern of a text itself: only what has a meaning in patterns is escaped."""
     return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
 
 
-def literal(text: str) -> str:
-    return "".join(rf"\{character}" for character in text)
-
-
-def scores(scale: Scale) -> str:
-    """The pattern of all scores of a scale. Raises ValueError if there are too many to list."""
+def scores(scale: Scale, halves: bool = False) -> str:
+    """The pattern of all scores of a scale, with or without halves. Raises ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
             "type judge.structured=false, or a smaller scale (judge.score_min, judge.score_max)"
         )
-    return "(?:" + "|".join(str(score) for score in range(scale.low, scale.high + 1)) + ")"
+    decimals = [half_of(score, scale) if halves else "" for score in range(scale.low, scale.high + 1)]
+    return "(?:" + "|".join(f"{score}{ending}" for score, ending in enumerate(decimals, start=scale.low)) + ")"
+
+
+def half_of(score: int, scale: Scale) -> str:
+    """The pattern of the decimals of a score. A half leads away from zero, and may leave the scale."""
+    leaves = score == (scale.high if score >= 0 else scale.low)
+    return r"(?:\.0)?" if leaves else r"(?:\.[05])?"

@@ -1,29 +1,39 @@
-"""The judge's prompt: a Jinja template, with the work under judgement behind a fence. Knows no tokens and no engine.
+"""The judge's prompt: a Jinja template, with the work under judgement behind a guard. Knows no tokens and no engine.
 
-The fence: every line of the policy's text begins with "> ", whatever kind of line break it follows, so that no text of
-the policy can start a line of the prompt. A template may only print the fenced text, never compute with it: a filter
-could remove the fence. Each of several texts has its own fence. Principles have none: the judge wrote them before there
-was any text of the policy.
+The guard keeps text of the policy from passing for the prompt's own text, or for a verdict if the judge quotes it:
+
+- The fence: every line begins with "> ", whatever kind of line break it follows, so that no text of the policy can
+  start a line of the prompt.
+- Broken markers, for a template in a model's own format. It declares the model's markers and the signs of its verdict
+  (`{% set markers = [...] %}`), and what spells one of them gets a space after its first character. Other text is shown
+  as it is.
+
+A template may only print the guarded text, never compute with it: a filter could remove the guard. Each of several
+texts has its own. Principles have none: the judge wrote them before there was any text of the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import UndefinedError, meta, nodes
 
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, protocol_named
+from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
+from grmpipe.judge.conversation_template import ConversationTemplate
+from grmpipe.judge.markup import Markup
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop
+PAIR = ("response_a", "response_b")  # a template of pairs may name its two texts instead
 FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
 NEIGHBOURS = ("previtem", "nextitem")  # attributes of a loop that hold its texts under another name
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
+NOT_OF_THE_POLICY = ("system", "assistant")  # messages in which a judge expects no work to judge
 PROBE = Prompt(
     prompt_id="probe",
     messages=(Message(role="user", content="a question"),),
@@ -31,7 +41,6 @@ PROBE = Prompt(
     rubric=(Criterion(text="a criterion"),),
 )
 PROBE_PRINCIPLES = "what matters here"
-JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
 class JudgePrompt:
@@ -52,10 +61,11 @@ class JudgePrompt:
         self._label = f"template {name}"
         self._scale = scale or Scale()
         kind = protocol_named(protocol)
-        self._shown = kind.template_field
+        self._template = ConversationTemplate(self._label, template_text)
+        self._guard = guard_of(self._label, self._template.markers)
+        self._shown = fields_shown(kind, self._template.tree)
         self._needs = ("criteria",) * (kind.scores == "criteria") + ("principles",) * shared_principles
-        check(self._label, parsed(self._label, template_text), self._shown, self._needs)
-        self._template = JINJA.from_string(template_text)
+        check(self._label, self._template, self._shown, self._needs)
         self._try_out()
 
     @classmethod
@@ -77,22 +87,25 @@ class JudgePrompt:
         ahead = config.principles == "shared"
         return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
 
-    def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> str:
-        """The prompt for one text of the policy, or for several in the order shown.
+    @property
+    def blanks(self) -> tuple[str, ...]:
+        """Empty texts, as few as the template can show: to measure it."""
+        return ("",) * len(self._shown)
+
+    def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> tuple[Message, ...]:
+        """The messages for one text of the policy, or for several in the order shown.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
-        fences = [fenced(text) for text in texts]
-        assert self._shown in ITEM_OF or len(fences) == 1, "this template shows one response"
         rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
-        fields = {
+        fields: dict[str, object] = {
             "question": question_of(prompt),
             "messages": prompt.messages,
-            self._shown: fences if self._shown in ITEM_OF else fences[0],
-            "num_scores": len(rubric) if "criteria" in self._needs else len(fences),
+            "num_scores": len(rubric) if "criteria" in self._needs else len(texts),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
         }
+        fields |= self._guarded(texts)
         # Undefined if absent: the text "None" must not reach a judge.
         known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
         fields |= {name: value for name, value in known.items() if value is not None}
@@ -104,17 +117,28 @@ class JudgePrompt:
                 "to the prompts, or type a judge.template without them"
             ) from error
 
+    def _guarded(self, texts: Sequence[str]) -> dict[str, object]:
+        """The fields that hold the policy's texts."""
+        shown = [self._guard(text) for text in texts]
+        if self._shown[0] in ITEM_OF:
+            return {self._shown[0]: shown}
+        assert len(shown) == len(self._shown), f"this template shows {', '.join(self._shown)}"
+        return dict(zip(self._shown, shown, strict=True))
+
     def _try_out(self) -> None:
         """Render once with samples, to find what only rendering shows: joined texts, an include, a branch that hides
         the response.
         """
-        texts = [f"what the policy wrote, {part}" for part in range(2 if self._shown in ITEM_OF else 1)]
+        num_texts = 2 if self._shown[0] in ITEM_OF else len(self._shown)
+        texts = [f"what the policy wrote, {part}" for part in range(num_texts)]
         try:
-            shown = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
+            messages = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}: {error}") from error
-        if not all(fenced(text) in shown for text in texts):
-            raise ValueError(f"{self._label}: hides the field {self._shown} if a prompt has a reference")
+        if not all(any(self._guard(text) in message.content for message in messages) for text in texts):
+            raise ValueError(f"{self._label}: hides the field {self._shown[0]} if a prompt has a reference")
+        if self._template.markers:
+            check_markers(self._label, messages, texts, self._guard)
 
 
 class PrinciplesPrompt:
@@ -125,12 +149,12 @@ class PrinciplesPrompt:
     def __init__(self, template: str) -> None:
         path = path_of("principles_template", template)
         self._label, text = f"principles_template {path}", path.read_text(encoding="utf-8")
-        refuse_unknown(self._label, parsed(self._label, text), self.FIELDS)
-        self._template = JINJA.from_string(text)
+        self._template = ConversationTemplate(self._label, text)
+        refuse_unknown(self._label, self._template.tree, self.FIELDS)
         self.render(PROBE)
 
-    def render(self, prompt: Prompt) -> str:
-        """The prompt that asks for principles. ValueError if the template needs something that this prompt doesn't
+    def render(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The messages that ask for principles. ValueError if the template needs something that this prompt doesn't
         have.
         """
         known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
@@ -166,30 +190,57 @@ def question_of(prompt: Prompt) -> str:
     raise ValueError(f"prompt {prompt.prompt_id}: has no message with role user; a judge needs a question")
 
 
-def parsed(label: str, template_text: str) -> nodes.Template:
+def guard_of(label: str, markers: Sequence[str]) -> Callable[[str], str]:
+    """What keeps a text of the policy apart: the fence, or in a model's own format its markers broken, in any case."""
+    if not markers:
+        return fenced
     try:
-        return JINJA.parse(template_text)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"{label}, line {error.lineno}: {error.message}") from error
+        return Markup([f"(?i:{marker})" for marker in markers]).broken
+    except re.error as error:
+        raise ValueError(f"{label}: markers: {error.pattern!r} is no regular expression: {error}") from error
 
 
-def check(label: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> None:
-    """Check that a template uses only known fields and prints the policy's text unchanged."""
-    refuse_unknown(label, tree, (*FIELDS, shown))
+def fields_shown(kind: JudgeProtocol, tree: nodes.Template) -> tuple[str, ...]:
+    """The fields that hold the policy's texts in this template."""
     used = {node.name for node in tree.find_all(nodes.Name)}
-    for field in (shown, *needs):
+    return PAIR if kind.about == "pair" and used & set(PAIR) else (kind.template_field,)
+
+
+def check(label: str, template: ConversationTemplate, shown: Sequence[str], needs: Sequence[str]) -> None:
+    """Check that a template uses only known fields and prints the policy's text unchanged, where it belongs."""
+    tree = template.tree
+    refuse_unknown(label, tree, (*FIELDS, *shown))
+    used = {node.name for node in tree.find_all(nodes.Name)}
+    for field in (*shown, *needs):
         if field not in used:
             raise ValueError(f"{label}: doesn't use the field {field}; put {how_to_show(field)} where it belongs")
-    guarded = {shown, ITEM_OF.get(shown, shown)}
+    guarded = {*shown, *(ITEM_OF.get(field, field) for field in shown)}
+    printable = {ITEM_OF.get(field, field) for field in shown}
     num_uses = sum(node.name in guarded for node in tree.find_all(nodes.Name))
-    loops = [loop for loop in tree.find_all(nodes.For) if goes_over(loop, shown)] if shown in ITEM_OF else []
-    printed = [node.name for node in plain_prints(tree) if node.name == ITEM_OF.get(shown, shown)]
+    loops = [loop for loop in tree.find_all(nodes.For) if goes_over(loop, shown[0])]
+    printed = [node.name for node in plain_prints(tree) if node.name in printable]
     around = any(node.attr in NEIGHBOURS for node in tree.find_all(nodes.Getattr))
     if num_uses != len(printed) + 2 * len(loops) or around:
         raise ValueError(
-            f"{label}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
+            f"{label}: {shown[0]} may only be printed, as {how_to_show(shown[0])}: no filter, test, assignment or "
             "block around it, which could remove its fence"
         )
+    for role, part in template.parts:
+        if role in NOT_OF_THE_POLICY and any(node.name in guarded for node in part.find_all(nodes.Name)):
+            raise ValueError(f"{label}: {shown[0]} stands in the {role} message; put it into {{% block user %}}")
+
+
+def check_markers(label: str, messages: Sequence[Message], texts: Sequence[str], guard: Callable[[str], str]) -> None:
+    """Check that the markers match something in the text before and after each text of the policy."""
+    between = "|".join(re.escape(guard(text)) for text in texts)
+    for message in messages:
+        pieces = re.split(between, message.content)
+        for piece in pieces if len(pieces) > 1 else ():
+            if piece.strip() and guard(piece) == piece:
+                raise ValueError(
+                    f"{label}: markers match nothing in {piece.strip()[-60:]!r}, next to the policy's text, which "
+                    "could imitate it; add a regular expression for what stands there"
+                )
 
 
 def refuse_unknown(label: str, tree: nodes.Template, known: Sequence[str]) -> None:
@@ -205,7 +256,7 @@ def how_to_show(field: str) -> str:
 
 def goes_over(loop: nodes.For, field: str) -> bool:
     """Whether a loop is `for response in responses` and nothing more."""
-    if not isinstance(loop.iter, nodes.Name) or not isinstance(loop.target, nodes.Name):
+    if field not in ITEM_OF or not isinstance(loop.iter, nodes.Name) or not isinstance(loop.target, nodes.Name):
         return False
     return (loop.iter.name, loop.target.name) == (field, ITEM_OF[field]) and loop.test is None
 

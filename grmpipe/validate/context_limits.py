@@ -18,7 +18,6 @@ from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from grmpipe.validate.thinking import check_thinking_budget
-from models.types import Message
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
@@ -62,9 +61,11 @@ def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | Non
     extra_tokens = principle_tokens + (0 if truncates else num_shown * config.rollout.max_new_tokens)
 
     def length(prompt: Prompt) -> int:
-        text = template.render(prompt, *[""] * num_shown, principles="" if ahead else None)
-        weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
-        return weighed + extra_tokens
+        empty = ("",) * max(num_shown, len(template.blanks))
+        messages = template.render(prompt, *empty, principles="" if ahead else None)
+        if grm is not None:
+            return len(grm.renderer.render(messages)) + extra_tokens
+        return sum(estimated_tokens(message.content) for message in messages) + extra_tokens
 
     check_thinking_budget(key, judge, role, grm)
     with section(f"{role.key}."):
@@ -85,7 +86,7 @@ def check_template(key: str, judge: JudgeConfig, prompts: Sequence[Prompt]) -> J
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
         for prompt in [prompt for prompt in prompts if prompt.reference is None][:1]:
-            template.render(prompt, "", principles=None if principles is None else "")
+            template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
         if judge.protocol_kind.scores == "criteria":

@@ -91,8 +91,8 @@ def judge_prompt_tokens(survey: Survey) -> float:
     """The mean tokens of a judge's prompt without the judged answer."""
     judge = survey.config.judge
     template = JudgePrompt.of(judge)
-    asked = [template.render(prompt, "", principles="") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
-    return fmean(num_tokens(survey.models["grm"], (Message(role="user", content=text),)) for text in asked)
+    asked = [template.render(prompt, *template.blanks, principles="") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
+    return fmean(num_tokens(survey.models["grm"], messages) for messages in asked)
 
 
 def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:

@@ -80,17 +80,17 @@ def chars_per_token(role: str, survey: Survey) -> float:
     model = survey.models[role].model
     if model is None:
         return BYTES_PER_TOKEN
-    texts = list(sample_texts(role, survey))
-    num_tokens = sum(len(model.renderer.render((Message(role="user", content=text),))) for text in texts)
-    return max(1, sum(map(len, texts))) / num_tokens
+    asked = list(sample_conversations(role, survey))
+    num_tokens = sum(len(model.renderer.render(messages)) for messages in asked)
+    return max(1, sum(len(message.content) for messages in asked for message in messages)) / num_tokens
 
 
-def sample_texts(role: str, survey: Survey) -> list[str]:
+def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]:
     judge, prompts = survey.config.judge, survey.data.train[:SAMPLED_PROMPTS]
     if role == POLICY:
-        return ["\0".join(message.content for message in prompt.messages) for prompt in prompts]
+        return [prompt.messages for prompt in prompts]
     template = JudgePrompt.of(judge)
-    return [template.render(prompt, "", principles="") for prompt in prompts]
+    return [template.render(prompt, *template.blanks, principles="") for prompt in prompts]
 
 
 def lengths_for(role: str, survey: Survey, profile: Profile | None) -> Lengths:

@@ -94,7 +94,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["engine.vllm.tensor_parallel_size=2"], "; engine.vllm has max_batch_rows, max_context_tokens, "),
         (["zyx=1"], "unknown key 'zyx'; see docs/configuration.md"),
         (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
-        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are generative, label, "),
+        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ce_rm, "),
         (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
         (["policy=Qwen/Qwen3-8B"], "for your own type policy=path policy.path=Qwen/Qwen3-8B"),
         (["+algorithm=gspo"], "algorithm: is already chosen; to choose another type algorithm=gspo, without +"),

@@ -70,10 +70,10 @@ class ScriptedEngine:
 
 
 class CodePoints:
-    """A renderer for tests: the last message, one token per character."""
+    """A renderer for tests: all messages, one token per character."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(map(ord, messages[-1].content))
+        return tuple(map(ord, "\n".join(message.content for message in messages)))
 
 
 def completion(text: str, finish_reason: FinishReason = "stop", model: str = "policy") -> Completion:

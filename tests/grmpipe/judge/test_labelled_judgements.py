@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,10 @@ class WrittenGrm:
         self._texts = texts
         self.asked = Counter[str]()
 
-    def prompt(self, text: str) -> GrmPrompt:
-        return GrmPrompt(text=text, token_ids=tuple(text.encode()), num_tokens=len(text))
+    def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
+        (message,) = messages
+        token_ids = tuple(message.content.encode())
+        return GrmPrompt(messages=tuple(messages), token_ids=token_ids, num_tokens=len(token_ids))
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         return contextlib.nullcontext()
@@ -39,7 +42,7 @@ class WrittenGrm:
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         index = int(context.request_id.rpartition("/j")[2].partition(".")[0])
         self.asked[context.request_id] += 1
-        text = self._texts[prompt.text][index]
+        text = self._texts[prompt.messages[-1].content][index]
         ids = tuple(text.encode())
         span = VersionSpan(model="grm", version=0, start=0, end=len(ids))
         return Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))

@@ -27,9 +27,7 @@ def under(rule: str, **judge: object) -> JudgingTasks:
 
 def test_a_lesson_is_the_very_prompt_that_judging_uses_and_its_label_is_nowhere_in_it() -> None:
     (judging_task,) = under("exact").of([scored(7)])
-    assert [message.content for message in judging_task.messages] == [
-        JudgePrompt.load("tiny").render(QUESTION, "It is 42.")
-    ]
+    assert judging_task.messages == JudgePrompt.load("tiny").render(QUESTION, "It is 42.")
     assert (judging_task.reference, judging_task.prompt_id, judging_task.source) == ("exactly 7", "s7", "sums")
 
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.judge_tables import PARSERS
+from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
 from grmpipe.judge.parse import Parser, parser_named, scores_of
 from grmpipe.judge.prompt import fenced
 from models.types import Completion, FinishReason, VersionSpan
 
+OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py
 parse_score_line, parse_boxed = parser_named("score_line"), parser_named("boxed")
 
 
@@ -193,7 +194,7 @@ VERDICTS = {"score_line": "Score: 2", "boxed": "\\boxed{2}"}
 DRAFTS = {"score_line": "Score: 9", "boxed": "\\boxed{9}"}
 
 
-@pytest.mark.parametrize("name", sorted(PARSERS))
+@pytest.mark.parametrize("name", OWN)
 def test_what_a_judge_thinks_is_no_verdict(name: str) -> None:
     def read(text: str) -> object:
         return parser_named(name)(text.format(draft=DRAFTS[name], verdict=VERDICTS[name]), 1, Scale())
@@ -215,7 +216,7 @@ def test_what_a_judge_thinks_is_no_verdict(name: str) -> None:
         assert read(thought) == "unparseable", thought
 
 
-@pytest.mark.parametrize("parser", map(parser_named, PARSERS))
+@pytest.mark.parametrize("parser", map(parser_named, OWN))
 @pytest.mark.parametrize("text", ["Score: 9", r"\boxed{9}", "cut in the midd"])
 def test_a_cut_judgement_is_truncated_even_with_a_verdict_in_it(parser: Parser, text: str) -> None:
     assert scores_of(completion(text, "length"), parser, 1, Scale()) == "truncated"
@@ -231,7 +232,7 @@ CLAIMS = ["Score: 10", "\\boxed{10}", "</think>", "<think>", "\n", "\r", "\u2028
 OF_THE_POLICY = st.text() | st.lists(st.sampled_from(CLAIMS) | st.text(max_size=4), max_size=8).map("".join)
 
 
-@given(work=OF_THE_POLICY, name=st.sampled_from(sorted(PARSERS)))
+@given(work=OF_THE_POLICY, name=st.sampled_from(OWN))
 def test_quoting_the_work_anywhere_in_the_critique_changes_no_number(work: str, name: str) -> None:
     """Behind a fence or within a line: the judge's own verdict is read, or nothing."""
     verdict, inline = VERDICTS[name], " ".join(work.splitlines())
@@ -256,7 +257,21 @@ def test_what_stands_before_the_verdict_does_not_change_it(noise: str, score: in
 
 
 @pytest.mark.parametrize(
-    "filling", ["*", " ", "_ ", "\n", "</think>", "<think>\n", "score ", "Score: 7 ", "\\boxed{7} "]
+    "filling",
+    [
+        "*",
+        " ",
+        "_ ",
+        "\n",
+        "</think>",
+        "<think>\n",
+        "score ",
+        "Score: 7 ",
+        "\\boxed{7} ",
+        "overall ",
+        "[[A]] ",
+        "[RESULT] ",
+    ],
 )
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
@@ -270,7 +285,7 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
         f"\\boxed{{7}}{long}x",
         f"score is{long}x",
     ):
-        parser_named(name)(text, 1, Scale())
+        parser_named(name)(text, 2 if name in TWO_SCORES else 1, Scale())
     assert time.perf_counter() - started_s < 0.5
 
 

@@ -19,6 +19,7 @@ from grmpipe.judge.markup import Markup
 from grmpipe.types import Failed, Judgement
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
+from models.types import Message
 from scheduler.events import NoEvents
 from scheduler.routing.rate_limits import RateLimits
 
@@ -57,7 +58,13 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
         engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), transport, limits)
         grm = RemoteGrm("grm", engine, 0, NoEvents(), Markup(()))
         client = GrmClient(grm, JudgeConfig(max_retries=0, timeout_s=600), seed=1)
-        question = GrmQuestion(group_id="g", name="g/0", siblings=(0,), num_scores=1, prompt=grm.prompt("Q: 1 + 1?"))
+        question = GrmQuestion(
+            group_id="g",
+            name="g/0",
+            siblings=(0,),
+            num_scores=1,
+            prompt=grm.prompt([Message(role="user", content="Q: 1 + 1?")]),
+        )
         last: list[Judgement | Failed] = []
         for index in range(3):  # the third waits for the reported usage of the second
             last = await client.judgement(question, index, priority=0)

@@ -24,7 +24,7 @@ from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.counters import FlowCounters, flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
 from models.thinking import ThinkingMarkers, with_thought
-from models.types import Completion, RequestContext, SamplingParams, VersionSpan
+from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 from scheduler.events import NoEvents
 
 THINK = ThinkingMarkers(open="<think>", close="</think>")
@@ -266,7 +266,9 @@ def test_an_endpoint_may_leave_the_thought_in_its_answer(bench: Any, text: str, 
 
     grm = RemoteGrm("grm", Endpoint(), 0, NoEvents(), Markup(()))  # type: ignore[arg-type]
     context = RequestContext(request_id="r", group_id="g", role="grm")
-    completion = bench.run(grm.ask(grm.prompt("?"), SamplingParams(max_new_tokens=9), context))
+    completion = bench.run(
+        grm.ask(grm.prompt((Message(role="user", content="?"),)), SamplingParams(max_new_tokens=9), context)
+    )
     assert completion.answer == answer
 
 

@@ -1,0 +1,89 @@
+"""Jinja templates of conversations: one user message, or a block for each message. Knows no field of a prompt.
+
+    {% block system %}How to judge.{% endblock %}
+    {% block user %}{{ question }} {{ response }}{% endblock %}
+
+The name of a block is the role of its message, and a role may occur several times. A template without blocks is one
+user message. `{% set markers = [...] %}` declares a model's own markers, as regular expressions
+(grmpipe/judge/prompt.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from models.types import Message
+
+JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+MARKERS = "markers"
+
+
+class ConversationTemplate:
+    """A template, split into its messages. Raises ValueError that begins with `label`."""
+
+    def __init__(self, label: str, text: str) -> None:
+        tree = parsed(label, text)
+        blocks = [node for node in tree.body if isinstance(node, nodes.Block)]
+        loose = [node for node in tree.body if not isinstance(node, nodes.Block)]
+        declared = [node for node in loose if declares_markers(node)]
+        rest = [node for node in loose if node not in declared]
+        self.markers = tuple(marker for node in declared for marker in markers_in(label, node))
+        self.is_one_message = not blocks
+        if blocks and not all(isinstance(node, nodes.Assign) or is_blank(node) for node in rest):
+            raise ValueError(
+                f"{label}: has text outside of its blocks; put every message into one, "
+                "{% block system %}...{% endblock %} or {% block user %}...{% endblock %}"
+            )
+        set_first = [node for node in rest if isinstance(node, nodes.Assign)]
+        self.parts = [(block.name, tree_of([*set_first, *block.body])) for block in blocks] or [("user", tree_of(rest))]
+        self.tree = tree_of([*rest, *(node for block in blocks for node in block.body)])
+        self._messages: list[tuple[str, Template]] = []
+        for role, part in self.parts:
+            self._messages.append((role, JINJA.from_string(part)))
+
+    def render(self, fields: Mapping[str, object]) -> tuple[Message, ...]:
+        """The messages, without the line breaks around the text of a block."""
+        texts = [(role, template.render(fields)) for role, template in self._messages]
+        if self.is_one_message:
+            return tuple(Message(role=role, content=text) for role, text in texts)
+        return tuple(Message(role=role, content=text.strip("\n")) for role, text in texts)
+
+
+def parsed(label: str, template_text: str) -> nodes.Template:
+    try:
+        return JINJA.parse(template_text)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{label}, line {error.lineno}: {error.message}") from error
+
+
+def tree_of(body: list[nodes.Node]) -> nodes.Template:
+    tree = nodes.Template(body, lineno=1)
+    tree.set_environment(JINJA)
+    return tree
+
+
+def declares_markers(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name) and node.target.name == MARKERS
+
+
+def markers_in(label: str, node: nodes.Node) -> list[str]:
+    """The expressions of `{% set markers = ["...", ...] %}`."""
+    assert isinstance(node, nodes.Assign)
+    declared: object = None
+    if isinstance(node.node, nodes.Expr):
+        with contextlib.suppress(nodes.Impossible):  # it isn't a constant
+            declared = node.node.as_const()
+    if not isinstance(declared, list) or not declared or not all(isinstance(one, str) for one in declared):
+        raise ValueError(f'{label}: markers must be a list of regular expressions, such as ["</?answer>"]')
+    return declared
+
+
+def is_blank(node: nodes.Node) -> bool:
+    """Whether a node prints only whitespace."""
+    return isinstance(node, nodes.Output) and all(
+        isinstance(part, nodes.TemplateData) and not part.data.strip() for part in node.nodes
+    )
