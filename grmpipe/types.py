@@ -56,8 +56,17 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The policy's text of all turns, in order."""
+        """The policy's text of all turns, in order, with its thoughts."""
         return "\n".join(turn.completion.text for turn in self.turns)
+
+    @property
+    def answer(self) -> str:
+        """The text without thoughts: empty if the thought was truncated."""
+        return "\n".join(turn.completion.answer for turn in self.turns)
+
+    def shown(self, *, thoughts: bool) -> str:
+        """What a judge sees of it."""
+        return self.text if thoughts else self.answer
 
     @property
     def oldest_version(self) -> int:
@@ -79,6 +88,11 @@ class Judgement:
     completion: Completion
     grm: str
     version: int
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the thinking budget ended its thought."""
+        return self.completion.inserted is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

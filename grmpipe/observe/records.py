@@ -26,6 +26,7 @@ from models.types import Completion, Message, VersionSpan
 
 DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
+RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted")  # of a completion; left out if empty
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
@@ -54,14 +55,14 @@ def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
 
 
 def encode_completion(completion: Completion) -> Record:
-    unseen = {"unseen_tokens": completion.unseen_tokens} if completion.unseen_tokens else {}
+    rare = {name: value for name in RARE_FIELDS if (value := getattr(completion, name))}
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
         "logprobs": encode_logprobs(completion.logprobs),
         "versions": [encode_flat(span) for span in completion.versions],
-        **unseen,
+        **rare,
     }
 
 
@@ -73,6 +74,9 @@ def decode_completion(record: Record) -> Completion:
         logprobs=decode_logprobs(record["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in record["versions"]),
         unseen_tokens=record.get("unseen_tokens", 0),
+        thought_tokens=record.get("thought_tokens", 0),
+        thought_chars=record.get("thought_chars", 0),
+        inserted=tuple(record["inserted"]) if "inserted" in record else None,
     )
 
 

@@ -74,7 +74,7 @@ class SharedPrinciples:
                 if isinstance(answer, Failed):
                     return answer
                 self._written = self._untold = answer
-        return self._written.text.strip()
+        return self._written.answer.strip()
 
     def added_to(self, report: JudgeReport) -> JudgeReport:
         untold, self._untold = self._untold, None

@@ -52,6 +52,9 @@ COMPLETIONS = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "abort"]),
     versions=SPANS,
     unseen_tokens=COUNTS,
+    thought_tokens=COUNTS,
+    thought_chars=COUNTS,
+    inserted=st.none() | st.tuples(COUNTS, COUNTS),
 )
 RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
