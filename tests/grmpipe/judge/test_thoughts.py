@@ -207,7 +207,7 @@ def judged_with_budget(bench: Any, verdict: str, **config: Any) -> tuple[JudgeRe
 
 
 def test_a_long_thought_ends_in_a_verdict_instead_of_a_truncation(bench: Any) -> None:
-    without, _ = judged_with_budget(bench, "Score: 7", max_new_tokens=100)
+    without, _ = judged_with_budget(bench, "Score: 7", max_new_tokens=100, thinking_tokens=0)
     assert without.verdict.cause == "truncated"
     report, engine = judged_with_budget(bench, "Score: 7", max_new_tokens=100, thinking_tokens=30)
     assert report.verdict.score == 7 and report.judgements[0].is_forced
