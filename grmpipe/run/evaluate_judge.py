@@ -18,10 +18,11 @@ from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.engines import start_engines
-from grmpipe.run.registry import CLUSTERS, make_judge
+from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.session import Run, Session
 from grmpipe.run.start_grm import connect_endpoints, find_grms
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
+from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.run.stats import judging
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.judge_evaluation import PreparedEvaluation
@@ -72,7 +73,9 @@ class EvaluationRun(Run[PreparedEvaluation]):
 async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[JudgedItem]:
     config, prepared = ready.config, ready.prepared
     endpoints = connect_endpoints(prepared.roles)
-    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grms else None
+    is_local = bool(prepared.grms or config.judging.scorer_roles)
+    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
+    scalars: ScalarModels | None = None
     try:
         engines: dict[str, Engine] = {}
         meta_rm: MetaRmScorer | None = None
@@ -81,11 +84,15 @@ async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[Judged
             engines = {grm.name: router for grm, router in zip(prepared.grms, started, strict=True)}
             scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
             meta_rm = meta_rm_of(prepared.meta_rm, scorers)
-        judge = make_judge(prepared, find_grms(prepared, engines, endpoints, events), meta_rm)
+        scalars = await start_scalar_models(cluster, prepared, events)
+        grms = find_grms(prepared, engines, endpoints, events)
+        judge = make_judge(JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm, scalars=scalars.by_role))
         return await judge_items(judge, meta_rm, ready.items, config)
     finally:
         for endpoint in endpoints.values():
             await endpoint.close()
+        if scalars is not None:
+            await scalars.close()
         if cluster is not None:
             await cluster.shutdown()
 

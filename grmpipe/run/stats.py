@@ -58,7 +58,7 @@ class RunStats:
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
-        self.scorers: ScorerPool | None = None
+        self.scorers: tuple[ScorerPool, ...] = ()
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -102,8 +102,8 @@ class RunStats:
         """Role -> number of replaced engines."""
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
-        if self.scorers is not None:
-            replaced[self.scorers.role] += self.scorers.num_replaced
+        for scorers in self.scorers:
+            replaced[scorers.role] += scorers.num_replaced
         return dict(replaced)
 
     @property
