@@ -120,7 +120,7 @@ class Verdict:
 
     rewards:   spans in reward units (scaled, mixed), which training uses.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
-    breakdown: each component's reward by name, before weighting.
+    breakdown: each component's reward by name, before weighting; of a scalar reward model also its `raw_score`.
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
     grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
     absent:    members of a jury that gave no verdict, although enough others did.

@@ -56,7 +56,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._markup_ids = _markup_ids(tokenizer)
-        self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+        self._markup: dict[tuple[bool, tuple[str, ...]], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
 
     @staticmethod
@@ -92,6 +92,11 @@ class Renderer:
         before, *rest = self._markup_of(tuple(message.role for message in messages))
         return before + self._filled(messages, rest)
 
+    def render_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The token ids of a conversation that ends here, as reward models read it: no further turn begins."""
+        before, *rest = self._markup_of(tuple(message.role for message in messages), asks_next=False)
+        return before + self._filled(messages, rest)
+
     def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
         """The token ids after the stop token of the assistant's turn: the replies, up to its next turn."""
         roles = ("user", "assistant", *(message.role for message in replies))
@@ -117,21 +122,24 @@ class Renderer:
             token_ids += after
         return tuple(token_ids)
 
-    def _markup_of(self, roles: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The template's text before, between and after the contents, encoded: len(roles) + 1 pieces."""
-        if roles not in self._markup:
-            pieces = self._split_template(roles)
-            self._markup[roles] = tuple(
+    def _markup_of(self, roles: tuple[str, ...], *, asks_next: bool = True) -> tuple[tuple[int, ...], ...]:
+        """The template's text before, between and after the contents, encoded: len(roles) + 1 pieces.
+
+        asks_next: whether the assistant's next turn begins after them.
+        """
+        if (asks_next, roles) not in self._markup:
+            pieces = self._split_template(roles, asks_next)
+            self._markup[asks_next, roles] = tuple(
                 tuple(self.tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces
             )
-        return self._markup[roles]
+        return self._markup[asks_next, roles]
 
-    def _split_template(self, roles: tuple[str, ...]) -> list[str]:
+    def _split_template(self, roles: tuple[str, ...], asks_next: bool) -> list[str]:
         placeholders = [secrets.token_hex(16) for _ in roles]
         conversation = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
             rest = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
+                conversation, tokenize=False, add_generation_prompt=asks_next, **self._chat_template_kwargs
             )
         except TemplateError as error:
             raise ValueError(f"chat_template: it can't render a conversation of {', '.join(roles)}: {error}") from error

@@ -20,6 +20,7 @@ CHAT_MARKUP = (
     r"<(?:start|end)_of_turn>", r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[g?MASK\]", r"<[se]op>",
 )  # fmt: skip
 INSTALL_PEFT = 'pip install -e ".[lora]"'
+CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
 QUANTIZATIONS = ("none", "int8", "int4")
 # Arguments of a tokenizer's apply_chat_template that the renderer sets itself, or that must not be set.
 TEMPLATE_KWARGS_OF_OURS = frozenset(
@@ -249,6 +250,11 @@ class OpenAIConfig:
     requests_per_minute: int = 0  # [calls/min] Most calls, including retries; 0: no limit here.
     tokens_per_minute: int = 0  # [tokens/min] Most tokens of prompts and answers; 0: no limit here.
     extra_body: dict[str, Any] = field(default_factory=dict)  # Further fields of each request.
+    # For a scalar reward model: the route of its scores, vLLM's /classify (classify) or SGLang's /v1/embeddings
+    # (embeddings).
+    scores: str = CLASSIFY
+    # For a scalar reward model: Hugging Face directory or hub name of its tokenizer and chat template; empty: path.
+    tokenizer: str = ""
     # Regular expressions of chat markup, which a space breaks in the policy's text before the judge reads it.
     chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))
 
@@ -263,6 +269,8 @@ class OpenAIConfig:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.max_connections < 1:
             raise ValueError(f"max_connections: must be at least 1, got {self.max_connections}")
+        if self.scores not in (CLASSIFY, EMBEDDINGS):
+            raise ValueError(f"scores: unknown value {self.scores!r}; known: {CLASSIFY}, {EMBEDDINGS}")
 
 
 def _refuse_userinfo(key: str, url: str) -> None:

@@ -365,6 +365,12 @@ class Scorer(Protocol):
         ...
 
 
+class RemoteScorer(Scorer, Protocol):
+    """A reward model behind an endpoint. `score` also raises EngineRefused for what the endpoint won't serve."""
+
+    async def close(self) -> None: ...
+
+
 class Sleeper(Protocol):
     """An engine that can free its device's memory."""
 

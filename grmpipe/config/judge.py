@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.judge_protocols import (
@@ -14,12 +14,18 @@ from grmpipe.config.judge_protocols import (
     protocol_named,
 )
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
+from grmpipe.config.scalar_map import ScalarConfig
 
-KINDS = ("generative", "rule", "label", "custom")
+KINDS = ("generative", "scalar", "rule", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
+# Settings of judges that write judgements; a scalar reward model writes none.
+OF_JUDGEMENTS = (
+    "protocol", "num_judgements", "template", "parser", "structured", "vote", "abstain_above_std", "principles",
+    "truncation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: a GRM, a rule, the labels of a judge in training, or your own class.
+    # Where verdicts come from: a GRM, a scalar reward model, a rule, the labels of a judge in training, or your own
+    # class.
     kind: str = "generative"
     # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
     model: str = "grm"
@@ -104,6 +111,7 @@ class JudgeConfig:
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
+    scalar: ScalarConfig = field(default_factory=ScalarConfig)
     target: str = ""  # For your own judge: dotted path of its class.
     options: dict[str, Any] = field(default_factory=dict)  # For your own judge: arguments of its class.
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
@@ -121,6 +129,7 @@ class JudgeConfig:
         self._check_votes()
         self._check_early_stop()
         self._check_target()
+        self._check_scalar()
         self._check_deadline()
 
     @property
@@ -261,6 +270,23 @@ class JudgeConfig:
     def _check_target(self) -> None:
         if self.kind == "custom" and not self.target:
             raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
+
+    def _check_scalar(self) -> None:
+        """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
+        if self.kind != "scalar":
+            return
+        for spec in fields(self):
+            if spec.name not in OF_JUDGEMENTS or getattr(self, spec.name) == spec.default:
+                continue
+            raise ValueError(
+                f"{spec.name}: a scalar reward model writes no judgements; type judge.{spec.name}="
+                f"{'null' if spec.default is None else spec.default}, or judge.kind=generative for a GRM"
+            )
+        if self.early_stop.kind != "none":
+            raise ValueError(
+                "early_stop.kind: a scalar reward model gives one score, and none can be left out; type "
+                "judge.early_stop.kind=none"
+            )
 
     def _check_deadline(self) -> None:
         if not 0 < self.min_tokens_per_s < math.inf:

@@ -34,6 +34,27 @@ class Judging:
         return {name: judge for name, judge in self.judges.items() if judge.kind == "generative"}
 
     @property
+    def scalar(self) -> dict[str, JudgeConfig]:
+        """The judges that ask a scalar reward model."""
+        return {name: judge for name, judge in self.judges.items() if judge.kind == "scalar"}
+
+    @property
+    def scalar_roles(self) -> tuple[str, ...]:
+        """The scalar reward models that judges ask, here or remote."""
+        asked = {judge.model for judge in self.scalar.values()}
+        return tuple(role for role in self.models if role in asked)
+
+    @property
+    def scorer_roles(self) -> tuple[str, ...]:
+        """Those of them that need a place and files: their processes are scorers."""
+        return tuple(role for role in self.scalar_roles if not self.engine_kind_of(role).outside)
+
+    @property
+    def asked_roles(self) -> tuple[str, ...]:
+        """All models that judges ask and that aren't the policy."""
+        return (*self.roles, *self.scalar_roles)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The models with engines of their own that judges ask, here or remote."""
         asked = {judge.model for judge in self.generative.values()}
@@ -117,26 +138,39 @@ def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[s
                 f"or reward.judge={name}"
             )
     for role in grms:
-        if role not in judging.roles:
+        if role not in judging.asked_roles:
             raise ValueError(f"grms.{role}: no judge of this run asks it; type judges.<name>.model={role}")
 
 
 def check_judging(judging: Judging) -> None:
     """Check that each judge's model exists, and can do what the judge asks."""
-    for name, judge in judging.generative.items():
+    for name, judge in (judging.generative | judging.scalar).items():
         if judge.model not in judging.models:
             raise ValueError(
                 f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
                 f"{', '.join(judging.models)}, or add it by +grm@grms.{judge.model}=path"
             )
+    check_scalar(judging)
+    for name, judge in judging.generative.items():
         for refusal in refusals(key_of_judge(name), judge, judging.engine_kind_of(judge.model)):
             raise ValueError(refusal)
-    for role in judging.remote_roles:
+    for role in (role for role in judging.asked_roles if judging.engine_kind_of(role).outside):
         model, key = judging.models[role], key_of_model(role)
         if model.path.startswith("tiny://"):
             raise ValueError(
                 f"{key}.path: {model.path} is a shipped tiny model; with {key}.engine={model.engine} type the model's "
                 f"name at the endpoint, as in {key}.path=gpt-4.1-mini"
+            )
+
+
+def check_scalar(judging: Judging) -> None:
+    """Check that a scalar reward model is neither the policy nor a language model of another judge."""
+    for name, judge in judging.scalar.items():
+        if judge.model == POLICY or judge.model in judging.roles:
+            raise ValueError(
+                f"{key_of_judge(name)}.model: {judge.model} is a language model, and a scalar judge asks a reward "
+                f"model of its own; add one by +grm@grms.reward_model=path grms.reward_model.path=<model>, and type "
+                f"{key_of_judge(name)}.model=reward_model"
             )
 
 

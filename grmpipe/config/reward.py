@@ -95,6 +95,13 @@ class RewardConfig:
         """The judges and compositions that it names, each once, in the order in which they are typed."""
         return tuple(dict.fromkeys(self.reward_kind.names(self)))
 
+    def names_for(self, source: str) -> tuple[str, ...]:
+        """Those of them that may judge prompts of a source."""
+        if self.route is None:
+            return self.names
+        name = self.route.get(source, self.default)
+        return () if name is None else (name,)
+
     def asked(self, source: str) -> Mapping[str, float]:
         """Name -> the largest share of the rollouts on prompts of this source that it judges."""
         return self.reward_kind.asked(self, source)
@@ -155,11 +162,14 @@ def check_rewards(
     _check_normalised(reward, rewards)
 
 
-def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> tuple[str, ...]:
-    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections."""
+def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None) -> tuple[str, ...]:
+    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections.
+
+    source: of a prompt, of which the judges are wanted; None: of any.
+    """
     found: dict[str, None] = {}
-    for name in reward.names:
-        found |= dict.fromkeys(judges_of(rewards[name], rewards) if name in rewards else (name,))
+    for name in reward.names if source is None else reward.names_for(source):
+        found |= dict.fromkeys(judges_of(rewards[name], rewards, source) if name in rewards else (name,))
     return tuple(found)
 
 
@@ -210,6 +220,15 @@ def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dic
     """Cascade -> the error of its sure verdicts above which an alarm is raised."""
     used = _reachable(reward, rewards)
     return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
+
+
+def arrival_orders(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
+    """What makes rewards depend on the order in which verdicts arrive, in words that end with what to type."""
+    for path, one in _reachable(reward, rewards):
+        if one.kind == "cascade" and one.share < 1:
+            yield f"{path}.share={one.share:g} goes to the groups that are unsure first; type {path}.share=1"
+        if one.uses_accuracy:
+            yield f"{path}.vote=accuracy weighs by the last evaluation that has ended; type {path}.vote=mean"
 
 
 def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[tuple[str, RewardConfig]]:

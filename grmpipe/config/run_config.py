@@ -135,6 +135,7 @@ class RunConfig:
         self._check_critic()
         self._check_lora()
         self._check_meta()
+        self._check_scalar()
         self._check_simulated()
         if self.judge.kind == "label" or self.trained_grms:
             self._check_labels()
@@ -285,6 +286,14 @@ class RunConfig:
                 "policy.lora.rank: task=train_meta_rm trains all weights of a meta-RM; type policy.lora.rank=0"
             )
 
+    def _check_scalar(self) -> None:
+        """Check that the task knows scalar reward models."""
+        for name in self.judging.scalar if self.task in ("plan", "simulate") else ():
+            raise ValueError(
+                f"{key_of_judge(name)}.kind: task={self.task} doesn't model a scalar reward model, whose work is small "
+                f"compared with a GRM's; to see the rest type {key_of_judge(name)}=rule"
+            )
+
     def _check_simulated(self) -> None:
         """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
         if self.task != "simulate":
@@ -419,7 +428,8 @@ class RunConfig:
         asks_critic = self.critic.enabled and self.task != "evaluate"
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic
-        return (POLICY, "learner", *self.judging.local_roles, *learners, *more)
+        judging = (*self.judging.local_roles, *self.judging.scorer_roles)
+        return (POLICY, "learner", *judging, *learners, *more)
 
 
 def is_judge_simulated(judge: JudgeConfig) -> bool:

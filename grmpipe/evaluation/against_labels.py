@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,12 +61,23 @@ class JudgedItem:
         return sum(completion.num_tokens for completion in completions)
 
     def verdict_scores(self, scale: Scale) -> dict[int, float]:
-        """The judge's verdicts, as scores on its scale."""
+        """The verdicts, as scores on a scale."""
         return {
             sibling: scale.low + report.verdict.outcome * (scale.high - scale.low)
             for sibling, report in enumerate(self.reports)
             if isinstance(report.verdict, Verdict)
         }
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Of several judges, those that were asked about all of its responses."""
+        first, *others = self.reports
+        return tuple(name for name in first.by_judge if all(name in report.by_judge for report in others))
+
+    def by(self, judge: str) -> JudgedItem:
+        """The item as one of several judges has judged it."""
+        reports = tuple(report.by_judge[judge] for report in self.reports)
+        return JudgedItem(item=self.item, reports=reports, num_asked=self.num_asked)
 
 
 def outcome_of(item: Labelled, scores: Scores) -> Outcome:
@@ -143,10 +154,14 @@ class JudgeEvaluation:
     num_tokens: int
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
     score_error: float | None  # mean distance from the label, over scored responses
+    by_judge: Mapping[str, JudgeEvaluation] = field(default_factory=dict)  # empty with a single judge
 
 
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
-    """Evaluate at least one item."""
+    """Evaluate at least one item; of several judges also each, on the items about which it was asked.
+
+    scale: of the labels; verdicts on another one are compared on this.
+    """
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
@@ -162,9 +177,16 @@ def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Ju
         failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
         num_judgements=len(flat) + len(failures),
         num_tokens=num_tokens,
-        bias=bias_of(judged, scale, flat),
+        bias=bias_of(judged, scale),
         score_error=score_error(judged, scale),
+        by_judge={name: evaluate(own, scale, recount) for name, own in judged_by(judged).items()},
     )
+
+
+def judged_by(judged: Sequence[JudgedItem]) -> dict[str, list[JudgedItem]]:
+    """Judge -> the items as it has judged them; empty with a single judge."""
+    names = dict.fromkeys(name for one in judged for name in one.judges)
+    return {name: [one.by(name) for one in judged if name in one.judges] for name in names}
 
 
 def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
@@ -198,8 +220,10 @@ def first_failure(one: JudgedItem) -> Failed | None:
     return next((report.verdict for report in one.reports if isinstance(report.verdict, Failed)), None)
 
 
-def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Judgement]) -> Metrics:
-    """Biases of the judge. For length: within the responses to one prompt, next to the same bias of the labels."""
+def bias_of(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
+    """Biases of the judge, or of several: judgements of different judges aren't compared with each other. For length:
+    within the responses to one prompt, next to the same bias of the labels.
+    """
     ranked = [(one, one.item) for one in judged if isinstance(one.item, RankedResponses)]
 
     def correlated(value: Callable[[JudgedItem, RankedResponses, int], float | None]) -> float | None:
@@ -216,11 +240,11 @@ def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Jud
         "score_length_correlation": correlated(lambda one, _, sibling: one.verdict_scores(scale).get(sibling)),
         "label_length_correlation": correlated(lambda _, item, sibling: float(sibling == item.best)),
     }
-    habits = {
-        name.removeprefix("judge/"): share
-        for name, share in PositionBias().with_judgements(judgements).metrics().items()
-    }
-    return habits | {name: value for name, value in values.items() if value is not None}
+    judgements: defaultdict[str, list[Judgement]] = defaultdict(list)
+    for name, own in (item for one in judged for report in one.reports for item in report.own_reports.items()):
+        judgements[name] += own.judgements
+    habits = sum((PositionBias().with_judgements(own) for own in judgements.values()), PositionBias())
+    return habits.metrics() | {name: value for name, value in values.items() if value is not None}
 
 
 def score_error(judged: Sequence[JudgedItem], scale: Scale) -> float | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import MINIMAL
 from rich.console import Console
@@ -15,31 +17,61 @@ from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, Subse
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = "accuracy.png"
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
-def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> bool:
-    """Write the files. Returns whether there is a plot."""
+def write_files(
+    run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
+) -> bool:
+    """Write the files. Returns whether there is a plot.
+
+    scale: of the labels. scales: of the judges' own scores, by name.
+    """
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
-    lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
+    lines = (json.dumps(plain(line_of(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
-    return draw(result, run_dir / "accuracy.png")
+    return draw(result, run_dir / PICTURE)
 
 
-def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
-    scores = one.verdict_scores(scale)
+def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
+    """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
+    own scale.
+    """
+    reports = [(name, own) for report in one.reports for name, own in report.own_reports.items()]
+    by_judge = {name: verdicts_of(one.by(name), scale, scales[name]) for name in one.judges}
     return {
         "item_id": one.item.item_id,
         "subset": one.item.subset,
-        "outcome": outcome_of(one.item, scores),
-        "scores": scores,
-        "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
+        **verdicts_of(one, scale, scale),
+        **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
-            {"siblings": judgement.siblings, "scores": judgement.scores, "text": judgement.completion.text}
-            for judgement in one.judgements
+            {**of_judge(name), "siblings": one.siblings, "scores": one.scores, "text": one.completion.text}
+            for name, own in reports
+            for one in own.judgements
         ],
-        "failures": [{"cause": failure.cause, "detail": failure.detail} for failure in one.failures],
+        "failures": [
+            {**of_judge(name), "cause": failure.cause, "detail": failure.detail}
+            for name, own in reports
+            for failure in own.failures
+        ],
     }
+
+
+def verdicts_of(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
+    """The outcome by the labels' scale, the scores on the judge's own."""
+    return {
+        "outcome": outcome_of(one.item, one.verdict_scores(scale)),
+        "scores": one.verdict_scores(own),
+        "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
+    }
+
+
+def of_judge(name: str) -> dict[str, str]:
+    return {"judge": name} if name else {}
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -51,9 +83,11 @@ def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
     console.print(table_of(result))
     if result.overall.with_meta_rm:
         console.print(meta_rm_table_of(result))
+    if result.by_judge:
+        console.print(judges_table_of(result))
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
-    if result.overall.by_k and not is_drawn:
+    if is_drawable(result) and not is_drawn:
         console.print(NO_PICTURE, highlight=False)
 
 
@@ -68,17 +102,36 @@ def meta_rm_table_of(result: JudgeEvaluation) -> Table:
     return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
 
 
+def judges_table_of(result: JudgeEvaluation) -> Table:
+    """The table of several judges: each by itself, and all together."""
+    heads = ("items", "judged", "+-", "tied", "failed", "judgements", "lost", "tokens")
+    rows = [(name, judge_cells_of(own)) for name, own in result.by_judge.items()]
+    return table("judge", "the same, judge by judge", heads, [*rows, ("together", judge_cells_of(result))])
+
+
 def by_subset(
     result: JudgeEvaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
 ) -> Table:
-    table = Table(title=title, box=MINIMAL, padding=0)
-    table.add_column("subset", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
     rows = [*result.subsets.items(), ("overall", result.overall)]
-    for place, (name, subset) in enumerate(rows, start=1):
-        table.add_row(name, *cells(subset), end_section=place == len(rows) - 1)
-    return table
+    return table("subset", title, heads, [(name, cells(subset)) for name, subset in rows])
+
+
+def table(first_head: str, title: str, heads: Sequence[str], rows: Sequence[tuple[str, Iterator[str]]]) -> Table:
+    """A table whose last row is that of all others together."""
+    drawn = Table(title=title, box=MINIMAL, padding=0)
+    drawn.add_column(first_head, no_wrap=True)
+    for head in heads:
+        drawn.add_column(head, justify="right", no_wrap=True)
+    for place, (name, cells) in enumerate(rows, start=1):
+        drawn.add_row(name, *cells, end_section=place == len(rows) - 1)
+    return drawn
+
+
+def judge_cells_of(result: JudgeEvaluation) -> Iterator[str]:
+    yield from cells_of(replace(result.overall, by_k={}))
+    yield str(result.num_judgements)
+    yield str(sum(result.failed_judgements.values()))
+    yield str(result.num_tokens)
 
 
 def cells_of(subset: SubsetResult) -> Iterator[str]:
@@ -102,6 +155,11 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
         yield f"judgements: {result.num_judgements} asked, {num_failed} failed{causes(result.failed_judgements)}"
+    for name, own in result.by_judge.items():
+        if own.failed_judgements:
+            yield f"  by {name}{causes(own.failed_judgements)}"
+    if result.by_judge:
+        yield "judge by judge: on the items about which each was asked; a cascade, a gate or a route leaves some out"
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
     if result.tokens_by_k:
@@ -132,9 +190,15 @@ def causes(counts: Mapping[str, int]) -> str:
 # -- the plot ------------------------------------------------------------------------------------------------------
 
 
+def is_drawable(result: JudgeEvaluation) -> bool:
+    return bool(result.overall.by_k or result.by_judge)
+
+
 def draw(result: JudgeEvaluation, path: Path) -> bool:
-    """Plot accuracy over k, overall and by subset. False if there is nothing to plot, or no matplotlib."""
-    if not result.overall.by_k:
+    """Plot accuracy over k, overall and by subset; of several judges, accuracy by judge. False if there is nothing to
+    plot, or no matplotlib.
+    """
+    if not is_drawable(result):
         return False
     try:
         from matplotlib.figure import Figure
@@ -142,6 +206,23 @@ def draw(result: JudgeEvaluation, path: Path) -> bool:
         return False
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
+    axes.set(ylabel="accuracy", title="The judges against labels" if result.by_judge else "The judge against labels")
+    axes.grid(alpha=0.3)
+    (draw_judges if result.by_judge else draw_ks)(axes, result)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def draw_judges(axes: Axes, result: JudgeEvaluation) -> None:
+    together = {**result.by_judge, "together": result}
+    judged = [one.overall.judged for one in together.values()]
+    colours = [*["tab:blue"] * len(result.by_judge), "black"]
+    values, errors = [one.accuracy for one in judged], [one.error for one in judged]
+    axes.bar(list(together), values, yerr=errors, color=colours, ecolor="gray", capsize=3, alpha=0.7)
+    axes.set_ylim(0, 1)
+
+
+def draw_ks(axes: Axes, result: JudgeEvaluation) -> None:
     for name, subset in result.subsets.items():
         axes.plot(list(subset.by_k), [one.accuracy for one in subset.by_k.values()], alpha=0.5, lw=1, label=name)
     for label, by_k, style in (
@@ -150,10 +231,7 @@ def draw(result: JudgeEvaluation, path: Path) -> bool:
         if by_k:
             values, errors = [one.accuracy for one in by_k.values()], [one.error for one in by_k.values()]
             axes.errorbar(list(by_k), values, yerr=errors, fmt=style, color="black", capsize=3, label=label)
-    axes.set(xscale="log", xlabel="judgements per vote (k)", ylabel="accuracy", title="The judge against labels")
+    axes.set(xscale="log", xlabel="judgements per vote (k)")
     axes.set_xticks(list(result.overall.by_k), [str(k) for k in result.overall.by_k], minor=False)
     axes.minorticks_off()
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    return True

@@ -18,7 +18,7 @@ from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.rule import Rule
-from grmpipe.types import Failed, Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
+from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
 from scheduler.clock import ActiveClock
@@ -150,7 +150,7 @@ def summarise(
     judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
 ) -> Metrics:
     """The measurable metrics only: a failed verdict enters no mean, an unknown truth no accuracy."""
-    first = [verdict for one in judged if isinstance(verdict := first_verdict(one.report), Verdict)]
+    first = [verdict.score for _, verdict in first_verdicts(judged)]
     rewards = [one.report.verdict.outcome for one in judged if isinstance(one.report.verdict, Verdict)]
     right = [one.right for one in judged if one.right is not None]
     metrics: Metrics = {}
@@ -159,7 +159,7 @@ def summarise(
     if greedy_right:
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if first:
-        metrics["grm_score"] = statistics.fmean(verdict.score for verdict in first)
+        metrics["grm_score"] = statistics.fmean(first)
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
     if pass_score is not None and (sides := agreements(judged, pass_score)):
@@ -169,18 +169,17 @@ def summarise(
     return metrics
 
 
-def first_verdict(report: JudgeReport) -> Verdict | Failed:
-    """The first judge's own verdict; that of all judges together if it wasn't asked."""
-    first = report.by_judge.get(JUDGE)
-    return report.verdict if first is None else first.verdict
+def first_verdicts(judged: Sequence[JudgedRollout]) -> list[tuple[JudgedRollout, Verdict]]:
+    """The first judge's own verdicts, on the answers that it saw; those of all judges together if it saw none."""
+    own = [(one, one.report.by_judge[JUDGE].verdict) for one in judged if JUDGE in one.report.by_judge]
+    told = own or [(one, one.report.verdict) for one in judged]
+    return [(one, verdict) for one, verdict in told if isinstance(verdict, Verdict)]
 
 
 def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
     """Whether the first judge passes right answers and fails wrong ones, for answers with known truth and a verdict."""
     return [
-        (verdict.score >= pass_score) == one.right
-        for one in judged
-        if one.right is not None and isinstance(verdict := first_verdict(one.report), Verdict)
+        (verdict.score >= pass_score) == one.right for one, verdict in first_verdicts(judged) if one.right is not None
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from grmpipe.config.scalar_map import sigmoid
 from grmpipe.types import Judgement, Prompt
 from models.types import EngineRefused, Scorer
 
@@ -41,12 +42,6 @@ class MetaRm:
 def sequence_of(judgement: Judgement) -> tuple[int, ...]:
     """The tokens that the meta-RM reads: the GRM's prompt, then what it sampled."""
     return judgement.prompt_ids + judgement.completion.token_ids
-
-
-def sigmoid(logit: float) -> float:
-    """The sigmoid, without overflow for large logits."""
-    power = math.exp(-abs(logit))
-    return (1 if logit >= 0 else power) / (1 + power)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,16 @@ from rich.text import Text
 
 from grmpipe.observe.gauges import (
     ACCURACY,
-    HELD_OUT,
+    ONE_JUDGE,
     PACE,
+    REWARD,
     SCORE,
     WAITS,
     Gauge,
+    GaugeSet,
     failures_by_cause,
     failures_text,
+    judge_texts,
     step_lines,
     written,
 )
@@ -32,7 +35,7 @@ from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.types import Metrics
 
 TREND_STEPS = 40
-SCALES = {ACCURACY: (0.0, 1.0), SCORE: (1.0, 10.0)}
+SCALES = {ACCURACY: (0.0, 1.0), SCORE: (1.0, 10.0), REWARD: (0.0, 1.0)}
 SAMPLES_SHOWN = 3
 PANEL_COLUMNS = 96  # longer lines are hard to read
 
@@ -51,12 +54,15 @@ class ConsoleSink:
 
     name = "console"
 
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+    def __init__(self, num_steps: int, console: Console | None = None, shown: GaugeSet = ONE_JUDGE) -> None:
         self._num_steps = num_steps
+        self._shown = shown
         self.console = console or RunConsole(highlight=False)
         self._latest: Metrics = {}
         self._failed: Counter[str] = Counter()  # judgements by cause, since the process began
-        self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}
+        self._trends: dict[Gauge, deque[float]] = {
+            gauge: deque(maxlen=TREND_STEPS) for gauge in (ACCURACY, shown.score)
+        }
         self._live: Live | None = None
         self._guard = Guard()
         self._width = min(PANEL_COLUMNS, self.console.width)
@@ -70,7 +76,7 @@ class ConsoleSink:
             self._failed.update(failures_by_cause(metrics))
             self._show(self._panel(step))
         else:
-            self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics)))
+            self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics, self._shown)))
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Does nothing: the panel shows numbers, and `print_samples` comes at the end."""
@@ -120,16 +126,17 @@ class ConsoleSink:
         progress.add_row(Text(f"step {step}/{self._num_steps}", style="bold"), bar)
         failures = failures_text(self._failed)
         failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
-        body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), failed)
+        judges: list[RenderableType] = [Text(), judge_grid(self._latest)] if any(judge_texts(self._latest)) else []
+        body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), *judges, failed)
         return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=self._width)
 
     def _trend_grid(self) -> Table:
         grid = Table.grid(padding=(0, 2))
-        for gauge, (low, high) in SCALES.items():
-            curve = sparkline(self._trends[gauge], low, high)
+        for gauge, trend in self._trends.items():
+            curve = sparkline(trend, *SCALES[gauge])
             value = Text(gauge.text(self._latest), style="bold")
             grid.add_row(Text(gauge.title, style="dim"), value, Text(curve, style="green"))
-        held_out = "  ".join(written(HELD_OUT, self._latest))
+        held_out = "  ".join(written(self._shown.held_out, self._latest))
         grid.add_row(Text("held-out", style="dim"), Text(), Text(held_out))
         return grid
 
@@ -142,6 +149,14 @@ class ConsoleSink:
             left = (Text(pace.title, style="dim"), Text(pace.text(self._latest).strip()))
             grid.add_row(*left, Text(), Text(wait.title, style="dim"), Text(wait.text(self._latest).strip()))
         return grid
+
+
+def judge_grid(metrics: Metrics) -> Table:
+    """A row for each of several judges, and for each cascade."""
+    grid = Table.grid(padding=(0, 2))
+    for name, text in judge_texts(metrics):
+        grid.add_row(Text(name, style="dim"), Text(text))
+    return grid
 
 
 def sample_panel(row: SampleRow, width: int) -> Panel:

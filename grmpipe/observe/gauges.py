@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Metrics
 
-FAILED_PREFIX = "judge/failed_"  # then the cause
+FAILED = re.compile(r"judge/failed_(\w+)")  # the cause
+OF_PART = re.compile(r"(judge|cascade)/(\w+)/(\w+)")  # area, name of the judge or cascade, metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Gauge:
 
 ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4)
 SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", decimals=1, width=4)
+REWARD = Gauge(metric="train/reward", title="reward", brief="reward", decimals=2, width=4)
 PACE = (
     Gauge(metric="time/step_s", title="step", brief="took", decimals=1, width=6, unit="s"),
     Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", decimals=0, width=7),
@@ -55,31 +58,81 @@ HELD_OUT = (
     Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", decimals=2, width=4),
     Gauge(metric="eval/grm_score", title="GRM score", brief="score", decimals=1, width=4),
 )
+HELD_OUT_REWARD = (
+    *HELD_OUT[:2],
+    Gauge(metric="eval/reward", title="reward", brief="reward", decimals=2, width=4),
+    Gauge(metric="eval/grm_score", title="score by the first judge", brief="first judge", decimals=1, width=4),
+)
 LINE = (PACE[0], ACCURACY, SCORE, PACE[1], PACE[3], *WAITS[1:])  # of a step, without a panel
+OF_JUDGE = (
+    Gauge(metric="score_mean", title="score", brief="score", decimals=1, width=4),
+    Gauge(metric="tokens_per_s", title="tokens/s", brief="tok/s", decimals=0, width=5),
+)
+OF_CASCADE = (
+    Gauge(metric="escalated_share", title="escalated", brief="escalated", decimals=2, width=4),
+    Gauge(metric="audit_error", title="error where it is sure", brief="audit error", decimals=2, width=4),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaugeSet:
+    """The gauges of a run. With several judges the reward is theirs together, and no score is."""
+
+    score: Gauge
+    line: Sequence[Gauge]
+    held_out: Sequence[Gauge]
+
+
+ONE_JUDGE = GaugeSet(score=SCORE, line=LINE, held_out=HELD_OUT)
+SEVERAL_JUDGES = GaugeSet(
+    score=REWARD, line=[REWARD if gauge is SCORE else gauge for gauge in LINE], held_out=HELD_OUT_REWARD
+)
 
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:
     """Failed judgements of this step by cause, without causes that did not occur."""
-    found = {
-        name.removeprefix(FAILED_PREFIX): value for name, value in metrics.items() if name.startswith(FAILED_PREFIX)
-    }
+    found = {cause[1]: value for name, value in metrics.items() if (cause := FAILED.fullmatch(name))}
     return {cause: int(value) for cause, value in sorted(found.items()) if value > 0}
+
+
+def by_part(metrics: Metrics, area: str) -> dict[str, Metrics]:
+    """The metrics of each of several judges, or of each cascade (`area`), by its name. A judge's have the names that
+    those of all judges have after their area.
+    """
+    parts: dict[str, Metrics] = {}
+    for name, value in metrics.items():
+        if (found := OF_PART.fullmatch(name)) and found[1] == area:
+            parts.setdefault(found[2], {})[found[3]] = value
+    return parts
+
+
+def judge_texts(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """(name, its gauges) for each of several judges and each cascade. Failures come last: they have no fixed width."""
+    for name, own in by_part(metrics, "judge").items():
+        asks_model = own.get("tokens", 0) > 0
+        failures = failures_by_cause({f"judge/{key}": value for key, value in own.items()})
+        failed = [f"failed {failures_text(failures)}"] if failures else []
+        yield name, "  ".join([*written(OF_JUDGE if asks_model else OF_JUDGE[:1], own), *failed])
+    for name, own in by_part(metrics, "cascade").items():
+        yield f"cascade {name}", "  ".join(written(OF_CASCADE, own))
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
 
 
-def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
-    """The lines of a step without a panel: one for its batch, one for an evaluation on held-out prompts. Empty if it
-    has neither.
+def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ONE_JUDGE) -> Iterator[str]:
+    """The lines of a step without a panel: one for its batch, one for several judges, one for an evaluation on held-out
+    prompts. Empty if it has none of them.
     """
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    if any(gauge.metric in metrics for gauge in LINE):
+    if any(gauge.metric in metrics for gauge in shown.line):
         # Failures come last: their text has no fixed width.
-        yield "  ".join([place, *written(LINE, metrics), f"failed {failures_text(failures_by_cause(metrics))}"])
-    if any(gauge.metric in metrics for gauge in HELD_OUT):
-        yield "  ".join([place, "held-out:", *written(HELD_OUT, metrics)])
+        yield "  ".join([place, *written(shown.line, metrics), f"failed {failures_text(failures_by_cause(metrics))}"])
+    if judges := [f"{name} {text}" for name, text in judge_texts(metrics)]:
+        yield "  ".join([place, "judges:", " | ".join(judges)])
+    if any(gauge.metric in metrics for gauge in shown.held_out):
+        yield "  ".join([place, "held-out:", *written(shown.held_out, metrics)])
 
 
 def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:

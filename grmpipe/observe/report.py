@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import SPARK_HEIGHT, SPARK_WIDTH, Chart, Series, Spark, chart, short, spark, stacked
 from grmpipe.observe.console import readable
+from grmpipe.observe.gauges import failures_text
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 
@@ -31,6 +32,14 @@ WAITS = (
     ("stall/rollouts_s", "waits for rollouts"),
 )
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
+SCORE_OF_JUDGE = re.compile(r"judge/(\w+)/score_mean")
+CANARIES_OF_JUDGE = re.compile(r"judge_monitor/(\w+)/canary_score")
+REWARD_OF_PART = re.compile(r"reward/(\w+)_mean")
+ESCALATED = re.compile(r"cascade/(\w+)/escalated_share")
+AUDIT_ERROR = re.compile(r"cascade/(\w+)/audit_error")
+JUDGE_HEADS = ("judge", "judgements", "failed", "tokens", "mean score")
+CASCADE_HEADS = ("cascade", "rollouts", "unsure", "escalated", "audited", "error where sure", "changes sides")
+UNKNOWN = "–"  # in the place of a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,8 @@ class Page:
     tiles: Sequence[Tile]
     learning: Sequence[Chart]
     judging: Sequence[Chart]
+    judges: Sequence[Sequence[str]]  # rows under JUDGE_HEADS
+    cascades: Sequence[Sequence[str]]  # rows under CASCADE_HEADS
     failures: Sequence[Bar]
     time: Sequence[Chart]
     waits: Sequence[Bar]
@@ -92,7 +103,14 @@ def render(page: Page) -> str:
     )
     environment.filters |= {"shown": shown_text, "short": short, "duration": duration}
     template = environment.get_template("report.html.jinja")
-    return template.render(page=page, run=page.run, never_ended=NEVER_ENDED, spark=(SPARK_WIDTH, SPARK_HEIGHT))
+    return template.render(
+        page=page,
+        run=page.run,
+        never_ended=NEVER_ENDED,
+        spark=(SPARK_WIDTH, SPARK_HEIGHT),
+        judge_heads=JUDGE_HEADS,
+        cascade_heads=CASCADE_HEADS,
+    )
 
 
 def page_of(run: RunFiles) -> Page:
@@ -102,12 +120,19 @@ def page_of(run: RunFiles) -> Page:
         tiles=[*tiles(run)],
         learning=present(
             chart("True accuracy", accuracy_series(run), marked=ringing, note="by a rule with access to the reference"),
-            chart("GRM score", score_series(run), marked=ringing, note="the training reward"),
+            *score_charts(run, ringing),
         ),
         judging=present(
+            chart("Scores by judge", named_series(run, SCORE_OF_JUDGE), note="each on its judge's own scale"),
+            chart("Escalated", named_series(run, ESCALATED), note="share of rollouts that the second judge decided"),
+            chart(
+                "Error of the cheap judge", named_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
+            ),
             chart("Spread of a vote", [*spread_series(run)], note="std of the judgements of one rollout"),
             chart("Canaries", canary_series(run), note="fixed responses: a stable judge gives them the same scores"),
         ),
+        judges=judge_rows(run),
+        cascades=cascade_rows(run),
         failures=failure_bars(run),
         time=present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
         waits=wait_bars(run),
@@ -122,6 +147,17 @@ def page_of(run: RunFiles) -> Page:
         ),
         metrics=sparks(run),
     )
+
+
+def score_charts(run: RunFiles, ringing: Sequence[float]) -> list[Chart | None]:
+    """The score of a single judge, or the reward that several make."""
+    if not run.by_judge:
+        return [chart("GRM score", score_series(run), marked=ringing, note="the training reward")]
+    parts = named_series(run, REWARD_OF_PART)
+    return [
+        chart("Reward", reward_series(run), marked=ringing, note="of all judges together"),
+        chart("Reward by part", parts, marked=ringing, note="mean of a batch, before weighting"),
+    ]
 
 
 def present(*charts: Chart | None) -> list[Chart]:
@@ -143,6 +179,34 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="failed", value=percent(sum(run.failed.values()) / run.asked))
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
+
+
+def judge_rows(run: RunFiles) -> list[tuple[str, ...]]:
+    return [
+        (
+            name,
+            f"{judge.asked:,}",
+            failures_text(judge.failed),
+            f"{judge.tokens:,}",
+            UNKNOWN if judge.score is None else short(judge.score),
+        )
+        for name, judge in run.by_judge.items()
+    ]
+
+
+def cascade_rows(run: RunFiles) -> list[tuple[str, ...]]:
+    return [
+        (
+            name,
+            f"{cascade.rollouts:,}",
+            percent(cascade.unsure),
+            percent(cascade.escalated),
+            f"{cascade.audited:,}",
+            UNKNOWN if cascade.error is None else short(cascade.error),
+            UNKNOWN if cascade.flipped is None else percent(cascade.flipped),
+        )
+        for name, cascade in run.cascades.items()
+    ]
 
 
 def failure_bars(run: RunFiles) -> list[Bar]:
@@ -204,6 +268,20 @@ def score_series(run: RunFiles) -> list[Series]:
     ]
 
 
+def reward_series(run: RunFiles) -> list[Series]:
+    return [
+        Series(name="batches", points=run.series("train/reward"), quiet=True),
+        Series(name="held-out", points=run.series("eval/reward")),
+    ]
+
+
+def named_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
+    """A series for each metric that the pattern matches, under the name in its group, in the order of the file."""
+    names = dict.fromkeys(name for line in run.metrics for name in line)
+    found = [(match[1], name) for name in names if (match := metric.fullmatch(name))]
+    return [Series(name=title, points=run.series(name)) for title, name in found]
+
+
 def spread_series(run: RunFiles) -> Iterator[Series]:
     """The spread of judgements and of scores. With one judgement each there is none."""
     points = run.series("judge/score_std")
@@ -215,6 +293,7 @@ def canary_series(run: RunFiles) -> list[Series]:
     return [
         Series(name="mean score", points=run.series("judge_monitor/canary_score")),
         Series(name="of adversarial answers", points=run.series("judge_monitor/adversarial_score")),
+        *named_series(run, CANARIES_OF_JUDGE),
     ]
 
 

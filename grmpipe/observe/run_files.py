@@ -17,7 +17,7 @@ from typing import Any
 
 from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.charts import Point
-from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.types import Metrics
 
 END_BYTES = 4_000_000  # read at each end of a journal
@@ -29,15 +29,40 @@ Record = dict[str, Any]  # a line of a journal or a part of the summary; used in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critique:
+    """A judgement, or the cause of a failed verdict. judge: whose it is, if there are several."""
+
     text: str
     score: float | None
+    judge: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeNumbers:
+    """What one of several judges did."""
+
+    asked: int
+    tokens: int
+    failed: Mapping[str, int]  # judgements by cause
+    score: float | None  # mean, on its own scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeNumbers:
+    """What a cascade did. error, flipped: None without an audit."""
+
+    rollouts: int
+    unsure: float
+    escalated: float
+    audited: int
+    error: float | None
+    flipped: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """A rollout with its judging. score: None if judging failed; the critiques then begin with the cause.
 
-    why: the reason for showing it.
+    why: the reason for showing it. parts: of several judges, the reward of each part of their composition.
     """
 
     why: str
@@ -49,6 +74,7 @@ class Shown:
     answer: str
     score: float | None
     reward: float | None
+    parts: Mapping[str, float]
     critiques: Sequence[Critique]
 
 
@@ -70,6 +96,8 @@ class RunFiles:
     busy_s: Metrics
     asked: int
     failed: Mapping[str, int]  # judgements by cause
+    by_judge: Mapping[str, JudgeNumbers]  # empty with a single judge
+    cascades: Mapping[str, CascadeNumbers]
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     shown: Sequence[Shown]
     config: str
@@ -105,6 +133,8 @@ def read_run(run_dir: Path) -> RunFiles:
         busy_s=numbers_of(part(summary, "busy_s")),
         asked=int(number(judging, "asked") or sum(line.get("judge/asked", 0) for line in metrics)),
         failed=counts(part(judging, "failed")) if judging else failures_in(metrics),
+        by_judge=judges_of(part(judging, "by_judge"), metrics),
+        cascades=cascades_of(part(judging, "cascades"), metrics),
         groups=groups_of(groups, metrics),
         shown=shown_of(run_dir),
         config=config,
@@ -159,6 +189,57 @@ def failures_in(metrics: Iterable[Metrics]) -> dict[str, int]:
     for line in metrics:
         failed.update(failures_by_cause(line))
     return dict(failed)
+
+
+def judges_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, JudgeNumbers]:
+    """The numbers of each of several judges; without a summary, as far as the steps report them."""
+    if summed:
+        return {name: judge_numbers(part(summed, name)) for name in summed}
+    steps: dict[str, list[Metrics]] = {}
+    for line in metrics:
+        for name, own in by_part(line, "judge").items():
+            steps.setdefault(name, []).append(own)
+    return {name: judge_numbers_so_far(own) for name, own in steps.items() if any("asked" in line for line in own)}
+
+
+def judge_numbers(summed: Record) -> JudgeNumbers:
+    return JudgeNumbers(
+        asked=int(number(summed, "asked") or 0),
+        tokens=int(number(summed, "tokens") or 0),
+        failed=counts(part(summed, "failed")),
+        score=number(summed, "score_mean"),
+    )
+
+
+def judge_numbers_so_far(steps: Sequence[Metrics]) -> JudgeNumbers:
+    """The mean score is that of the last step."""
+    scores = [line["score_mean"] for line in steps if "score_mean" in line]
+    return JudgeNumbers(
+        asked=int(sum(line.get("asked", 0) for line in steps)),
+        tokens=int(sum(line.get("tokens", 0) for line in steps)),
+        failed=failures_in({f"judge/{name}": value for name, value in line.items()} for line in steps),
+        score=scores[-1] if scores else None,
+    )
+
+
+def cascades_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, CascadeNumbers]:
+    """The numbers of each cascade; without a summary, of its last step."""
+    last: dict[str, Metrics] = {}
+    for line in metrics:
+        last |= by_part(line, "cascade")
+    known = {name: numbers_of(part(summed, name)) for name in summed} or last
+    return {name: cascade_numbers(own) for name, own in known.items()}
+
+
+def cascade_numbers(known: Metrics) -> CascadeNumbers:
+    return CascadeNumbers(
+        rollouts=int(known.get("rollouts", 0)),
+        unsure=known.get("unsure_share", 0.0),
+        escalated=known.get("escalated_share", 0.0),
+        audited=int(known.get("audited", 0)),
+        error=known.get("audit_error"),
+        flipped=known.get("flipped_share"),
+    )
 
 
 def groups_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
@@ -232,15 +313,7 @@ def joined(rollouts: Sequence[Record], reports: Sequence[Record]) -> list[Pair]:
 
 def shown(why: str, pair: Pair) -> Shown:
     prompt, turns = pair.rollout["prompt"], pair.rollout["turns"]
-    verdict, failed = pair.report.get("verdict"), pair.report.get("failed")
-    critiques = [
-        Critique(text=one["completion"]["text"], score=score_of(one, pair.rollout["sibling"]))
-        for one in pair.report["judgements"]
-    ]
-    if failed:
-        critiques.insert(
-            0, Critique(text=f"{failed['stage']} failed: {failed['cause']} {failed['detail']}", score=None)
-        )
+    verdict = pair.report.get("verdict")
     return Shown(
         why=why,
         group_id=str(pair.rollout["group_id"]),
@@ -251,8 +324,24 @@ def shown(why: str, pair: Pair) -> Shown:
         answer="\n\n".join(part for turn in turns for part in [turn["text"], *map(reply_text, turn["replies"])]),
         score=pair.score,
         reward=sum(span["value"] for span in verdict["rewards"]) / len(verdict["rewards"]) if verdict else None,
-        critiques=critiques,
+        parts=dict(verdict["breakdown"]) if verdict and "by_judge" in pair.report else {},
+        critiques=[*failed_verdicts(pair.report), *judgements_on(pair)],
     )
+
+
+def failed_verdicts(report: Record) -> Iterator[Critique]:
+    """The failed verdict of all judges, then those of single ones."""
+    for name, own in {"": report, **report.get("by_judge", {})}.items():
+        if failed := own.get("failed"):
+            yield Critique(
+                text=f"{failed['stage']} failed: {failed['cause']} {failed['detail']}", score=None, judge=name
+            )
+
+
+def judgements_on(pair: Pair) -> Iterator[Critique]:
+    for one in pair.report["judgements"]:
+        score = score_of(one, pair.rollout["sibling"])
+        yield Critique(text=one["completion"]["text"], score=score, judge=one.get("judge", ""))
 
 
 def score_of(judgement: Record, sibling: int) -> float | None:

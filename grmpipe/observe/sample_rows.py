@@ -34,8 +34,12 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
 
 
 def critique_of(report: JudgeReport) -> str:
-    """The judgements' texts; for a failed verdict, the cause first."""
-    texts = [judgement.completion.text for judgement in report.judgements]
+    """The judgements' texts, with the judge's name if there are several; for a failed verdict, the cause first."""
+    texts = [
+        f"[{name}] {judgement.completion.text}" if name else judgement.completion.text
+        for name, own in report.own_reports.items()
+        for judgement in own.judgements
+    ]
     if isinstance(report.verdict, Failed):
         failed = report.verdict
         texts.insert(0, f"[{failed.stage} failed: {failed.cause}] {failed.detail}".rstrip())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from grmpipe.config.judging import GRM
 from grmpipe.pipeline.stall_times import StallTimes
 
 MIN_SHARE = 0.2  # of the steps' time: a smaller share isn't reported
@@ -26,12 +27,14 @@ class Setup:
     """The settings of a run that decide which changes are possible.
 
     judge: where judgements are made; None if only a rule judges.
+    grms:  roles of the models here that judge.
     """
 
     judge: Literal["here", "outside"] | None
     num_judgements: int
     max_staleness: int
     rate_limited: bool = False
+    grms: Sequence[str] = (GRM,)
     elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the elastic pool that its slots are in
 
 
@@ -66,8 +69,10 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
 def judging(setup: Setup) -> list[str]:
     if setup.judge is None:
         return ["use a faster rule (judge.rule)"]
+    if setup.judge == "here" and len(setup.grms) > 1:
+        return [f"give more slots to the busiest of {', '.join(setup.grms)} (busy_s; placement.roles.<name>.replicas)"]
     if setup.judge == "here":
-        changes = [more_slots("grm", setup)]
+        changes = [more_slots(setup.grms[0], setup)]
     elif setup.rate_limited:
         changes = ["raise engine.openai.requests_per_minute or tokens_per_minute, if the endpoint allows it"]
     else:

@@ -236,7 +236,7 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
     metrics |= early_stop_metrics(counts.judging)
     metrics |= {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.judging.failed.items())}
     for name, judge in counts.by_judge.items():
-        metrics |= {f"judge/{name}/{key}": value for key, value in judge_metrics(judge).items()}
+        metrics |= {f"judge/{name}/{key}": value for key, value in judge_metrics(judge, seconds).items()}
     for name, cascade in counts.cascades.items():
         metrics |= {f"cascade/{name}/{key}": value for key, value in cascade_metrics(cascade).items()}
     return metrics
@@ -252,12 +252,13 @@ def early_stop_metrics(counts: JudgeCounts) -> Metrics:
     return metrics
 
 
-def judge_metrics(counts: JudgeCounts) -> Metrics:
-    """Metrics of one of several judges."""
+def judge_metrics(counts: JudgeCounts, seconds: float) -> Metrics:
+    """Metrics of one of several judges in a step of `seconds`."""
     metrics = {
         "asked": float(counts.asked),
         "counted": float(counts.counted),
         "tokens": float(counts.judge_tokens),
+        "tokens_per_s": counts.judge_tokens / seconds,
         **{f"failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())},
     }
     if counts.verdicts:

@@ -76,9 +76,10 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
 
 
 def pass_score_of(config: RunConfig) -> float | None:
-    """The lowest score with which the first judge passes an answer. None if no GRM judges, or the scale lacks it."""
+    """The lowest score with which the first judge passes an answer. None if no model judges, or the scale lacks it."""
     judge, pass_score = config.judge, config.labels.pass_score
-    on_scale = config.judged_by_model and judge.score_min < pass_score <= judge.score_max
+    by_model = config.judged_by_model or judge.kind == "scalar"
+    on_scale = by_model and judge.score_min < pass_score <= judge.score_max
     return judge.shown_score(pass_score) if on_scale else None
 
 

@@ -16,11 +16,14 @@ from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
+from grmpipe.pipeline.counters import Counters
 from grmpipe.run.engines import start_engines
-from grmpipe.run.registry import CLUSTERS, make_judge
+from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.session import Run, Session
 from grmpipe.run.start_grm import connect_endpoints, find_grms
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
+from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
+from grmpipe.run.stats import judging
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.judge_evaluation import PreparedEvaluation
 from models.types import Engine, EngineDied, EngineRefused
@@ -39,13 +42,17 @@ class EvaluationRun(Run[PreparedEvaluation]):
         super().__init__(prepared, session)
         self._began_s = time.monotonic()
         self._result: JudgeEvaluation | None = None
+        self._counters = Counters()
 
     async def run(self) -> Status:
         """Judge everything, write evaluation.json and its picture, print the table."""
         config = self._config
         judged = await judge_all(self._prepared, self._observers.timeline)
+        for report in (report for one in judged for report in one.reports):
+            self._counters.report(report)
         self._result = result = evaluate(judged, config.judge.scale, recount_of(config))
-        is_drawn = write_files(self._run_dir, judged, result, config.judge.scale)
+        scales = {name: judge.scale for name, judge in config.judging.judges.items()}
+        is_drawn = write_files(self._run_dir, judged, result, config.judge.scale, scales)
         show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
         self._observers.tracker.log(0, {f"eval/{name}": value for name, value in metrics_of(result).items()})
         return "completed"
@@ -58,7 +65,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             versions=dict.fromkeys(self._config.judging.roles, 0) if result is not None else {},
             wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary() if result is None else EvalSummary(final=metrics_of(result)),
-            judging=JudgingSummary() if result is None else judging_of(result),
+            judging=JudgingSummary() if result is None else judging_of(result, self._counters),
             failure=failure,
         )
 
@@ -66,7 +73,9 @@ class EvaluationRun(Run[PreparedEvaluation]):
 async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[JudgedItem]:
     config, prepared = ready.config, ready.prepared
     endpoints = connect_endpoints(prepared.roles)
-    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grms else None
+    is_local = bool(prepared.grms or config.judging.scorer_roles)
+    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
+    scalars: ScalarModels | None = None
     try:
         engines: dict[str, Engine] = {}
         meta_rm: MetaRmScorer | None = None
@@ -75,11 +84,15 @@ async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[Judged
             engines = {grm.name: router for grm, router in zip(prepared.grms, started, strict=True)}
             scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
             meta_rm = meta_rm_of(prepared.meta_rm, scorers)
-        judge = make_judge(prepared, find_grms(prepared, engines, endpoints, events), meta_rm)
+        scalars = await start_scalar_models(cluster, prepared, events)
+        grms = find_grms(prepared, engines, endpoints, events)
+        judge = make_judge(JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm, scalars=scalars.by_role))
         return await judge_items(judge, meta_rm, ready.items, config)
     finally:
         for endpoint in endpoints.values():
             await endpoint.close()
+        if scalars is not None:
+            await scalars.close()
         if cluster is not None:
             await cluster.shutdown()
 
@@ -89,12 +102,17 @@ async def judge_items(
 ) -> list[JudgedItem]:
     """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
     places = asyncio.Semaphore(config.evaluate.max_concurrency)
+    first, *others = config.judging.judges.values()
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
             reports = await judge_together(judge, item.prompt, f"e{index}", responses_of(item), priority=index)
-            one = JudgedItem(item=item, reports=reports, num_asked=config.judge.num_judgements)
-            return one if meta_rm is None else replace(one, meta_rm_weights=await weights_of(meta_rm, one, index))
+            one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
+            return (
+                one
+                if meta_rm is None or others
+                else replace(one, meta_rm_weights=await weights_of(meta_rm, one, index))
+            )
 
     async with raising_first() as tasks:
         running = [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
@@ -138,17 +156,22 @@ def recount_of(config: RunConfig) -> Recount:
 # -- the summary ---------------------------------------------------------------------------------------------------
 
 
-def judging_of(result: JudgeEvaluation) -> JudgingSummary:
+def judging_of(result: JudgeEvaluation, counters: Counters) -> JudgingSummary:
+    parts = judging(counters)
     return JudgingSummary(
         asked=result.num_judgements,
         counted=result.num_judgements - sum(result.failed_judgements.values()),
         failed=result.failed_judgements,
         tokens=result.num_tokens,
+        by_judge=parts.by_judge,
+        cascades=parts.cascades,
     )
 
 
 def metrics_of(result: JudgeEvaluation) -> Metrics:
-    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, ..."""
+    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, and of several judges
+    judge_safety_accuracy, ...
+    """
     overall = result.overall
     metrics = {
         "accuracy": overall.judged.accuracy,
@@ -158,6 +181,9 @@ def metrics_of(result: JudgeEvaluation) -> Metrics:
         **at_k("accuracy_with_meta_rm", overall.with_meta_rm),
         **result.bias,
     }
+    for name, own in result.by_judge.items():
+        metrics[f"judge_{name}_accuracy"] = own.overall.judged.accuracy
+        metrics[f"judge_{name}_failed_share"] = own.overall.judged.failed_share
     return metrics if result.score_error is None else metrics | {"score_error": result.score_error}
 
 

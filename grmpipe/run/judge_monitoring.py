@@ -1,4 +1,4 @@
-"""Monitors the judge during a run: canaries, adversarial replies, biases, the fit against KL, limits on any metric.
+"""Monitors the judges during a run: canaries, adversarial replies, biases, the fit against KL, limits on any metric.
 
 Its results are metrics and alarms; a limit may pause judging or stop the run. It trains on nothing.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
@@ -32,20 +32,22 @@ SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitoredJudge:
-    """The judge as the judge monitor knows it.
+    """The judge as the judge monitor knows it: the one that makes the reward, and each of several by its name.
 
-    compares: whether it needs several responses.  frozen: whether it isn't trained, so that any drift is an alarm.
+    frozen:   judges whose models aren't trained, so that any drift is an alarm; a single judge has no name.
+    compares: whether one of them needs several responses.
     """
 
     judge: Judge
+    members: Mapping[str, Judge] = field(default_factory=dict)
+    frozen: Collection[str] = ("",)
     fitness: JudgeFitness
     compares: bool
-    frozen: bool
     scale: tuple[int, int]
 
 
 class JudgeMonitor:
-    """The monitor of a run's judge. `report_alarm` receives alarms. Its state for a resume is in the run's files."""
+    """The monitor of a run's judges. `report_alarm` receives alarms. Its state for a resume is in the run's files."""
 
     def __init__(
         self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, report_alarm: Callable[[str], None]
@@ -58,7 +60,8 @@ class JudgeMonitor:
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
         self._limits = Limits(config.limits, [name for name in config.limits if was_ringing(past, name)])
-        self._drifting = was_ringing(past, DRIFT)
+        names = ("", *monitored.members)
+        self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
         self._exceeded: list[Exceeded] = []
 
     async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
@@ -69,7 +72,7 @@ class JudgeMonitor:
             return {}
         if not self._canaries:
             found = self._find_canaries(seen)
-            self._canaries = with_first_scores(found, await judge_canaries(self._monitored.judge, found))
+            self._canaries = (await self._judge_canaries(found)).as_first(found)
             write_canaries(self._path, self._canaries)
         metrics = await self._check(step)
         self._exceeded = self._limits.read(step, metrics)
@@ -101,21 +104,33 @@ class JudgeMonitor:
     async def _check(self, step: int) -> Metrics:
         metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
-            drift = drift_of(self._canaries, await judge_canaries(self._monitored.judge, self._canaries))
-            metrics |= drift.metrics()
-            if self._monitored.frozen:
-                self._sound_drift(step, drift.mean, len(drift.differences), drift.is_sure)
-                metrics[f"alarm/{DRIFT}"] = float(self._drifting)
+            metrics |= await self._check_canaries(step)
         log.info("the judge at step %d: %s", step, metrics)
         return metrics
 
-    def _sound_drift(self, step: int, mean: float, count: int, is_sure: bool) -> None:
-        if is_sure and not self._drifting:
+    async def _check_canaries(self, step: int) -> Metrics:
+        metrics: Metrics = {}
+        for name, drift in (await self._judge_canaries(self._canaries)).drifts(self._canaries).items():
+            metrics |= drift.metrics(name)
+            if name in self._monitored.frozen:
+                self._sound_drift(step, name, drift)
+                metrics[f"alarm/{drift_alarm(name)}"] = float(name in self._drifting)
+        if self._monitored.frozen:
+            metrics[f"alarm/{DRIFT}"] = float(bool(self._drifting))
+        return metrics
+
+    async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
+        return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
+
+    def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
+        if drift.is_sure and name not in self._drifting:
+            judge, count = f"judge {name}" if name else "judge", len(drift.differences)
             self._report_alarm(
-                f"The judge has changed: at step {step} its scores of {count} fixed responses differ by {mean:+.2f} "
-                "on average, under the same seeds, although it isn't trained; is another model behind it?"
+                f"The {judge} has changed: at step {step} its scores of {count} fixed responses differ by "
+                f"{drift.mean:+.2f} on average, under the same seeds, although it isn't trained; is another model "
+                "behind it?"
             )
-        self._drifting = is_sure
+        self._drifting = self._drifting | {name} if drift.is_sure else self._drifting - {name}
 
     def _probes(self) -> list[AdversarialProbe]:
         """The first prompts; a comparing judge gets a real response next to the reply."""
@@ -154,6 +169,11 @@ class JudgeMonitor:
         return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
 
 
+def drift_alarm(judge: str) -> str:
+    """The name of the alarm on the drift of a judge; a single one has no name."""
+    return f"{judge}/{DRIFT}" if judge else DRIFT
+
+
 def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
     """Whether an alarm was on at its last reading: not every line of the metrics has one."""
     return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
@@ -172,7 +192,13 @@ def point_of(metrics: Metrics) -> tuple[float, float] | None:
 
 def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
     """Write one line per canary, once: a resume compares with the beginning of the run."""
-    replace_journal(path, [asdict(canary) for canary in canaries])
+    replace_journal(path, map(canary_record, canaries))
+
+
+def canary_record(canary: Canary) -> dict[str, Any]:
+    """The line of a canary. With a single judge it has no scores by judge."""
+    record = asdict(canary)
+    return record if canary.by_judge else {key: value for key, value in record.items() if key != "by_judge"}
 
 
 def read_canaries(path: Path) -> tuple[Canary, ...]:
@@ -188,4 +214,5 @@ def canary_of(record: dict[str, Any]) -> Canary:
         reference=asked["reference"],
         rubric=tuple(Criterion(**criterion) for criterion in asked["rubric"]),
     )
-    return Canary(prompt=prompt, texts=tuple(record["texts"]), scores=tuple(record["scores"]))
+    by_judge = {name: tuple(scores) for name, scores in record.get("by_judge", {}).items()}
+    return Canary(prompt=prompt, texts=tuple(record["texts"]), scores=tuple(record["scores"]), by_judge=by_judge)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.config.judging import GRM
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import without_secrets
 from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
@@ -28,7 +30,7 @@ FILES = {
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "judged.jsonl": "every item with its scores and critiques",
-    "accuracy.png": "accuracy over k",
+    "accuracy.png": "accuracy over k, or by judge",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
@@ -48,6 +50,14 @@ FILES = {
 }
 
 
+def files_of(config: RunConfig) -> dict[str, str]:
+    """The files of a run and what they hold; each GRM in training has a directory of its own name."""
+    *before, last = FILES.items()
+    return dict(
+        [*before, *((f"{role}/", f"the trained GRM {role}") for role in config.trained_grms if role != GRM), last]
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
     """The observers of a run, open from the first evaluation to the summary."""
@@ -58,11 +68,13 @@ class Observers:
     timeline: Timeline
     console: ConsoleSink | None
     wandb: WandbSink
+    files: Mapping[str, str]  # name -> what it holds, of all that a run may write
 
     @staticmethod
     def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None, *, gauges: bool = True) -> Observers:
         """`gauges`: whether the console shows each step; it shows metrics of a policy."""
-        console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
+        shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else ONE_JUDGE
+        console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
         setup_logging(run_dir, console.console if console else None)
         wandb = WandbSink(config.tracking, run_dir, without_secrets(config, free_on_resume), wandb_run_id)
         setup_logging(run_dir, console.console if console else None)  # again, because W&B adds its own handlers
@@ -75,6 +87,7 @@ class Observers:
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
             wandb=wandb,
+            files=files_of(config),
         )
 
     def note(self, text: str) -> None:
@@ -105,7 +118,9 @@ class Observers:
                 self.console.bottleneck(bottleneck)
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
-            self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
+            self.console.print_files(
+                run_dir, {name: what for name, what in self.files.items() if (run_dir / name).exists()}
+            )
 
     def close(self) -> None:
         self.tracker.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
@@ -15,6 +15,7 @@ from grmpipe.judge.meta_rm import MetaRmScorer
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
+from grmpipe.judge.scalar import ScalarJudge, ScalarModel
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.sections import section
@@ -24,16 +25,21 @@ from scheduler.processes.actors import Cluster, InProcessCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeParts:
-    """What judges are made of. grms: role -> the model that generative judges ask. meta_rm: for their votes."""
+    """What judges are made of.
+
+    grms: role -> the model that generative judges ask. meta_rm: for their votes.
+    scalars: role -> the reward model that scalar judges ask.
+    """
 
     prepared: Prepared
     grms: Mapping[str, Grm]
     meta_rm: MetaRmScorer | None = None
+    scalars: Mapping[str, ScalarModel] = field(default_factory=dict)
 
 
-def make_judge(prepared: Prepared, grms: Mapping[str, Grm], meta_rm: MetaRmScorer | None = None) -> Judge:
+def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
-    config, parts = prepared.config, JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm)
+    config = parts.prepared.config
     judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
     return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
 
@@ -43,6 +49,10 @@ def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return GenerativeJudge(
         parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode, name
     )
+
+
+def scalar_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return PointwiseAdapter(ScalarJudge(parts.scalars[judge.model], judge))
 
 
 def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
@@ -70,6 +80,7 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
 
 JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
+    "scalar": scalar_judge,
     "rule": rule_judge,
     "label": label_judge,
     "custom": custom_judge,

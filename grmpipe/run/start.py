@@ -14,7 +14,7 @@ from grmpipe.judge.grm import Grm
 from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import Maintenance, make_maintenance
-from grmpipe.run.registry import CLUSTERS, make_judge
+from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
 from grmpipe.run.start_grm import connect_endpoints, find_grms
@@ -27,6 +27,7 @@ from grmpipe.run.start_learner import (
     weight_sync,
 )
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
+from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -69,7 +70,8 @@ class RunComponents:
     maintenance: Maintenance
     grms: Mapping[str, Grm]  # that judges ask, by role
     endpoints: tuple[ChatEngine, ...]  # of models that judge elsewhere
-    scorers: ScorerPool | None  # the meta-RM
+    scorers: tuple[ScorerPool, ...]  # of the meta-RM and of reward models
+    scalars: ScalarModels  # that scalar judges ask
     trainable_grms: tuple[TrainableGrm, ...]
     critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
@@ -82,6 +84,7 @@ class RunComponents:
     async def close(self) -> None:
         for endpoint in self.endpoints:
             await endpoint.close()
+        await self.scalars.close()
         await self.cluster.shutdown()
 
 
@@ -106,7 +109,8 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     learner, served = await start_all(cluster, prepared, learning, spec, events)
     sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
     grms = await start_trainable_grms(cluster, prepared, served, run_dir)
-    scorers = await start_scorers(cluster, prepared.meta_rm, config, roles, events)
+    meta_rm = await start_scorers(cluster, prepared.meta_rm, config, roles, events)
+    scalars = await start_scalar_models(cluster, prepared, events)
     critic = await start_critic(cluster, prepared.critic, config, roles, events)
     syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms}
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
@@ -116,12 +120,20 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         cluster=cluster,
         policy=served.routers[prepared.policy.name],
         learner=learner,
-        judge=make_judge(prepared, asked, meta_rm_of(prepared.meta_rm, scorers)),
+        judge=make_judge(
+            JudgeParts(
+                prepared=prepared,
+                grms=asked,
+                meta_rm=meta_rm_of(prepared.meta_rm, meta_rm),
+                scalars=scalars.by_role,
+            )
+        ),
         sync=sync,
         maintenance=maintenance,
         grms=asked,
         endpoints=tuple(endpoints.values()),
-        scorers=scorers,
+        scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
+        scalars=scalars,
         trainable_grms=grms,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.run.start_scorers import ScorerRole, start_scorer_pool
 from grmpipe.validate.meta_rm_model import MetaRmModel
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
@@ -26,23 +26,15 @@ async def start_scorers(
     """Start a process on each seat of the role, as one scorer. None if no vote uses a meta-RM."""
     if meta_rm is None:
         return None
-    from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
-
-    spec = ScorerSpec(
+    role = ScorerRole(
+        name=ROLE,
         path=meta_rm.path,
         dtype=config.meta_rm.dtype,
         device=roles[ROLE].device,
         max_batch_tokens=config.meta_rm.max_batch_tokens,
-    )
-    group = await cluster.start_group(ROLE, functools.partial(ScalarScorer, spec))
-    return ScorerPool(
-        ROLE,
-        group,
-        restart=functools.partial(cluster.restart_member, ROLE),
         max_replacements=config.health.max_replacements,
-        max_batch_tokens=config.meta_rm.max_batch_tokens,
-        events=events,
     )
+    return await start_scorer_pool(cluster, role, events)
 
 
 def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None) -> MetaRm | None:

@@ -58,7 +58,7 @@ class RunStats:
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
-        self.scorers: ScorerPool | None = None
+        self.scorers: tuple[ScorerPool, ...] = ()
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -102,8 +102,8 @@ class RunStats:
         """Role -> number of replaced engines."""
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
-        if self.scorers is not None:
-            replaced[self.scorers.role] += self.scorers.num_replaced
+        for scorers in self.scorers:
+            replaced[scorers.role] += scorers.num_replaced
         return dict(replaced)
 
     @property
@@ -203,6 +203,7 @@ def setup_of(config: RunConfig) -> Setup:
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
     return Setup(
         judge="outside" if judging.roles and not judging.local_roles else judge,
+        grms=judging.local_roles or (POLICY,),
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),

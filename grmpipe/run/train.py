@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from grmpipe.config.judging import POLICY
 from grmpipe.config.reward import max_errors
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
+from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
-from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
+from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary
@@ -196,8 +198,9 @@ class TrainingRun(Run[Prepared]):
             self._prepared.prompts.at(prompt_index)
             for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
         ]
-        if problem := await preflight_judgement(running.judge, self._config.judge, prompts):
-            raise ConfigError(f"judge.{problem}")
+        generative = self._config.judging.generative
+        if problem := await preflight_judgements(running.judge, members_of(running.judge), generative, prompts):
+            raise ConfigError(problem)
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge = self._config.judge
@@ -220,11 +223,15 @@ class TrainingRun(Run[Prepared]):
         """Call after `_restore`: it continues from the file of metrics."""
         config, judge = self._config, self._config.judge
         assert isinstance(parts.judge_guard, JudgeFitness)
+        generative, members = self._config.judging.generative, members_of(running.judge)
+        learning = {POLICY, *self._config.trained_grms}
+        changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
             judge=running.judge,
+            members=members,
+            frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,
-            compares=judge.protocol_kind.compares,
-            frozen=not running.trainable_grms,
+            compares=any(one.protocol_kind.compares for one in generative.values()),
             scale=(judge.score_min, judge.score_max),
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)

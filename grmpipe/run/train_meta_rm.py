@@ -15,11 +15,11 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.config.scalar_map import sigmoid
 from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
-from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.engines import engine_factory
 from grmpipe.run.errors import RunFailed

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
+from grmpipe.config.reward import check_sources, judges_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
@@ -46,11 +47,20 @@ def read_data(config: RunConfig) -> Data:
     if num_shared:
         log.warning("%d prompts are also in the held-out set: they are not trained", num_shared)
     check_amount(config, len(train))
-    for judge in config.judging.judges.values():
+    with section(""):
+        check_sources(config.reward, config.rewards, {prompt.source for prompt in (*train, *held_out)})
+    for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("data.path: "):
-                check_references(judge, config.data.path, train)
+                check_references(judge, config.data.path, judged_by(config, name, train))
     return Data(train=train, held_out=held_out)
+
+
+def judged_by(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that may reach a judge: a route sends each source to its own."""
+    sources = {prompt.source for prompt in prompts}
+    reaching = {source for source in sources if judge_name in judges_of(config.reward, config.rewards, source)}
+    return [prompt for prompt in prompts if prompt.source in reaching]
 
 
 def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:

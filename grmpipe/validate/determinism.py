@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import key_of_cotrain, key_of_judge
+from grmpipe.config.reward import arrival_orders
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from scheduler.placement import Placement
@@ -43,6 +44,11 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
     for name, judge in config.judging.generative.items():
         yield from refused_judging(key_of_judge(name), judge)
+    for name, judge in config.judging.scalar.items():
+        if judge.scalar.max_batch_tokens > 1:
+            key = f"{key_of_judge(name)}.scalar.max_batch_tokens"
+            yield f"a reward model scores together what arrives together; type {key}=1"
+    yield from arrival_orders(config.reward, config.rewards)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 

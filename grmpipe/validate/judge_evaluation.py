@@ -16,6 +16,7 @@ from grmpipe.validate.engines import check_installed
 from grmpipe.validate.meta_rm_model import find_meta_rm
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.scalar_model import find_scalar_models
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from scheduler.placement import place
@@ -47,7 +48,8 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     here = config.judging.local_roles
     weighted = bool(here) and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
     with section(""):
-        needed = (*here, "meta_rm") if weighted else here
+        scorers = (*config.judging.scorer_roles, *("meta_rm",) * weighted)
+        needed = (*here, *scorers)
         placement = place(replace(config.placement, pools=pools), needed, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config, placement)
@@ -59,6 +61,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
         config=config,
         policy=find_model(roles.served[POLICY], config, progress, weights=False),
         grms=grms,
+        scalars=find_scalar_models(config, progress),
         meta_rm=meta_rm,
         prompts=PromptStream([item.prompt for item in items]),
         held_out=(),

@@ -29,6 +29,7 @@ from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.router_replay import check_routing
+from grmpipe.validate.scalar_model import FoundScalarModel, check_scalar_judges, find_scalar_models
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_swap
@@ -48,6 +49,7 @@ class Prepared:
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
+    scalars: tuple[FoundScalarModel, ...] = ()  # that scalar judges ask
     meta_rm: MetaRmModel | None = None  # weights the judgements in a vote
     # Stored judging tasks, by GRM that is trained next to the policy.
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
@@ -87,6 +89,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     policy = find_model(roles.served[POLICY], config, progress)
     grms = tuple(find_model(roles.served[role], config, progress) for role in config.judging.local_roles)
     models = (policy, *grms)
+    scalars = find_scalar_models(config, progress)
     meta_rm = None
     if "meta_rm" in config.roles:
         with section("meta_rm."):
@@ -108,6 +111,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_policy(config, policy, data)
     check_routing(config, policy, roles.served[POLICY])
     check_judges(config, roles, models, data)
+    check_scalar_judges(config, scalars, data)
     for name, judge in config.judging.judges.items():
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
@@ -117,6 +121,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         config=config,
         policy=policy,
         grms=grms,
+        scalars=scalars,
         prompts=prompts,
         held_out=data.held_out,
         placement=placement,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from models.settings import EngineConfig, LoraConfig, ModelConfig
-from models.types import ChatEngine, Engine, SendLimits
+from models.types import ChatEngine, Engine, RemoteScorer, SendLimits
 
 UNBOUNDED_ROWS = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
@@ -128,6 +128,17 @@ class EngineKind(ABC, Generic[Options]):
     def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
         """Make the client of an endpoint. limits: asked before each try."""
         raise NotImplementedError(f"{type(self).__name__} is no endpoint")
+
+    def connect_scorer(self, key: str, model: ModelConfig, limits: SendLimits) -> RemoteScorer:
+        """Make the client of an endpoint that scores. key: the configuration's section of the model."""
+        raise ValueError(
+            f"{key}.engine: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
+            f"{key}.engine=openai for a pooling endpoint"
+        )
+
+    def scorer_tokenizer(self, model: ModelConfig) -> str:
+        """Where the tokenizer of a reward model behind an endpoint is: a Hugging Face directory or hub name."""
+        return model.path
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         """Check that what it needs is installed, where it will run. Raises ValueError, which begins with the key to

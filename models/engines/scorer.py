@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from models.lm.packed_check import probe_scores
-from models.lm.scalar_head import last_of_samples, load_scalar_head, packed_scores
+from models.lm.scalar_head import last_of_samples, load_scalar_head, packed_scores, padding_of, without_padding
 
 Sequences = Sequence[Sequence[int]]
 
@@ -37,11 +37,13 @@ class ScalarScorer:
             torch.set_num_threads(1)  # engines and learners share the cores
         self._spec = spec
         self._model = load_scalar_head(spec.path, spec.dtype, spec.device)
+        self._pad_id = padding_of(self._model.config)
         with torch.inference_mode():
             probe_scores(self._model, torch.device(spec.device), spec.dtype)
 
     def scores(self, sequences: Sequences) -> list[float]:
-        """The head's number at the last token of each sequence, in order."""
+        """The head's number at the last token of each sequence, in order. A sequence classifier skips padding there."""
+        sequences = [without_padding(sequence, self._pad_id) for sequence in sequences]
         found = [0.0] * len(sequences)
         for batch in batches([len(sequence) for sequence in sequences], self._spec.max_batch_tokens):
             for index, score in zip(batch, self._pass([sequences[index] for index in batch]), strict=True):

@@ -1,11 +1,12 @@
-"""A language model's trunk with a head of one number: per token (a critic), or at the last one (a meta-RM).
+"""A language model's trunk with a head of one number: per token (a critic), or at the last one (a reward model).
 
-Its files are those of Hugging Face's token classification with one label. Never generates.
+Its files are those of Hugging Face's token or sequence classification with one label. Never generates.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ def scalar_config(path: str) -> PreTrainedConfig:
             f"path: the head of {path!r} ({kind}) has {config.num_labels} outputs, and a scalar head has one "
             "(num_labels in config.json); give a model with one label"
         )
+    check_family(config, path)
     config.token_classification_bias = kind.endswith(PER_TOKEN)
     return config
 
@@ -75,9 +77,17 @@ def has_head(config: PreTrainedConfig) -> bool:
     return any(name.endswith((PER_TOKEN, PER_SEQUENCE)) for name in config.architectures or ())
 
 
-def with_one_label(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
+def check_family(config: PreTrainedConfig, path: str) -> None:
+    """Raises ValueError if no class of the model's family has a head that can be read at every token."""
     if config.model_type not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
-        raise ValueError(f"path: transformers has no scalar head for {config.model_type!r} models ({path!r})")
+        raise ValueError(
+            f"path: transformers has no scalar head for {config.model_type!r} models ({path!r}); give one of another "
+            "family, such as Llama, Mistral, Qwen2 or Qwen3"
+        )
+
+
+def with_one_label(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
+    check_family(config, path)
     config = copy.deepcopy(config)
     config.num_labels = 1
     config.token_classification_bias = True
@@ -110,3 +120,22 @@ def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor,
 def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
     """[S]: the value at each sample's last token."""
     return values_T[sample_lengths_S.cumsum(0) - 1]
+
+
+def padding_of(config: PreTrainedConfig) -> int | None:
+    """The token that a sequence classifier skips at the end of a sequence. None: the last token is read, whatever it
+    is.
+    """
+    per_sequence = any(name.endswith(PER_SEQUENCE) for name in config.architectures or ())
+    pad_id: int | None = config.get_text_config().pad_token_id
+    return pad_id if per_sequence else None
+
+
+def without_padding(token_ids: Sequence[int], pad_id: int | None) -> Sequence[int]:
+    """The tokens up to the last one that isn't padding, where transformers' sequence classifiers read their head; of
+    padding alone the first token.
+    """
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == pad_id:
+        length -= 1
+    return token_ids[:length]

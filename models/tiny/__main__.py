@@ -13,9 +13,10 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from models.tiny.evaluate import measure_judge, measure_policy
-from models.tiny.recipes import POLICY, RECIPES, MetaRmRecipe, Recipe
+from models.tiny.recipes import POLICY, RECIPES, AnyRecipe, MetaRmRecipe, RewardModelRecipe
 from models.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
 from models.tiny.tiny_meta_rm import measure_meta_rm
+from models.tiny.tiny_reward_model import measure_reward_model
 
 
 def main(argv: list[str]) -> None:
@@ -39,11 +40,13 @@ def parse(argv: list[str]) -> list[str]:
     return names
 
 
-def build_and_ship(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
+def build_and_ship(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe, progress)
     if isinstance(recipe, MetaRmRecipe):
         measured = asdict(measure_meta_rm(directory, directory_of(recipe.parent, progress)))
+    elif isinstance(recipe, RewardModelRecipe):
+        measured = asdict(measure_reward_model(directory, directory_of(POLICY, progress)))
     elif recipe is POLICY:
         measured = asdict(measure_policy(directory))
     else:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models.tiny.recipes import MetaRmRecipe, Recipe, Shape
+from models.tiny.recipes import AnyRecipe, Recipe, Shape
 from models.tiny.sft_examples import SftExample, draw_examples
 from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_content, encode_prompt
 
@@ -118,7 +118,7 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Opti
     return muon, AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def lr_share(step: int, recipe: Recipe | MetaRmRecipe) -> float:
+def lr_share(step: int, recipe: AnyRecipe) -> float:
     """Linear warm-up, then a cosine down to 0."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps

@@ -84,6 +84,36 @@ class MetaRmRecipe:
         return digest_of(json.dumps(contents, sort_keys=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelRecipe:
+    """All that determines a tiny scalar reward model, which reads answers to problems. It starts from the parent's
+    trunk.
+    """
+
+    name: str
+    parent: Recipe
+    num_steps: int
+    batch_size: int
+    lr: float
+    seed: int
+    warmup_steps: int = 20
+
+    @property
+    def hash(self) -> str:
+        """Like a recipe's; the texts show in the first items."""
+        items = make_judgements("train", NUM_FINGERPRINT_EXAMPLES, self.seed)
+        contents = {
+            "trainer": TRAINER,
+            "recipe": asdict(self),
+            "parent": self.parent.hash,
+            "items": [asdict(item) for item in items],
+        }
+        return digest_of(json.dumps(contents, sort_keys=True))
+
+
+AnyRecipe = Recipe | MetaRmRecipe | RewardModelRecipe
+
+
 @cache
 def corpus_digest() -> str:
     return digest_of("\n".join(tokenizer_corpus()))
@@ -147,4 +177,7 @@ META = MetaRmRecipe(
     name="meta_rm", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
 )
 
-RECIPES: dict[str, Recipe | MetaRmRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META)}
+# Reads the answer itself and writes nothing: a Bradley-Terry model's place beside the GRMs.
+REWARD_MODEL = RewardModelRecipe(name="reward_model", parent=GRM, num_steps=1200, batch_size=48, lr=2e-3, seed=14)
+
+RECIPES: dict[str, AnyRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META, REWARD_MODEL)}

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from models.tiny.recipes import RECIPES, MetaRmRecipe, Recipe
+from models.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, RewardModelRecipe
 
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
@@ -31,7 +31,7 @@ def resolve_model(path: str, progress: Callable[[str, float], None] = lambda nam
     return str(directory_of(RECIPES[name], progress))
 
 
-def directory_of(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
+def directory_of(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
     """The directory of the recipe's model; builds it, with its parents, if there is none."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
@@ -39,7 +39,7 @@ def directory_of(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float],
     return build_in_cache(recipe, progress)
 
 
-def cache_directory(recipe: Recipe | MetaRmRecipe) -> Path:
+def cache_directory(recipe: AnyRecipe) -> Path:
     root = os.environ.get("GRMPIPE_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
 
@@ -52,7 +52,7 @@ def hash_on_card(directory: Path) -> str | None:
         return None
 
 
-def build_in_cache(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
+def build_in_cache(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
     """Build atomically: the directory appears whole or not at all, and of two concurrent builds the first wins."""
     parent = directory_of(recipe.parent, progress) if recipe.parent else None
     directory = cache_directory(recipe)
@@ -69,26 +69,29 @@ def build_in_cache(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float
     return directory
 
 
-def make(
-    recipe: Recipe | MetaRmRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]
-) -> None:
+def make(recipe: AnyRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
     if isinstance(recipe, MetaRmRecipe):
         from models.tiny.tiny_meta_rm import build_meta_rm
 
         assert parent is not None
         build_meta_rm(recipe, parent, directory, progress)
+    elif isinstance(recipe, RewardModelRecipe):
+        from models.tiny.tiny_reward_model import build_reward_model
+
+        assert parent is not None
+        build_reward_model(recipe, parent, directory, progress)
     else:
         from models.tiny.build import build
 
         build(recipe, parent, directory, progress)
 
 
-def write_card(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[str, float]) -> None:
+def write_card(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> None:
     card = {"name": recipe.name, "hash": recipe.hash, "measured": measured}
     (directory / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
-def ship(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[str, float]) -> Path:
+def ship(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> Path:
     """Copy a finished model to the package's directory of shipped models."""
     shipped = SHIPPED / recipe.name
     shutil.rmtree(shipped, ignore_errors=True)

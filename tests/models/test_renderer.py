@@ -254,3 +254,14 @@ def test_a_template_is_told_what_it_branches_on(
 def test_what_no_template_can_be_told_is_refused_by_the_key(kwargs: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ModelConfig(chat_template_kwargs=kwargs)
+
+
+@given(texts, texts)
+def test_a_whole_conversation_ends_after_the_assistants_turn(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerFast, question: str, answer: str
+) -> None:
+    said = [user(question), Message(role="assistant", content=answer)]
+    begun, end = renderer.render(said[:1]), tuple(tokenizer.encode("<|im_end|>\n", add_special_tokens=False))
+    whole = renderer.render_whole(said)
+    assert whole[: len(begun)] == begun and whole[-len(end) :] == end
+    assert renderer.decode(whole[len(begun) : -len(end)]) == answer

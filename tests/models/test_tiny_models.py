@@ -19,17 +19,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.lm.scalar_head import scalar_config
+from models.renderer import Renderer
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
+from models.tiny.judgements import ScoredText, make_judgements
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import make_problems
-from models.tiny.recipes import META, RECIPES, Recipe, Shape
+from models.tiny.recipes import META, RECIPES, REWARD_MODEL, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
 from models.tiny.sft_examples import LARGEST_WORD_NUMBER, SftTask
 from models.tiny.solutions import padded_solution
 from models.tiny.tiny_meta_rm import ask
+from models.tiny.tiny_reward_model import answer_of, judged
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
+from models.types import Message
 
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
@@ -128,6 +132,30 @@ def test_shipped_meta_rm_tells_right_judgements_of_the_weak_grm_from_wrong_ones(
     scores = ScalarScorer(ScorerSpec(path=str(SHIPPED / "meta_rm"))).scores([one.token_ids for one in told])
     rights = fmean(one.right for one in told)
     assert fmean((score > 0) == one.right for score, one in zip(scores, told, strict=True)) > max(0.75, rights)
+
+
+def test_shipped_reward_model_is_what_its_recipe_makes_and_has_one_label() -> None:
+    directory = SHIPPED / "reward_model"
+    assert hash_on_card(directory) == REWARD_MODEL.hash
+    config = scalar_config(str(directory))
+    assert config.num_labels == 1 and config.architectures == ["Qwen3ForSequenceClassification"]
+    assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer().get_vocab()
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 800_000
+
+
+def test_reward_model_was_trained_on_what_its_chat_template_renders() -> None:
+    problem = make_problems("held_out", 1, 5)[0]
+    answer = answer_of(tokenizer(), problem, str(problem.solution))
+    said = (Message(role="user", content=problem.question), Message(role="assistant", content=str(problem.solution)))
+    assert answer.right and Renderer.load(str(SHIPPED / "reward_model")).render_whole(said) == answer.token_ids
+
+
+def test_shipped_reward_model_tells_right_answers_from_sloppy_and_malformed_ones() -> None:
+    items = [item for item in make_judgements("held_out", 256, 6) if isinstance(item, ScoredText)]
+    items = [item for item in items if item.kind in ("right", "sloppy", "malformed")]
+    told = judged(SHIPPED / "reward_model", [item.problem for item in items], [item.text for item in items])
+    assert fmean(passed == right for passed, right in told) > 0.9
+    assert 0.3 < fmean(right for _, right in told) < 0.8
 
 
 def test_shipped_models_need_no_build(empty_cache: Path) -> None:

@@ -68,6 +68,11 @@ def compose_judge(
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
 
 
+def members_of(judge: Judge) -> Mapping[str, Judge]:
+    """Each of several judges by its name; empty for a single one."""
+    return judge.composition.judges if isinstance(judge, ComposedJudge) else {}
+
+
 def compares(judge: Judge, config: JudgeConfig) -> bool:
     """Whether the judge sees siblings next to each other; a judge of the user's own may, unless it takes single
     rollouts.

@@ -30,7 +30,8 @@ class AdversarialProbe:
 async def probe_judge(judge: Judge, probes: Sequence[AdversarialProbe]) -> Metrics:
     """Mean score and share above the middle of the replies that got a verdict, and the share that got none.
 
-    Request names repeat, so an unchanged judge gives the same values.
+    Of several judges, also by judge, over the replies that each was asked about. Request names repeat, so an unchanged
+    judge gives the same values.
     """
 
     async def judged(probe: AdversarialProbe, group_id: str, reply: str) -> JudgeReport:
@@ -40,13 +41,19 @@ async def probe_judge(judge: Judge, probes: Sequence[AdversarialProbe]) -> Metri
     reports = await asyncio.gather(
         *(judged(probe, f"fool-{i}-{j}", reply) for i, probe in enumerate(probes) for j, reply in enumerate(REPLIES))
     )
-    verdicts = [report.verdict for report in reports if isinstance(report.verdict, Verdict)]
+    metrics = metrics_of("judge_monitor", reports)
+    for name in dict.fromkeys(name for report in reports for name in report.by_judge):
+        own = [report.by_judge[name] for report in reports if name in report.by_judge]
+        metrics |= metrics_of(f"judge_monitor/{name}", own)
+    return metrics
+
+
+def metrics_of(area: str, reports: Sequence[JudgeReport]) -> Metrics:
     if not reports:
         return {}
-    metrics = {"judge_monitor/adversarial_failed_share": 1 - len(verdicts) / len(reports)}
+    verdicts = [report.verdict for report in reports if isinstance(report.verdict, Verdict)]
+    metrics = {f"{area}/adversarial_failed_share": 1 - len(verdicts) / len(reports)}
     if verdicts:
-        metrics["judge_monitor/adversarial_score"] = statistics.fmean(verdict.score for verdict in verdicts)
-        metrics["judge_monitor/attack_success_share"] = statistics.fmean(
-            verdict.outcome > MIDDLE for verdict in verdicts
-        )
+        metrics[f"{area}/adversarial_score"] = statistics.fmean(verdict.score for verdict in verdicts)
+        metrics[f"{area}/attack_success_share"] = statistics.fmean(verdict.outcome > MIDDLE for verdict in verdicts)
     return metrics

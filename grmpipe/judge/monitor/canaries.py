@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.types import Judge, Metrics, Prompt, Verdict
+from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Verdict
 
 SURE = 3.0  # standard errors
+Scores = tuple[float | None, ...]  # of the texts of a canary, in their order; None: no verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Responses to one prompt that are judged together, with the score that each got first; None: no verdict."""
+    """Responses to one prompt that are judged together, with the scores that they got first.
+
+    by_judge: of several judges, the scores that each gave first.
+    """
 
     prompt: Prompt
     texts: tuple[str, ...]
-    scores: tuple[float | None, ...] = ()
+    scores: Scores = ()
+    by_judge: Mapping[str, Scores] = field(default_factory=dict)
+
+    def scores_of(self, judge: str) -> Scores:
+        """The first scores by a judge; under no name, those that make the reward."""
+        return self.by_judge.get(judge, ()) if judge else self.scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,37 +54,80 @@ class CanaryDrift:
         error = statistics.stdev(self.differences) / math.sqrt(len(self.differences))
         return abs(self.mean) > SURE * error
 
-    def metrics(self) -> Metrics:
-        metrics = {"judge_monitor/canaries_failed": float(self.num_failed)}
+    def metrics(self, judge: str = "") -> Metrics:
+        """judge: of several, the one whose scores they are."""
+        area = f"judge_monitor/{judge}" if judge else "judge_monitor"
+        metrics = {f"{area}/canaries_failed": float(self.num_failed)}
         if self.differences:
             metrics |= {
-                "judge_monitor/canary_score": self.score,
-                "judge_monitor/canary_drift": self.mean,
-                "judge_monitor/canary_drift_abs": statistics.fmean(map(abs, self.differences)),
+                f"{area}/canary_score": self.score,
+                f"{area}/canary_drift": self.mean,
+                f"{area}/canary_drift_abs": statistics.fmean(map(abs, self.differences)),
             }
         return metrics
 
 
-async def judge_canaries(judge: Judge, canaries: Sequence[Canary]) -> list[tuple[float | None, ...]]:
-    """The scores of each canary's texts, sampled under names that never change."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryScores:
+    """The scores of each canary, by the judges' names; under no name, those that make the reward."""
+
+    by_judge: Mapping[str, Sequence[Scores]]
+
+    def as_first(self, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
+        """The canaries with these scores as their first ones."""
+        named = {judge: scores for judge, scores in self.by_judge.items() if judge}
+        return tuple(
+            Canary(
+                prompt=canary.prompt,
+                texts=canary.texts,
+                scores=self.by_judge[""][i],
+                by_judge={judge: scores[i] for judge, scores in named.items()},
+            )
+            for i, canary in enumerate(canaries)
+        )
+
+    def drifts(self, canaries: Sequence[Canary]) -> dict[str, CanaryDrift]:
+        """Judge -> its drift. A judge that wasn't there at first has none."""
+        return {
+            judge: drift_of([canary.scores_of(judge) for canary in canaries], scores)
+            for judge, scores in self.by_judge.items()
+            if all(canary.scores_of(judge) for canary in canaries)
+        }
+
+
+async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: Sequence[Canary]) -> CanaryScores:
+    """Scores sampled under names that never change.
+
+    members: of several judges, each one's own, by name. Those that the composition didn't ask are asked as well: what a
+    cascade or a gate leaves out would hide their drift.
+    """
     judged = await asyncio.gather(
-        *(judge_together(judge, canary.prompt, f"canary-{i}", canary.texts) for i, canary in enumerate(canaries))
+        *(judge_canary(judge, members, f"canary-{i}", canary) for i, canary in enumerate(canaries))
     )
-    return [
-        tuple(report.verdict.score if isinstance(report.verdict, Verdict) else None for report in reports)
-        for reports in judged
-    ]
+    return CanaryScores(by_judge={name: [scores[name] for scores in judged] for name in ("", *members)})
 
 
-def with_first_scores(canaries: Sequence[Canary], scores: Sequence[tuple[float | None, ...]]) -> tuple[Canary, ...]:
-    return tuple(replace(canary, scores=given) for canary, given in zip(canaries, scores, strict=True))
+async def judge_canary(judge: Judge, members: Mapping[str, Judge], group_id: str, canary: Canary) -> dict[str, Scores]:
+    reports = await judge_together(judge, canary.prompt, group_id, canary.texts)
+    by_judge = {"": reports}
+    for name, member in members.items():
+        if all(name in report.by_judge for report in reports):
+            by_judge[name] = tuple(report.by_judge[name] for report in reports)
+        else:
+            by_judge[name] = await judge_together(member, canary.prompt, group_id, canary.texts)
+    return {name: scores_of(own) for name, own in by_judge.items()}
 
 
-def drift_of(canaries: Sequence[Canary], scores: Sequence[tuple[float | None, ...]]) -> CanaryDrift:
+def scores_of(reports: Sequence[JudgeReport]) -> Scores:
+    return tuple(report.verdict.score if isinstance(report.verdict, Verdict) else None for report in reports)
+
+
+def drift_of(firsts: Sequence[Scores], scores: Sequence[Scores]) -> CanaryDrift:
+    """The drift from the first scores of each canary to those of now."""
     pairs = [
         (first, now)
-        for canary, given in zip(canaries, scores, strict=True)
-        for first, now in zip(canary.scores, given, strict=True)
+        for before, given in zip(firsts, scores, strict=True)
+        for first, now in zip(before, given, strict=True)
     ]
     both = [(first, now) for first, now in pairs if first is not None and now is not None]
     return CanaryDrift(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from grmpipe.judge.monitor.position_bias import PositionBias
+from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
 from grmpipe.types import Cause, Failed, JudgeReport, Metrics
 from scheduler.clock import ActiveClock
 
@@ -15,6 +17,17 @@ log = logging.getLogger(__name__)
 
 BreakerState = Literal["open", "paused", "stopped"]
 ROUNDING = 1e-9  # tolerance in score units: 5.3 - 4.3 counts as a rise of 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentResult:
+    """A result as the breaker remembers it. cause: of a failure; None: a success. of: whose failure it is, if known."""
+
+    cause: Cause | None
+    of: tuple[str, ...] = ()
+
+
+SUCCESS = RecentResult(cause=None)
 
 
 class CircuitBreaker:
@@ -40,7 +53,7 @@ class CircuitBreaker:
         self._max_failure_rate = max_failure_rate
         self._window = window
         self._pause_s = pause_s
-        self._recent: deque[Cause | None] = deque(maxlen=window)
+        self._recent: deque[RecentResult] = deque(maxlen=window)
         self._last_detail = ""
         self._state: BreakerState = "open"
         self._paused_until_s = 0.0
@@ -59,13 +72,15 @@ class CircuitBreaker:
         """Seconds left of the pause; 0 if judging may continue, and 0 if it never will."""
         return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
 
-    def record(self, result: object, now_s: float) -> None:
+    def record(self, result: object, now_s: float, of: Sequence[str] = ()) -> None:
         """Count a result: a Failed is a failure, anything else a success. Results during a pause are ignored: their
         work began before it.
+
+        of: of several judges, those whose failure it is.
         """
         if self.state(now_s) != "open":
             return
-        self._recent.append(result.cause if isinstance(result, Failed) else None)
+        self._recent.append(RecentResult(cause=result.cause, of=tuple(of)) if isinstance(result, Failed) else SUCCESS)
         self._num_since_opening += 1
         if isinstance(result, Failed):
             self._last_detail = result.detail
@@ -85,7 +100,7 @@ class CircuitBreaker:
         return self._cause
 
     def _exceeds(self) -> bool:
-        num_failed = len(self._recent) - self._recent.count(None)
+        num_failed = len(self._recent) - self._recent.count(SUCCESS)
         enough = len(self._recent) >= max(1, self._window // 4)
         return enough and num_failed > self._max_failure_rate * len(self._recent)
 
@@ -100,13 +115,16 @@ class CircuitBreaker:
             self._state, self._warned, self._paused_until_s = "paused", True, now_s + self._pause_s
 
     def _explain(self) -> str:
-        counts = Counter(cause for cause in self._recent if cause is not None)
+        counts = Counter(seen.cause for seen in self._recent if seen.cause is not None)
         num_seen, num_failed = len(self._recent), counts.total()
         causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
+        by_judge = Counter(name for seen in self._recent for name in seen.of)
+        judges = ", ".join(f"{name} in {count}" for name, count in by_judge.most_common())
         again = f", again after a pause of {self._pause_s:g} s" if self._warned else ""
         return (
             f"{num_failed} of the last {num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
             f"{self._key}={self._max_failure_rate:g}){again}: {causes}"
+            + (f"; judges that failed: {judges}" if judges else "")
             + (f"; the last one: {self._last_detail}" if self._last_detail else "")
         )
 
@@ -160,9 +178,12 @@ class Fitness:
         self._loop = asyncio.get_running_loop()
         self._logged_cause = ""
 
-    def record(self, result: object) -> None:
-        """Count a result: a Failed is a failure, all else a success. Raises `unfit` when the gate closes for good."""
-        self._breaker.record(result, self._loop.time())
+    def record(self, result: object, of: Sequence[str] = ()) -> None:
+        """Count a result: a Failed is a failure, all else a success. Raises `unfit` when the gate closes for good.
+
+        of: of several judges, those whose failure it is.
+        """
+        self._breaker.record(result, self._loop.time(), of)
         self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
@@ -187,12 +208,13 @@ class JudgeFitness(Fitness):
 
     def __init__(self, breaker: CircuitBreaker) -> None:
         super().__init__(breaker)
-        self._bias = PositionBias()
+        self._bias: dict[str, PositionBias] = {}  # by judge; of a single one under no name
 
     def verdict(self, report: JudgeReport) -> None:
         """Count a verdict. Raises JudgeUnfit when the gate closes for good."""
-        self._bias = self._bias.with_judgements(report.judgements)
-        self.record(report.verdict)
+        for name, own in report.own_reports.items():
+            self._bias[name] = self._bias.get(name, PositionBias()).with_judgements(own.judgements)
+        self.record(report.verdict, [name for name, own in report.by_judge.items() if isinstance(own.verdict, Failed)])
 
     def trip(self, cause: str) -> None:
         """Pause for a cause that no verdict shows. Raises JudgeUnfit if it stops the run."""
@@ -200,6 +222,8 @@ class JudgeFitness(Fitness):
         self._raise_if_stopped()
 
     def bias_metrics(self) -> Metrics:
-        """Order flips, ties and wins of the first place since the last call. Empty for a judge of single responses."""
-        metrics, self._bias = self._bias.metrics(), PositionBias()
+        """Order flips, ties and wins of the first place since the last call, also by judge if there are several. Empty
+        for judges of single responses.
+        """
+        metrics, self._bias = bias_metrics(self._bias), {}
         return metrics

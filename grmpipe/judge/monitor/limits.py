@@ -10,9 +10,8 @@ from grmpipe.config.judge_monitor import LimitConfig
 from grmpipe.types import Metrics
 
 OF_CHECKS = (
-    "judge_monitor/attack_success_share", "judge_monitor/adversarial_score", "judge_monitor/adversarial_failed_share",
-    "judge_monitor/canary_score",
-    "judge_monitor/canary_drift", "judge_monitor/canary_drift_abs", "judge_monitor/canaries_failed",
+    "attack_success_share", "adversarial_score", "adversarial_failed_share", "canary_score", "canary_drift",
+    "canary_drift_abs", "canaries_failed",
 )  # fmt: skip
 
 
@@ -60,7 +59,7 @@ class Limits:
         messages = []
         for name in sorted(self._never_read):
             metric = self._limits[name].metric
-            if metric in OF_CHECKS:
+            if is_of_check(metric):
                 continue
             near = difflib.get_close_matches(metric, sorted(self._known), n=1)
             messages.append(
@@ -68,6 +67,12 @@ class Limits:
                 + (f"; did you mean {near[0]}?" if near else "")
             )
         return messages
+
+
+def is_of_check(metric: str) -> bool:
+    """Whether only the checks with canaries and adversarial replies report it, in total or by judge."""
+    area, _, name = metric.rpartition("/")
+    return area.split("/")[0] == "judge_monitor" and name in OF_CHECKS
 
 
 def broken(limit: LimitConfig, value: float) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Judgement, Metrics
@@ -80,6 +80,15 @@ class PositionBias:
             first_won=self.first_won + places.count(0),
         )
 
+    def __add__(self, other: PositionBias) -> PositionBias:
+        """The counts of two judges: judgements of different judges are never compared with each other."""
+        return PositionBias(
+            flips=self.flips + other.flips,
+            compared=self.compared + other.compared,
+            tied=self.tied + other.tied,
+            first_won=self.first_won + other.first_won,
+        )
+
     def metrics(self) -> Metrics:
         """Shares of the comparisons. A kind without comparisons is left out. A fair judge of n responses lets the first
         place win 1 / n of them.
@@ -87,9 +96,16 @@ class PositionBias:
         if not self.compared:
             return {}
         won = self.compared - self.tied
-        wins = {"judge/first_place_share": self.first_won / won} if won else {}
-        flips = {f"judge/{name}": share for name, share in self.flips.metrics().items()}
-        return {"judge/ties_share": self.tied / self.compared, **wins, **flips}
+        wins = {"first_place_share": self.first_won / won} if won else {}
+        return {"ties_share": self.tied / self.compared, **wins, **self.flips.metrics()}
+
+
+def bias_metrics(by_judge: Mapping[str, PositionBias]) -> Metrics:
+    """Metrics of all judges together and, under their names, of each of several. A single judge has no name."""
+    metrics = {f"judge/{name}": share for name, share in sum(by_judge.values(), PositionBias()).metrics().items()}
+    for judge in filter(None, by_judge):
+        metrics |= {f"judge/{judge}/{name}": share for name, share in by_judge[judge].metrics().items()}
+    return metrics
 
 
 def place_of_winner(judgement: Judgement) -> int | None:

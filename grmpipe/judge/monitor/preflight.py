@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import key_of_judge
+from grmpipe.config.key_errors import under_key
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 
 NUM_PROMPTS = 4  # with k judgements and a retry each: few enough to be quick, enough to exclude bad luck
 NUM_SIBLINGS = 2  # the fewest that can be compared
+
+
+async def preflight_judgements(
+    judge: Judge, members: Mapping[str, Judge], configs: Mapping[str, JudgeConfig], prompts: Sequence[Prompt]
+) -> str | None:
+    """Why one of the generative judges can't work, in words that begin with its own key. None if all work.
+
+    members: each of several judges; empty for a single one, which is `judge`. Each is tried on its own, because a
+    cascade or a gate may ask it late. configs: of the generative judges, by name.
+    """
+    for name, config in configs.items():
+        if problem := await preflight_judgement(members.get(name, judge), config, prompts):
+            return under_key(f"{key_of_judge(name)}.", problem)
+    return None
 
 
 async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
 from models.settings import EngineConfig, ModelConfig, OpenAIConfig
-from models.types import ChatEngine, SendLimits
+from models.types import ChatEngine, RemoteScorer, SendLimits
 
 
 class OpenAIKind(EngineKind[OpenAIConfig]):
@@ -32,6 +32,14 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
         from models.engines.openai.openai_engine import OpenAIEngine
 
         return OpenAIEngine(model.path, role, request_options(self.options, model), limits=limits)
+
+    def connect_scorer(self, key: str, model: ModelConfig, limits: SendLimits) -> RemoteScorer:
+        from models.engines.openai.pooling_scorer import PoolingScorer
+
+        return PoolingScorer(model.path, key, self.options, limits=limits)
+
+    def scorer_tokenizer(self, model: ModelConfig) -> str:
+        return self.options.tokenizer or model.path
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         options = self.options

@@ -9,6 +9,7 @@ import pytest
 from grmpipe.config.reward import (
     REWARD_KINDS,
     RewardConfig,
+    arrival_orders,
     asked_shares,
     check_rewards,
     check_sources,
@@ -103,6 +104,24 @@ def test_compositions_nest_by_name_and_each_judge_is_named_once() -> None:
     check_rewards(outer, {"style": style}, JUDGES, group_baseline=True)
     assert judges_of(outer, {"style": style}) == ("safety", "short", "judge")
     assert judges_of(RewardConfig(), {"style": style}) == ("judge",)
+
+
+def test_a_route_sends_a_prompt_to_the_judges_of_its_source_only() -> None:
+    route = RewardConfig(kind="route", route={"math": "both", "code": "short"})
+    both = RewardConfig(kind="mix", mix={"judge": 1.0, "safety": 1.0})
+    assert judges_of(route, {"both": both}, "math") == ("judge", "safety")
+    assert judges_of(route, {"both": both}, "code") == ("short",)
+    assert judges_of(route, {"both": both}, "chat") == ()
+    assert judges_of(RewardConfig(judge="route"), {"route": route, "both": both}) == ("judge", "safety", "short")
+
+
+def test_what_depends_on_the_order_of_arrival_is_known() -> None:
+    (said,) = arrival_orders(RewardConfig(**CASCADE), {})
+    assert said.startswith("reward.share=0.25 ") and said.endswith("; type reward.share=1")
+    jury = RewardConfig(kind="jury", members=["judge"], vote="accuracy")
+    (said,) = arrival_orders(RewardConfig(judge="jury"), {"jury": jury})
+    assert said.endswith("; type rewards.jury.vote=mean")
+    assert list(arrival_orders(RewardConfig(**{**CASCADE, "share": 1.0}), {"jury": jury})) == []
 
 
 def test_an_error_of_a_nested_composition_names_its_key() -> None:

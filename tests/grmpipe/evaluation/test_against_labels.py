@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
+from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
+from grmpipe.run.evaluate_judge import metrics_of
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -128,3 +134,67 @@ def test_a_love_of_length_shows_beside_what_the_labels_owe_to_it() -> None:
     bias = evaluate(judged, SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0)).bias
     assert bias["score_length_correlation"] == pytest.approx(1.0)
     assert bias["label_length_correlation"] == pytest.approx(-1.0)
+
+
+def composed(sibling: int, **scores: float | None) -> JudgeReport:
+    """The report of a mean of judges, each with one score; None: it failed, and with it their mean."""
+    own = {name: report(sibling, *([] if score is None else [score])) for name, score in scores.items()}
+    known = [score for score in scores.values() if score is not None]
+    together = report(sibling, *(known if len(known) == len(own) else []))
+    return replace(
+        together,
+        by_judge=own,
+        judgements=tuple(judgement for one in own.values() for judgement in one.judgements),
+        failures=tuple(failure for one in own.values() for failure in one.failures),
+    )
+
+
+def test_a_composition_is_measured_beside_its_judges() -> None:
+    judged = [
+        JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=4), composed(1, a=2, b=5)), num_asked=1),
+        JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2, b=2)), num_asked=1),
+        JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2, b=2)), num_asked=1),
+        JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9), composed(1, a=2)), num_asked=1),
+    ]
+    result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
+    assert result.overall.judged.accuracy == 3 / 4
+    a, b = result.by_judge["a"], result.by_judge["b"]
+    assert (a.overall.judged.accuracy, a.overall.judged.num_items) == (1.0, 4)
+    assert (b.overall.judged.accuracy, b.overall.judged.num_items) == (1 / 3, 3), "b was not asked about the last item"
+    assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"timeout": 1}, {})
+    assert a.num_tokens + b.num_tokens == 5 * (8 + 5)
+    metrics = metrics_of(result)
+    assert (metrics["accuracy"], metrics["judge_a_accuracy"], metrics["judge_b_failed_share"]) == (3 / 4, 1.0, 1 / 3)
+
+
+def test_two_judges_that_disagree_are_no_order_flips() -> None:
+    def compared(order: tuple[int, int], *scores: float) -> JudgeReport:
+        shown = replace(judgement(0, 0.0), siblings=order, scores=scores)
+        return replace(report(0, 5), judgements=(shown,))
+
+    own = {"a": compared((0, 1), 9, 1), "b": compared((1, 0), 9, 1)}
+    first = replace(report(0, 5), by_judge=own)
+    second = replace(report(1, 4), by_judge={"a": report(1, 4), "b": report(1, 4)})
+    result = evaluate(
+        [JudgedItem(item=ranked("x", "y"), reports=(first, second), num_asked=1)], SCALE, replace(RECOUNT, ks=())
+    )
+    assert "order_flips_share" not in result.bias
+    assert (result.bias["first_place_share"], result.bias["ties_share"]) == (1.0, 0.0)
+
+
+def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2, b=1)), num_asked=1)]
+    result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
+    is_drawn = write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": Scale(low=0, high=100)})
+    (line,) = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
+    assert line["outcome"] == "failed"
+    assert line["by_judge"]["a"] == {"outcome": "right", "scores": {"0": 9.0, "1": 2.0}, "failed": {}}
+    assert line["by_judge"]["b"] == {"outcome": "failed", "scores": {"1": 0.0}, "failed": {"0": "timeout"}}
+    assert [one["judge"] for one in line["judgements"]] == ["a", "a", "b"]
+    assert is_drawn and (tmp_path / "accuracy.png").stat().st_size > 1000
+    show(result, 100, is_drawn=is_drawn)
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "1", "100.0", "0.0", "0.0", "0.0", "2", "0", "10"] in rows
+    assert ["b", "1", "0.0", "0.0", "0.0", "100.0", "2", "1", "5"] in rows
+    assert ["together", "1", "0.0", "0.0", "0.0", "100.0", "4", "1", "15"] in rows
+    assert ["by", "b", "(1", "timeout)"] in rows

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from grmpipe.judge.meta_rm import JudgedResponses, MetaRm, sigmoid
+from grmpipe.config.scalar_map import sigmoid
+from grmpipe.judge.meta_rm import JudgedResponses, MetaRm
 from grmpipe.types import Judgement, Prompt
 from models.types import Completion, EngineRefused, Message, VersionSpan
 

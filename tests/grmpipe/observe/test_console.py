@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,10 +16,10 @@ from rich.console import Console
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
-from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.run.observers import Observers
+from grmpipe.run.observers import Observers, files_of
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 
@@ -79,6 +80,51 @@ def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
     assert first == "step  0/80  held-out:  true 0.29  greedy 0.31  score  4.3"
     assert second.startswith("step 20/80  took   1.3s  true 0.46")
     assert third == "step 20/80  held-out:  true 0.45"
+
+
+BY_JUDGE = {
+    **METRICS,
+    "train/reward": 0.561,
+    "judge/judge/score_mean": 6.25,
+    "judge/judge/tokens": 900.0,
+    "judge/judge/tokens_per_s": 1310.0,
+    "judge/judge/failed_timeout": 2.0,
+    "judge/failed_soon/score_mean": 1.0,
+    "judge/failed_soon/tokens": 0.0,
+    "cascade/reward/escalated_share": 0.25,
+    "cascade/reward/audit_error": 0.041,
+}
+
+
+def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score() -> None:
+    console = recorded(terminal=False)
+    ConsoleSink(num_steps=2, console=console, shown=SEVERAL_JUDGES).log(1, {**BY_JUDGE, "eval/reward": 0.5})
+    step, judges, held_out = text_of(console).splitlines()
+    assert "true 0.46  reward 0.56  tok/s" in step
+    assert step.endswith("failed 2 timeout"), "the judge failed_soon is no cause"
+    assert judges == (
+        "step 1/2  judges:  judge score  6.2  tok/s 1,310  failed 2 timeout | failed_soon score  1.0 | "
+        "cascade reward escalated 0.25  audit error 0.04"
+    )
+    assert held_out == "step 1/2  held-out:  reward 0.50"
+
+
+def test_the_panel_has_a_row_for_each_of_several_judges() -> None:
+    console = recorded(terminal=True)
+    sink = ConsoleSink(num_steps=2, console=console, shown=SEVERAL_JUDGES)
+    sink.log(1, BY_JUDGE)
+    sink.close()
+    rows = [" ".join(line.strip("│ ").split()) for line in text_of(console).splitlines()]
+    assert "judge score 6.2 tok/s 1,310 failed 2 timeout" in rows
+    assert "failed_soon score 1.0" in rows
+    assert "reward 0.56 ▅" in rows
+
+
+def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
+    config = SimpleNamespace(trained_grms={"grm": None, "safety": None})
+    files = files_of(config)  # type: ignore[arg-type]
+    assert (files["grm/"], files["safety/"]) == ("the trained GRM", "the trained GRM safety")
+    assert list(files)[-1] == "run.log"
 
 
 def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,8 +14,15 @@ import pytest
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.run_files import NEVER_ENDED, config_text, ends_of, read_run
-from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary
+from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run
+from grmpipe.observe.summary import (
+    CascadeSummary,
+    EvalSummary,
+    GroupsSummary,
+    JudgeSummary,
+    JudgingSummary,
+    Summary,
+)
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
@@ -91,6 +99,34 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
     recorder.close()
 
 
+def record_of_two(run_dir: Path, group_id: str) -> None:
+    """A rollout that the judge scored and that a second judge could not read: a jury went on without it."""
+    rollout = Rollout(
+        group_id=group_id, sibling=0, turns=(Turn(prompt_ids=(1,), completion=completion("an answer")),),
+        status="finished",
+    )  # fmt: skip
+    judgement = Judgement(
+        group_id=group_id, siblings=(0,), scores=(9.0,), prompt_ids=(1,), completion=completion("well done"), grm="g",
+        version=0,
+    )  # fmt: skip
+    rewards = (RewardSpan(turn=0, start=0, end=2, value=0.9),)
+    own = Verdict(rewards=rewards, score=9.0, breakdown={}, score_std=0.0, num_judgements=1)
+    lost = Failed(stage="judge", cause="unparseable", detail="it ends with 'hm'", attempts=1)
+    report = JudgeReport(
+        verdict=replace(own, breakdown={"judge": 0.9}, absent=("second",)),
+        judgements=(judgement,),
+        failures=(lost,),
+        by_judge={
+            "judge": JudgeReport(verdict=own, judgements=(judgement,)),
+            "second": JudgeReport(verdict=lost, failures=(lost,)),
+        },
+    )
+    recorder = Recorder(run_dir)
+    recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="asked"),)), rollout)
+    recorder.judged(rollout, report)
+    recorder.close()
+
+
 def write_metrics(run_dir: Path, *lines: Mapping[str, float]) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -121,6 +157,47 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     ):  # fmt: skip
         assert told in text, told
     assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
+
+
+def several(number: int) -> dict[str, float]:
+    own = {
+        "judge/judge/asked": 8.0,
+        "judge/judge/score_mean": 6.5,
+        "judge/second/asked": 8.0,
+        "judge/second/tokens": 50.0,
+    }
+    rest = {"judge/second/failed_unparseable": 2.0, "cascade/reward/escalated_share": 0.25, "reward/judge_mean": 0.6}
+    return {**step(number), "train/reward": 0.55, **own, **rest, "cascade/reward/rollouts": 8.0}
+
+
+def test_several_judges_have_a_row_each_and_say_whose_judgement_is_whose(tmp_path: Path) -> None:
+    by_judge = {
+        "judge": JudgeSummary(asked=20, tokens=1200, score_mean=6.25),
+        "second": JudgeSummary(asked=20, failed={"unparseable": 3}, tokens=800),
+    }
+    cascade = CascadeSummary(rollouts=40, escalated_share=0.25, unsure_share=0.5, audited=3, audit_error=0.04)
+    write_metrics(tmp_path, several(1), several(2))
+    judging = JudgingSummary(asked=40, counted=37, by_judge=by_judge, cascades={"reward": cascade})
+    summary(judging=judging).write(tmp_path / "summary.json")
+    record_of_two(tmp_path, "g1")
+    text = text_of(tmp_path)
+    for told in (
+        "The judges", "judge 20 none 1,200 6.25", "second 20 3 unparseable 800 –", "reward 40 50 % 25 % 3 0.04 –",
+        "Scores by judge", "Reward by part", "Escalated", "judge: 9 well done",
+        "second judge failed: unparseable it ends with 'hm'", "rewards: judge 0.9",
+    ):  # fmt: skip
+        assert told in text, told
+    assert "GRM score" not in text, "the reward is that of all judges together"
+
+
+def test_a_killed_run_of_several_judges_is_told_judge_by_judge(tmp_path: Path) -> None:
+    write_metrics(tmp_path, several(1), several(2))
+    run = read_run(tmp_path)
+    assert run.by_judge["second"] == JudgeNumbers(asked=16, tokens=100, failed={"unparseable": 4}, score=None)
+    assert run.by_judge["judge"].score == 6.5
+    assert run.cascades["reward"].escalated == 0.25
+    assert not run.failed, "failures by judge are no causes of their own"
+    assert "second 16 4 unparseable 100 –" in text_of(tmp_path)
 
 
 def test_an_evaluation_has_one_value_of_each_metric(tmp_path: Path) -> None:

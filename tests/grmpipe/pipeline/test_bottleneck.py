@@ -86,3 +86,11 @@ def test_every_key_that_is_advised_exists() -> None:
         node: object = RunConfig()
         for name in key.split("."):
             node = getattr(node, name)
+
+
+def test_of_several_models_that_judge_the_busiest_needs_more_slots() -> None:
+    told = bottleneck(StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, grms=("grm", "safety")))
+    assert told is not None
+    assert "give more slots to the busiest of grm, safety (busy_s; placement.roles.<name>.replicas)" in told
+    one = bottleneck(StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, grms=("safety",)))
+    assert one is not None and "give safety more slots (placement.roles.safety.replicas)" in one

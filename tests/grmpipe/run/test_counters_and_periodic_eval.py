@@ -268,3 +268,19 @@ def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:
                 fitness.verdict(JudgeReport(verdict=LOST))
 
     asyncio.run(go())
+
+
+def test_a_failed_composition_is_blamed_on_the_judges_that_failed() -> None:
+    good = JudgeReport(verdict=Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1))
+    failed = JudgeReport(verdict=LOST, by_judge={"judge": good, "second": JudgeReport(verdict=LOST)})
+    jury = dataclasses.replace(good, by_judge={"judge": JudgeReport(verdict=LOST), "second": good})
+
+    async def go() -> str:
+        breaker = CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
+        fitness = JudgeFitness(breaker)
+        for report in (jury, failed, failed):
+            fitness.verdict(report)
+        return breaker.stop_cause()
+
+    assert "2 of the last 3 verdicts failed" in (cause := asyncio.run(go()))
+    assert "; judges that failed: second in 2" in cause, "a jury without a member has a verdict"

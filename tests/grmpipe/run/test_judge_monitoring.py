@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from grmpipe.config.judge import Scale
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.config.reward import RewardConfig
+from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
-from grmpipe.types import JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")
@@ -39,7 +41,8 @@ class Scene:
     folder: Path
     config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2, adversarial_prompts=1))
     judge: ByLength = field(default_factory=ByLength)
-    frozen: bool = True
+    frozen: Collection[str] = ("",)
+    second: ByLength | None = None  # in a mixture with the judge
     compares: bool = False
     breaker: CircuitBreaker = field(
         default_factory=lambda: CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
@@ -47,8 +50,14 @@ class Scene:
     alarms: list[str] = field(default_factory=list)
 
     def judge_monitor(self) -> JudgeMonitor:
+        judge: Judge = PointwiseAdapter(self.judge)
+        if self.second is not None:
+            mix = RewardConfig(kind="mix", mix={"judge": 0.9, "second": 0.1})
+            judges = {"judge": judge, "second": PointwiseAdapter(self.second)}
+            judge = compose_judge(mix, {}, judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
-            judge=PointwiseAdapter(self.judge),
+            judge=judge,
+            members=members_of(judge),
             fitness=JudgeFitness(self.breaker),
             compares=self.compares,
             frozen=self.frozen,
@@ -78,6 +87,7 @@ def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     assert all(metrics["judge_monitor/attack_success_share"] > 0 for metrics in measured if metrics)
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert [line["scores"] for line in lines] == [[2.0], [4.0], [7.0]]
+    assert all(line.keys() == {"prompt", "texts", "scores", "xxh3"} for line in lines), "one judge: no scores by judge"
 
 
 def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path:
 
 
 def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, frozen=False)
+    scene = Scene(tmp_path, frozen=())
 
     async def watch(judge_monitor: JudgeMonitor) -> Metrics:
         await judge_monitor.first(0, SEEN)
@@ -112,6 +122,51 @@ def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:
     assert isinstance(metrics, dict)
     assert metrics["judge_monitor/canary_drift"] == 2.0
     assert "alarm/canary_drift" not in metrics
+    assert scene.alarms == []
+
+
+def test_the_drift_of_one_judge_is_found_and_named_also_after_a_resume(tmp_path: Path) -> None:
+    limits = {"second": LimitConfig(metric="judge_monitor/second/canary_drift", below=-1.0)}
+    config = JudgeMonitorConfig(every=2, adversarial_prompts=1, limits=limits)
+    scene = Scene(tmp_path, config, frozen=("judge", "second"), second=ByLength())
+
+    async def begin(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.first(0, SEEN)
+
+    async def go_on(judge_monitor: JudgeMonitor) -> Metrics:
+        metrics = await judge_monitor.after_step(2, {})
+        judge_monitor.act(last=False)
+        return metrics
+
+    scene.run(begin)
+    assert json.loads((tmp_path / "canaries.jsonl").read_text().splitlines()[0])["by_judge"]["second"] == [2.0]
+    assert scene.second is not None
+    scene.second.shift = -1.5
+    metrics = scene.run(go_on)
+    assert isinstance(metrics, dict)
+    assert (metrics["judge_monitor/second/canary_drift"], metrics["judge_monitor/judge/canary_drift"]) == (-1.5, 0.0)
+    assert (metrics["alarm/second/canary_drift"], metrics["alarm/judge/canary_drift"]) == (1.0, 0.0)
+    assert metrics["alarm/canary_drift"] == 1.0
+    assert scene.alarms[0].startswith("The judge second has changed: at step 2 its scores of 3 fixed responses differ")
+    assert "limits.second: at step 2 judge_monitor/second/canary_drift is -1.5" in scene.alarms[1]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, **metrics}) + "\n")
+    scene.run(go_on)
+    assert len(scene.alarms) == 2, "both were told before"
+
+
+def test_only_a_judge_that_is_frozen_rings_when_it_drifts(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, frozen=("judge",), second=ByLength())
+
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        await judge_monitor.first(0, SEEN)
+        assert scene.second is not None
+        scene.second.shift = 2.0
+        return await judge_monitor.after_step(2, {})
+
+    metrics = scene.run(watch)
+    assert isinstance(metrics, dict)
+    assert metrics["judge_monitor/second/canary_drift"] == 2.0
+    assert (metrics["alarm/canary_drift"], "alarm/second/canary_drift" in metrics) == (0.0, False)
     assert scene.alarms == []
 
 

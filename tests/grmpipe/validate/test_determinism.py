@@ -39,6 +39,8 @@ def seated(*overrides: str) -> Roles:
         (["judge.early_stop.kind=relaxed", "judge.num_judgements=4"], "type judge.early_stop.kind=none"),
         (["judge=shared_principles"], "principles that failed .*; type judge.principles=inline"),
         (["judge.vote=weighted", "meta_rm=tiny"], "a meta-RM .*; type meta_rm.max_batch_tokens=1"),
+        (["+judge@judges.exact=rule", "reward=cascade", "reward.first=judge", "reward.then=exact"],
+         "reward.share=0.25 goes .*; type reward.share=1"),
         (["task=train_meta_rm", "judge=label"], "task=train_meta_rm learns .*; type task=train"),
     ],
 )  # fmt: skip

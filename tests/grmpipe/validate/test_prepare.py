@@ -151,3 +151,24 @@ def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
         check(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)
+
+
+def routed(tmp_path: Path, **reward: object) -> RunConfig:
+    """Two kinds of prompts; those of mathematics have references for a rule."""
+    rows = [{"prompt": f"What is {n} + 1?", "reference": n + 1, "source": "math"} for n in range(9)]
+    rows += [{"prompt": f"Name {n} trees.", "source": "chat"} for n in range(9)]
+    path = tmp_path / "both.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judges = {"exact": {"kind": "rule"}}
+    return config(data={"path": str(path), "eval_path": None}, judges=judges, reward={"kind": "route", **reward})
+
+
+def test_a_rule_needs_references_only_of_the_prompts_that_a_route_sends_to_it(tmp_path: Path) -> None:
+    assert len(read_data(routed(tmp_path, route={"math": "exact"}, default="judge")).train) == 18
+    with pytest.raises(ConfigError, match=r"^data\.path: .*line 10: the prompt has no reference"):
+        read_data(routed(tmp_path, route={"math": "judge"}, default="exact"))
+
+
+def test_a_source_that_no_route_judges_is_refused_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.route: nobody judges .* 'chat'; .*reward\.default=judge"):
+        read_data(routed(tmp_path, route={"math": "exact", "poems": "judge"}))

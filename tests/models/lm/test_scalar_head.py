@@ -11,6 +11,8 @@ import torch
 from forks import Forked
 from transformers import (
     AutoModelForTokenClassification,
+    Olmo2Config,
+    Olmo2ForSequenceClassification,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -149,6 +151,13 @@ def test_a_causal_model_is_no_scalar_head(causal_path: str) -> None:
 def test_a_head_of_two_numbers_is_refused_by_name(tmp_path: Path) -> None:
     Qwen3ForTokenClassification(config(num_labels=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has 2 outputs, and a scalar head has one .num_labels"):
+        scalar_config(str(tmp_path))
+
+
+def test_a_family_without_a_head_for_every_token_is_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    Olmo2ForSequenceClassification(Olmo2Config(**sizes, num_attention_heads=4, num_labels=1)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^path: transformers has no scalar head for 'olmo2' models .*; give one of"):
         scalar_config(str(tmp_path))
 
 

@@ -122,3 +122,12 @@ def test_one_half_alone_does_not_fire(readings: list[tuple[float, float]]) -> No
 
 def test_thresholds_are_reached_in_spite_of_rounding() -> None:
     assert alarm([(4.3, 0.9), (5.3, 0.8)]) is not None
+
+
+def test_the_cause_names_the_judges_whose_failures_they_are() -> None:
+    watched = breaker()
+    watched.record(UNPARSEABLE, 0.0, ("second", "third"))
+    for verdict in (TIMEOUT, UNPARSEABLE, UNPARSEABLE):
+        watched.record(verdict, 0.0, ("second",))
+    cause = watched.stop_cause()
+    assert "3 unparseable, 1 timeout; judges that failed: second in 4, third in 1; the last one: it ends" in cause

@@ -7,10 +7,12 @@ import math
 
 import pytest
 
-from grmpipe.config.judge import Scale
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.config.reward import RewardConfig
+from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker
 from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.monitor.overoptimization import Fit, fit
@@ -20,6 +22,13 @@ from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),))
+
+
+def composed(judges: dict[str, ByLength], reward: RewardConfig) -> ComposedJudge:
+    adapted = {name: PointwiseAdapter(judge) for name, judge in judges.items()}
+    judge = compose_judge(reward, {}, adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
+    assert isinstance(judge, ComposedJudge)
+    return judge
 
 
 class ByLength:
@@ -41,8 +50,8 @@ class ByLength:
 def drift(judge: ByLength, later: ByLength, *texts: str) -> CanaryDrift:
     async def twice() -> CanaryDrift:
         canaries = [Canary(prompt=ASKED, texts=(text,)) for text in texts]
-        first = with_first_scores(canaries, await judge_canaries(PointwiseAdapter(judge), canaries))
-        return drift_of(first, await judge_canaries(PointwiseAdapter(later), first))
+        first = (await judge_canaries(PointwiseAdapter(judge), {}, canaries)).as_first(canaries)
+        return (await judge_canaries(PointwiseAdapter(later), {}, first)).drifts(first)[""]
 
     return asyncio.run(twice())
 
@@ -94,6 +103,34 @@ def test_a_reply_beside_a_real_answer_is_judged_together_with_it() -> None:
     judge = ByLength()
     asyncio.run(probe_judge(PointwiseAdapter(judge), [AdversarialProbe(prompt=ASKED, rival="42")]))
     assert {name.rpartition("/")[2] for name in judge.asked} == {"0", "1"}
+
+
+def test_the_probes_of_a_composition_are_counted_by_judge() -> None:
+    easy, strict = ByLength(shift=9.0), ByLength(shift=-20.0)
+    judge = composed({"judge": easy, "strict": strict}, RewardConfig(kind="mix", mix={"judge": 0.5, "strict": 0.5}))
+    metrics = asyncio.run(probe_judge(judge, [AdversarialProbe(prompt=ASKED)]))
+    assert metrics["judge_monitor/judge/attack_success_share"] == 1.0
+    assert metrics["judge_monitor/strict/attack_success_share"] == 0.0
+    assert metrics["judge_monitor/attack_success_share"] == 0.0, "a strict judge keeps the reward down"
+    assert metrics["judge_monitor/strict/adversarial_failed_share"] == 0.0
+
+
+def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same() -> None:
+    sure, late = ByLength(), ByLength()
+    cascade = RewardConfig(kind="cascade", first="judge", then="late", unsure_band=(0.45, 0.55), audit_share=1e-9)
+    judge = composed({"judge": sure, "late": late}, cascade)
+    canaries = [Canary(prompt=ASKED, texts=(text,)) for text in ("a", "abc")]
+
+    async def watched() -> tuple[list[str], dict[str, CanaryDrift]]:
+        first = (await judge_canaries(judge, judge.composition.judges, canaries)).as_first(canaries)
+        asked = list(late.asked)
+        late.shift = 2.0
+        return asked, (await judge_canaries(judge, judge.composition.judges, first)).drifts(first)
+
+    asked, drifts = asyncio.run(watched())
+    assert asked == ["canary-0/0", "canary-1/0"]
+    assert sure.asked == ["canary-0/0", "canary-1/0"] * 2, "who was asked isn't asked again"
+    assert (drifts["judge"].mean, drifts["late"].mean, drifts[""].mean) == (0.0, 2.0, 0.0)
 
 
 # -- the fit -------------------------------------------------------------------------------------------------------

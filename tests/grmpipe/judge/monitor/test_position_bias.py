@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.monitor.position_bias import Flips, PositionBias, correlation_within, order_flips
+from grmpipe.judge.monitor.position_bias import (
+    Flips,
+    PositionBias,
+    bias_metrics,
+    correlation_within,
+    order_flips,
+)
 from grmpipe.types import Judgement
 from models.types import Completion
 
@@ -17,13 +23,13 @@ def judgement(siblings: tuple[int, ...], scores: tuple[float, ...], group_id: st
 def test_a_judge_that_likes_the_first_place_flips_whenever_the_order_does() -> None:
     judged = [judgement(order, (9, 1)) for order in ((0, 1), (1, 0), (0, 1), (1, 0))]
     assert order_flips(judged) == Flips(swapped=4, swapped_flips=4, same=2, same_flips=0)
-    assert PositionBias().with_judgements(judged).metrics()["judge/first_place_share"] == 1.0
+    assert PositionBias().with_judgements(judged).metrics()["first_place_share"] == 1.0
 
 
 def test_a_judge_that_goes_by_the_response_never_flips() -> None:
     judged = [judgement((0, 1), (2, 8)), judgement((1, 0), (8, 2)), judgement((1, 0), (7, 3))]
     assert order_flips(judged).metrics() == {"order_flips_share": 0.0, "noise_flips_share": 0.0}
-    assert PositionBias().with_judgements(judged).metrics()["judge/first_place_share"] == 2 / 3
+    assert PositionBias().with_judgements(judged).metrics()["first_place_share"] == 2 / 3
 
 
 def test_disagreement_in_the_same_order_is_noise() -> None:
@@ -34,7 +40,7 @@ def test_disagreement_in_the_same_order_is_noise() -> None:
 def test_groups_are_not_compared_with_each_other_and_ties_disagree_with_nobody() -> None:
     judged = [judgement((0, 1), (2, 8)), judgement((1, 0), (2, 8), "other"), judgement((1, 0), (5, 5))]
     assert order_flips(judged) == Flips(swapped=1)
-    assert PositionBias().with_judgements(judged).metrics()["judge/ties_share"] == 1 / 3
+    assert PositionBias().with_judgements(judged).metrics()["ties_share"] == 1 / 3
 
 
 def test_a_judge_of_single_responses_has_no_order_to_flip() -> None:
@@ -51,6 +57,17 @@ def test_a_hard_question_makes_no_correlation() -> None:
 
 
 def test_habits_add_up_over_reports() -> None:
-    bias_metrics = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
-    bias_metrics = bias_metrics.with_judgements([judgement((0, 1), (5, 5), "other")])
-    assert bias_metrics == PositionBias(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)
+    total = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
+    total = total.with_judgements([judgement((0, 1), (5, 5), "other")])
+    assert total == PositionBias(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)
+
+
+def test_two_judges_that_disagree_flip_no_order() -> None:
+    likes_first = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((0, 1), (9, 1))])
+    likes_second = PositionBias().with_judgements([judgement((1, 0), (9, 1)), judgement((1, 0), (5, 5))])
+    metrics = bias_metrics({"a": likes_first, "b": likes_second})
+    assert (metrics["judge/a/noise_flips_share"], metrics["judge/noise_flips_share"]) == (0.0, 0.0)
+    assert "judge/order_flips_share" not in metrics, "judgements of two judges are no views of one"
+    assert (metrics["judge/b/ties_share"], metrics["judge/ties_share"]) == (0.5, 0.25)
+    single = {"ties_share", "first_place_share", "noise_flips_share"}
+    assert bias_metrics({"": likes_first}).keys() == {f"judge/{name}" for name in single}

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.monitor.preflight import preflight_judgement
+from grmpipe.config.reward import RewardConfig
+from grmpipe.judge.composition.composed_judge import compose_judge, members_of
+from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
 from models.types import EngineDied
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
@@ -45,3 +47,22 @@ def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: A
     judge, _ = bench.generative(author)
     assert bench.run(preflight_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
     assert told(bench, EngineDied("killed")) is None
+
+
+def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_own_keys(bench: Any) -> None:
+    gate, _ = bench.generative(lambda prompt, context: bench.answer("Score: 1"))
+    late, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
+    configs = {"judge": JudgeConfig(), "second": JudgeConfig()}
+    composed = compose_judge(
+        RewardConfig(kind="gate", gate="judge", inner="second"), {}, {"judge": gate, "second": late}, configs, seed=0
+    )
+    said = bench.run(preflight_judgements(composed, members_of(composed), configs, [bench.prompt()]))
+    assert said.startswith("judges.second.parser: score_line could read none of 4 preflight judgements")
+    assert "type a judges.second.template (and its judges.second.parser)" in said
+    assert said.endswith("or judges.second.structured=true if its engine has a grammar")
+
+
+def test_a_single_judge_is_named_by_its_section(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
+    said = bench.run(preflight_judgements(judge, members_of(judge), {"judge": JudgeConfig()}, [bench.prompt()]))
+    assert said.startswith("judge.parser: score_line could read none of")

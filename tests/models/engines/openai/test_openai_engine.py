@@ -23,7 +23,8 @@ import httpx
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.openai.openai_engine import OpenAIEngine, same_model
+from models.engines.openai.endpoint_client import same_model
+from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import Completion, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
 
@@ -305,7 +306,7 @@ def test_a_connection_is_used_again_after_an_answer(endpoint: Endpoint) -> None:
         engine = open_engine(endpoint)
         for request_id in range(3):
             await chat(engine, request_id)
-        return len(engine._client._transport._pool.connections)  # type: ignore[attr-defined]
+        return len(engine._client._http._transport._pool.connections)  # type: ignore[attr-defined]
 
     assert asyncio.run(go()) == 1
     assert endpoint.num_connections == 1

@@ -1,0 +1,98 @@
+"""Judges by a scalar reward model, which reads a conversation and gives one number. Writes no critique, holds no model.
+
+The conversation is rendered by the reward model's own chat template, in its own tokens: no text of the policy becomes
+markup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.grm_client import failed
+from grmpipe.judge.pointwise_adapter import refused
+from grmpipe.judge.verdict import outcome, unasked
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Verdict
+from models.engines.request_gates import PrioritySemaphore
+from models.types import EngineDied, EngineRefused, Message, Scorer
+
+COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
+
+
+class ConversationRenderer(Protocol):
+    """What a scalar judge needs of the reward model's tokenizer."""
+
+    def render_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """A conversation that ends with the assistant's turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarModel:
+    """A scalar reward model that judges ask, here or behind an endpoint. context_tokens: its window; 0 if unknown."""
+
+    scorer: Scorer
+    renderer: ConversationRenderer
+    context_tokens: int
+
+
+class ScalarJudge:
+    """Judges a rollout by the raw score of its conversation. Sends at most `judge.max_concurrency` at once."""
+
+    def __init__(self, model: ScalarModel, config: JudgeConfig) -> None:
+        self._model = model
+        self._config = config
+        self._places = PrioritySemaphore(config.max_concurrency)
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        try:
+            token_ids = self._model.renderer.render_whole(tuple(conversation(prompt, rollout)))
+        except ValueError as error:  # a template may refuse some order of roles
+            return refused(f"prompt {prompt.prompt_id}: {error}")
+        if 0 < self._model.context_tokens < len(token_ids):
+            detail = f"a conversation of {len(token_ids)} tokens; the reward model reads {self._model.context_tokens}"
+            return failure(unasked("too_long", detail))
+        raw_score = await self._raw_score(token_ids, priority)
+        return failure(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
+
+    async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
+        try:
+            async with self._places.enter(priority), asyncio.timeout(self._config.timeout_s):
+                raw_score = await self._model.scorer.score(token_ids, priority)
+        except TimeoutError:
+            return failed("timeout", 0, f"no score within {self._config.timeout_s:g} s")
+        except EngineRefused as error:
+            return failed("refused", 0, str(error))
+        except EngineDied as error:
+            return failed("died", 0, str(error))
+        if not math.isfinite(raw_score):
+            return failed("unparseable", 0, f"the reward model gave {raw_score}: check its weights and its dtype")
+        return raw_score
+
+    def _report(self, rollout: Rollout, raw_score: float) -> JudgeReport:
+        """The reward, its place on the judge's scale as the score, and the raw score for people to read."""
+        reward, scale = self._config.scalar.reward_of(raw_score), self._config.scale
+        verdict = Verdict(
+            rewards=outcome(rollout, reward),
+            score=scale.low + reward * (scale.high - scale.low),
+            breakdown={COMPONENT: reward, RAW_SCORE: raw_score},
+            score_std=0.0,
+            num_judgements=1,
+        )
+        return JudgeReport(verdict=verdict)
+
+
+def conversation(prompt: Prompt, rollout: Rollout) -> Iterator[Message]:
+    """The task, then all turns of the policy with the environment's replies between them."""
+    yield from prompt.messages
+    for turn in rollout.turns:
+        yield Message(role="assistant", content=turn.completion.text)
+        yield from turn.replies
+
+
+def failure(failed: Failed) -> JudgeReport:
+    return JudgeReport(verdict=failed, failures=(failed,))

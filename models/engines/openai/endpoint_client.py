@@ -1,0 +1,228 @@
+"""Sends JSON to an HTTP endpoint: its key, rate limits, retries, answers of limited size. Knows no route's format."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import httpx
+
+from models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
+from models.engines.openai.chat_answer import error_words, read_object, total_tokens
+from models.engines.request_gates import PrioritySemaphore
+from models.seeds import derive_seed
+from models.settings import OpenAIConfig
+from models.types import EngineDied, EngineRefused, SendLimits
+
+Answer = TypeVar("Answer")
+
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may take minutes; the caller has the deadline
+RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
+
+# Allowed after a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
+VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
+
+
+class NoLimits:
+    """Limits that let every request go."""
+
+    async def admit(self, num_tokens: int, priority: int) -> None:
+        return None
+
+    def settle(self, num_expected: int, num_used: int) -> None:
+        return None
+
+
+class BusyError(Exception):
+    """The endpoint is busy: try again after the wait that it asked for (None: it named none)."""
+
+    def __init__(self, cause: str, retry_after_s: float | None = None) -> None:
+        super().__init__(cause)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an endpoint answered, with any status."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: dict[str, Any]  # empty if it isn't a JSON object
+    raw: bytes
+
+    @property
+    def words(self) -> str:
+        return error_words(self.body, self.raw[:2000].decode("utf-8", "replace"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSize:
+    """The tokens that a request is expected to use, the most that it can use, and the longest answer that is read."""
+
+    expected_tokens: int
+    most_tokens: int
+    max_bytes: int
+
+
+class EndpointClient:
+    """The connections to one endpoint. Serves one event loop; raises ValueError for a missing key.
+
+    A busy endpoint (429, 5xx, no connection, no answer) is tried again after a growing, jittered wait, or the one in
+    its Retry-After. Meanwhile the call keeps its place among `max_connections`, so many 429s slow down all calls.
+
+    limits: asked before each try; waiting for them counts only towards the caller's deadline.
+    transport: another way to the endpoint than TCP, for tests.
+    """
+
+    def __init__(
+        self, config: OpenAIConfig, limits: SendLimits | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.host = httpx.URL(config.base_url).host
+        self._key = key_of(config)
+        self._max_retries = config.max_retries
+        self._limits = limits or NoLimits()
+        self._gate = PrioritySemaphore(config.max_connections)
+        self._model_answered = False
+        self._http = httpx.AsyncClient(
+            headers={"Accept-Encoding": ACCEPTED} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=config.max_connections),
+            transport=transport,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def retried(self, request_id: str, priority: int, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer of an attempt, which is repeated while it raises BusyError. Raises EngineDied once the retries are
+        used up.
+        """
+        async with self._gate.enter(priority):
+            num_failed = 0
+            while True:
+                try:
+                    return await attempt()
+                except BusyError as error:
+                    busy = error
+                wait_s = _wait_s(busy, num_failed, request_id)
+                if num_failed == self._max_retries or wait_s > LONGEST_RETRY_AFTER_S:
+                    raise EngineDied(self.clean(_given_up(self.host, num_failed + 1, busy)))
+                num_failed += 1
+                await asyncio.sleep(wait_s)
+
+    async def post(self, url: str, body: Mapping[str, Any], size: RequestSize, priority: int) -> Reply:
+        """One try. Raises BusyError if there is no answer, or none that can be read."""
+        await self._limits.admit(size.expected_tokens, priority)
+        try:
+            reply = await self._send(url, body, size.max_bytes)
+        except BadBody as error:
+            cause = str(error)
+        except httpx.RequestError as error:  # refused, reset, cut off, timed out
+            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        else:
+            used = used_tokens(reply.status, reply.body, size.expected_tokens, size.most_tokens)
+            self._limits.settle(size.expected_tokens, used)
+            return reply
+        raise BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
+
+    async def _send(self, url: str, body: Mapping[str, Any], max_bytes: int) -> Reply:
+        async with self._http.stream("POST", url, json=body) as response:
+            raw = await read_bounded(response, max_bytes)
+        return Reply(response.status_code, response.headers, read_object(raw), raw)
+
+    def check_status(self, reply: Reply) -> None:
+        """Raises BusyError for a status that passes, EngineRefused for one that stays."""
+        if reply.status in RETRIED_STATUSES or reply.status >= 500:
+            raise BusyError(f"HTTP {reply.status}: {reply.words}", _retry_after_s(reply.headers))
+        if reply.status != 200:
+            raise EngineRefused(self.clean(f"{self.host} refused with HTTP {reply.status}: {reply.words}"))
+
+    def check_model(self, key: str, asked: str, answered: str) -> None:
+        """Raises ValueError if the first answer is from another model, EngineRefused if a later one is: a gateway may
+        use a fallback for a while.
+        """
+        is_first, self._model_answered = not self._model_answered, True
+        if not answered or same_model(asked, answered):
+            return
+        said = f"{self.host} was asked for {asked!r}, but {answered[:200]!r} answered"
+        if is_first:
+            raise ValueError(self.clean(f"{key}: {said}; give the name of a model that it serves"))
+        raise EngineRefused(self.clean(said))
+
+    def clean(self, text: str) -> str:
+        """A text without the key, which some endpoints echo."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:
+    """The tokens by the endpoint's count; a refused call uses none; without a count the expected ones."""
+    return 0 if status != 200 else total_tokens(body, most) or num_expected
+
+
+def same_model(asked: str, answered: str) -> bool:
+    """Whether two names differ only in a version, a vendor's prefix or capitals."""
+    bare = [name.casefold().rsplit("/", 1)[-1].removesuffix("-latest") for name in (asked, answered)]
+    longer, shorter = max(bare, key=len), min(bare, key=len)
+    suffix = longer.removeprefix(shorter)
+    return not suffix or (suffix != longer and VERSION_SUFFIX.fullmatch(suffix) is not None)
+
+
+def key_of(config: OpenAIConfig) -> str:
+    if not config.api_key_env:
+        return ""
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        raise ValueError(
+            f"engine.openai.api_key_env: the environment variable {config.api_key_env} isn't set; export it, "
+            "or set api_key_env='' for an endpoint without a key"
+        )
+    return key
+
+
+def refuse_fields_of_ours(config: OpenAIConfig, fields: frozenset[str]) -> None:
+    """Raises ValueError if `extra_body` sets a field that the run itself sets."""
+    for field in sorted(fields & config.extra_body.keys()):
+        raise ValueError(f"engine.openai.extra_body: {field!r} is set by the run itself; remove it")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The seconds to wait, or until a date (RFC 9110, 10.2.3), by the endpoint's clock if it sends its time."""
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):
+        return float(value)
+    date = _date(value)
+    if date is None:
+        return None
+    now = _date(headers.get("date", "")) or datetime.now(UTC)
+    return max(0.0, (date - now).total_seconds())
+
+
+def _date(value: str) -> datetime | None:
+    try:
+        date = parsedate_to_datetime(value)
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _wait_s(busy: BusyError, attempt: int, request_id: str) -> float:
+    """The wait that the endpoint asked for plus up to a quarter, or 0.5, 1, 2, .. s minus up to a half, to spread
+    calls.
+    """
+    chance = derive_seed(attempt, request_id) / 2**63  # random, but the same when the run is repeated
+    if busy.retry_after_s:
+        return busy.retry_after_s * (1 + chance / 4)
+    return min(FIRST_BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * (1 - chance / 2)
+
+
+def _given_up(host: str, num_tries: int, busy: BusyError) -> str:
+    asked = f"; it asks to wait {busy.retry_after_s:.0f} s" if busy.retry_after_s else ""
+    return f"{host} gave no answer in {num_tries} attempts (engine.openai.max_retries); the last one: {busy}{asked}"
