@@ -163,7 +163,7 @@ class StopAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeTally:
+class CascadeEvent:
     """What a cascade did with some siblings of a group. Told once, in the report of one of them.
 
     rollouts:  siblings on which it decided, by asking the second judge or not.
@@ -203,7 +203,7 @@ class JudgeReport:
     saved_tokens: int = 0
     audit: StopAudit | None = None
     by_judge: Mapping[str, JudgeReport] = field(default_factory=dict)
-    cascades: tuple[CascadeTally, ...] = ()
+    cascades: tuple[CascadeEvent, ...] = ()
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:

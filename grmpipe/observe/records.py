@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from grmpipe.types import (
-    CascadeTally,
+    CascadeEvent,
     Criterion,
     Failed,
     FailedJudgement,
@@ -162,18 +162,18 @@ def encode_report(report: JudgeReport) -> Record:
     record = {
         **encode_own(report),
         "judgements": [
-            {**encode_judgement(one), **of_judge(name)} for name, own in told_by(report) for one in own.judgements
+            {**encode_judgement(one), **of_judge(name)} for name, own in by_name(report) for one in own.judgements
         ],
-        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in told_by(report) for one in own.failures],
+        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in by_name(report) for one in own.failures],
     }
     if report.by_judge:
         record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
     if report.cascades:
-        record["cascades"] = [encode_flat(tally) for tally in report.cascades]
+        record["cascades"] = [encode_flat(event) for event in report.cascades]
     return record
 
 
-def told_by(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
+def by_name(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
     return list(report.own_reports.items())
 
 
@@ -211,11 +211,11 @@ def decode_report(record: Record) -> JudgeReport:
     return replace(
         decode_own(record, None),
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
-        cascades=tuple(CascadeTally(**tally) for tally in record.get("cascades", ())),
+        cascades=tuple(CascadeEvent(**event) for event in record.get("cascades", ())),
     )
 
 
-Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeTally
+Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeEvent
 
 
 def encode_flat(value: Flat) -> Record:

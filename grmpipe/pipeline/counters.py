@@ -94,8 +94,8 @@ class Counters:
             self.judging.report(own)
             if name:
                 self.by_judge.setdefault(name, JudgeCounts()).report(own)
-        for tally in report.cascades:
-            self.cascades.setdefault(tally.cascade, CascadeCounts()).count(tally)
+        for event in report.cascades:
+            self.cascades.setdefault(event.cascade, CascadeCounts()).count(event)
 
     def add(self, other: Counters) -> None:
         for name in PLAIN:

@@ -10,7 +10,7 @@ import pytest
 
 from grmpipe.judge.composition.cascade import Audit, ShareBound
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm, CascadeCounts
-from grmpipe.types import CascadeTally, Failed, Verdict
+from grmpipe.types import CascadeEvent, Failed, Verdict
 
 CASCADE: dict[str, Any] = {"kind": "cascade", "first": "cheap", "then": "good", "unsure_band": [0.4, 0.6]}
 ALL = {**CASCADE, "share": 1.0, "audit_share": 1e-9}
@@ -25,8 +25,8 @@ def good(group: str, sibling: int) -> float:
     return 0.2
 
 
-def tallies(reports: dict[int, Any]) -> list[CascadeTally]:
-    return [tally for report in reports.values() for tally in report.cascades]
+def events(reports: dict[int, Any]) -> list[CascadeEvent]:
+    return [event for report in reports.values() for event in report.cascades]
 
 
 def test_a_sure_group_keeps_its_cheap_verdicts(court: Any) -> None:
@@ -34,14 +34,14 @@ def test_a_sure_group_keeps_its_cheap_verdicts(court: Any) -> None:
     reports = table.reports()
     assert [court.outcome_of(report) for report in reports.values()] == [SURE] * 4
     assert not table.judges["good"].asked
-    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4)]
+    assert events(reports) == [CascadeEvent(cascade="reward", rollouts=4)]
 
 
 def test_one_unsure_sibling_escalates_its_whole_group(court: Any) -> None:
     table = court.composed(ALL, {"cheap": unsure_of(2), "good": good}, delays=4)
     reports = table.reports()
     assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
-    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4, unsure=1, escalated=4)]
+    assert events(reports) == [CascadeEvent(cascade="reward", rollouts=4, unsure=1, escalated=4)]
     assert all(set(report.by_judge) == {"cheap", "good"} for report in reports.values())
 
 
@@ -89,9 +89,9 @@ def test_no_more_than_its_share_is_escalated_at_any_time(share: float) -> None:
 
 def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counted(court: Any) -> None:
     table = court.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
-    found = [tallies(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
-    assert [tally.escalated for (tally,) in found] == [0, 4, 0, 4]
-    assert all(tally.unsure == 4 for (tally,) in found)
+    found = [events(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
+    assert [event.escalated for (event,) in found] == [0, 4, 0, 4]
+    assert all(event.unsure == 4 for (event,) in found)
 
 
 def test_the_same_groups_are_audited_in_every_run_of_a_seed() -> None:
@@ -118,9 +118,9 @@ def test_the_audit_estimates_the_true_error_of_sure_verdicts(court: Any, escalat
     )
     counts, by_group = CascadeCounts(), []
     for group in groups:
-        for tally in tallies(table.reports(group_id=group)):
-            counts.count(tally)
-            by_group += [tally.error / tally.audited] if tally.audited else []
+        for event in events(table.reports(group_id=group)):
+            counts.count(event)
+            by_group += [event.error / event.audited] if event.audited else []
     errors = [abs(good - 0.75) for good in truth.values()]
     assert counts.rollouts == 1200 and counts.escalated == 0
     assert counts.audited == pytest.approx(360, rel=0.25)
@@ -134,8 +134,8 @@ def test_an_audited_group_trains_on_the_good_verdict_and_is_told_once(court: Any
     table = court.composed({**ALL, "audit_share": 1.0, "pass_at": 0.5}, {"cheap": unsure_of(), "good": good}, delays=9)
     reports = table.reports()
     assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
-    decided, audited = tallies(reports)
-    assert decided == CascadeTally(cascade="reward", rollouts=4)
+    decided, audited = events(reports)
+    assert decided == CascadeEvent(cascade="reward", rollouts=4)
     assert (audited.audited, audited.flipped) == (4, 4)
     assert audited.error == pytest.approx(4 * 0.7)
 
@@ -146,7 +146,7 @@ def test_only_siblings_with_both_verdicts_are_in_an_audit(court: Any) -> None:
     table = court.composed({**ALL, "audit_share": 1.0}, {"cheap": cheap, "good": fails})
     reports = table.reports()
     assert [court.outcome_of(report) for report in reports.values()] == [0.2, "refused", 0.2, 0.2]
-    assert [tally.audited for tally in tallies(reports)] == [0, 2]
+    assert [event.audited for event in events(reports)] == [0, 2]
 
 
 def test_a_route_to_another_judge_lets_no_cascade_decide(court: Any) -> None:
@@ -155,8 +155,8 @@ def test_a_route_to_another_judge_lets_no_cascade_decide(court: Any) -> None:
         {"cheap": unsure_of(0), "good": good},
         rewards={"both": ALL},
     )
-    assert tallies(table.reports(source="chat")) == []
-    assert [tally.cascade for tally in tallies(table.reports(source="math"))] == ["both"]
+    assert events(table.reports(source="chat")) == []
+    assert [event.cascade for event in events(table.reports(source="math"))] == ["both"]
 
 
 def test_cascades_nest(court: Any) -> None:
@@ -168,7 +168,7 @@ def test_cascades_nest(court: Any) -> None:
     reports = table.reports()
     assert [court.outcome_of(report) for report in reports.values()] == [0.1] * 4
     assert isinstance(reports[0].verdict, Verdict)
-    assert {tally.cascade: tally.escalated for tally in tallies(reports)} == {"reward": 4, "later": 4}
+    assert {event.cascade: event.escalated for event in events(reports)} == {"reward": 4, "later": 4}
 
 
 # -- the alarm -------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_cascades_nest(court: Any) -> None:
 def audits(errors: list[float]) -> CascadeCounts:
     counts = CascadeCounts()
     for error in errors:
-        counts.count(CascadeTally(cascade="reward", audited=4, error=4 * error, flipped=1))
+        counts.count(CascadeEvent(cascade="reward", audited=4, error=4 * error, flipped=1))
     return counts
 
 
