@@ -112,8 +112,8 @@ class Jury:
         return replace(verdict, score_std=spread, absent=(*verdict.absent, *found.failures))
 
     def _no_quorum(self, found: Answered, failure: Failed) -> Failed:
-        told = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
-        return named(self.name, replace(failure, detail=f"{told}; {failure.detail}"))
+        why = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
+        return named(self.name, replace(failure, detail=f"{why}; {failure.detail}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

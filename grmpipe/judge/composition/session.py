@@ -58,7 +58,7 @@ class CompositionSession:
         self._sessions: dict[str, JudgeSession] = {}
         self._given: set[tuple[str, int]] = set()  # (judge, sibling): rollouts that sessions have
         self._reported: set[int] = set()  # siblings whose reports were given
-        self._late: dict[str, list[JudgeReport]] = {}  # judge -> its reports on siblings that had been told
+        self._late: dict[str, list[JudgeReport]] = {}  # judge -> its reports on siblings whose report was given before
         self._recorded: set[EventKey] = set()
 
     # -- as a judge session ------------------------------------------------------------------------------------------
