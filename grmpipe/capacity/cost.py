@@ -47,6 +47,7 @@ class Costs:
     switch_s: float = 0.0  # an elastic slot's change of role
     driver_request_s: float = 0.0  # time of the driver process for each request to an engine; these don't overlap
     critic: LearnerSpeed | None = None  # if advantages need one
+    meta_rm_token_s: float = 0.0  # a token that a meta-RM reads; 0: there is none
     grm_learners: Mapping[str, LearnerSpeed] = field(default_factory=dict)  # of judging models, by the learner's role
     grm_sync_s: Mapping[str, float] = field(default_factory=dict)  # a push of each of them
     cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core
@@ -102,6 +103,11 @@ def learner_speed(
         token_s=flops * num_parameters / (ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE),
         step_s=OPTIMIZER_BYTES * num_parameters / (ranks * bytes_per_s),
     )
+
+
+def reading_s(num_parameters: int, device: DeviceSpec, dtype: str) -> float:
+    """The time of a token that a model with a scalar head reads, in large batches."""
+    return FORWARD_FLOPS * num_parameters / (device.flops(dtype) * PREFILL_FLOPS_SHARE)
 
 
 def sync_time_s(weight_bytes: float, device: DeviceSpec) -> float:

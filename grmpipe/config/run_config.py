@@ -253,10 +253,10 @@ class RunConfig:
             return
         name, judge = next(iter(self.judging.weighted.items()))
         key = f"{key_of_judge(name)}.vote"
-        if self.task in ("plan", "simulate"):
+        if self.task == "simulate":
             raise ValueError(
-                f"{key}: task={self.task} doesn't model a meta-RM, whose work is small compared with the GRM's; "
-                f"to see the rest of the run type {key}=mean"
+                f"{key}: task=simulate asks no meta-RM, whose work is small compared with the GRM's; type task=plan "
+                f"for its work and memory, or {key}=mean to simulate the rest of the run"
             )
         if self.meta_rm.path is None:
             raise ValueError(
@@ -417,8 +417,8 @@ class RunConfig:
     @property
     def uses_meta_rm(self) -> bool:
         """Whether the vote uses a meta-RM. One in training weights no vote."""
-        nobody = self.task == "train_meta_rm" or self.data.retrain_from is not None
-        return bool(self.judging.weighted) and not nobody
+        weights_no_vote = self.task == "train_meta_rm" or self.data.retrain_from is not None
+        return bool(self.judging.weighted) and not weights_no_vote
 
     @property
     def roles(self) -> tuple[str, ...]:

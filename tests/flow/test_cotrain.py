@@ -136,7 +136,7 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
         ("cotrain.data_path=tiny://nothing", r"cotrain\.data_path"),
         ("labels.pass_score=11", r"labels\.pass_score"),
         ("judge=pairwise", r"cotrain\.rollout_share=0"),
-        ("task=plan", r"cotrain\.enabled=false"),
+        ("task=simulate", r"cotrain\.enabled=false"),
     ],
 )
 def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:

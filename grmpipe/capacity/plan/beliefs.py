@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from grmpipe.capacity.lower_bound import is_learning
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, cores_of, speed_of
 from grmpipe.capacity.plan.profile import Profile, read_profile
 from grmpipe.capacity.plan.survey import Survey
@@ -22,9 +21,8 @@ def profile_of(survey: Survey) -> Profile | None:
 def believed(survey: Survey) -> dict[str, EngineSpeed]:
     """Role -> engine speed by the data sheets, for known devices and models."""
     speeds = {}
-    for role in survey.models:
-        if not is_learning(role):
-            with suppress(CostUnknown):
-                seated = Seated(seating=survey.seating(role), pool=survey.placement.seats[role][0].pool)
-                speeds[role] = speed_of(role, survey, None, seated)
+    for role in (role.name for role in survey.roles.seated):
+        with suppress(CostUnknown):
+            seated = Seated(seating=survey.seating(role), pool=survey.placement.seats[role][0].pool)
+            speeds[role] = speed_of(role, survey, None, seated)
     return speeds

@@ -14,10 +14,11 @@ from grmpipe.capacity.cost import (
     engine_speed,
     learner_speed,
     parallel_gain,
+    reading_s,
     switch_time_s,
     sync_time_s,
 )
-from grmpipe.capacity.lower_bound import CRITIC, LEARNER, POLICY, is_learning
+from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import kv_room
 from grmpipe.capacity.plan.profile import Profile
@@ -56,7 +57,7 @@ def costs_of(
     engines = {}
     for role, where in seated.items():
         key = (role, where.seating.width, where.pool)
-        if not is_learning(role):
+        if role in survey.roles.served:
             engines[role] = known[key] = known.get(key) or speed_of(role, survey, profile, where)
     weights = {role: weight_bytes(role, survey) for role in engines}
     learner, trained = seated[LEARNER], grm_learners(survey)
@@ -65,6 +66,7 @@ def costs_of(
         learner=learner_of(survey, profile, learner),
         critic=critic_of(survey, profile, seated[CRITIC]) if CRITIC in seated else None,
         grm_learners={role: estimated_learner(model, survey, seated[role]) for role, model in trained.items()},
+        meta_rm_token_s=meta_rm_of(survey, seated[META_RM]) if META_RM in seated else 0.0,
         sync_s=sync_of(survey, profile, learner, weights[POLICY]),
         grm_sync_s={
             role: sync_time_s(weights[model], device_for(seated[role].pool, survey)) for role, model in trained.items()
@@ -164,6 +166,14 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
         dtype=train.dtype,
         checkpointing=train.recomputes,
     )
+
+
+def meta_rm_of(survey: Survey, where: Seated) -> float:
+    """The time of a token that the meta-RM reads, by the data sheet."""
+    footprint = survey.models[META_RM].footprint
+    if footprint is None:
+        raise CostUnknown("meta_rm.path: the model's size is unknown here; type judge.vote=mean to plan the rest")
+    return reading_s(footprint.num_parameters, device_for(where.pool, survey), survey.config.meta_rm.dtype)
 
 
 def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: float) -> float:

@@ -171,7 +171,7 @@ def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Map
     parts = parts_of(survey, role, seating, pool)
     if not parts:
         return None
-    if not is_learning(role) and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
+    if role in survey.roles.served and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
         return math.inf
     return sum(part.num_bytes for part in parts)
 

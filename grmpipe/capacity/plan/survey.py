@@ -18,7 +18,9 @@ from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import ModelNotHere, section
 from grmpipe.validate.swap import check_swap
+from models.hub import find_files
 from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
+from models.tiny.resolve import resolve_model
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
 
@@ -41,7 +43,7 @@ class Survey:
     placement: Placement
     roles: Roles
     data: Data
-    models: Mapping[str, Sized]  # role (policy, grm, critic) -> model
+    models: Mapping[str, Sized]  # role (of a served model, critic, meta_rm) -> model
     devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
 
@@ -79,6 +81,9 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             check_learns(learning)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
+    if config.uses_meta_rm:
+        models["meta_rm"], lacking = size_meta_rm(config, progress)
+        unchecked += lacking
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
     found = [sized.model for sized in models.values() if sized.model is not None]
@@ -151,6 +156,17 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
     with section("critic."):
         found = find_critic(config, policy.model, progress)
     return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
+
+
+def size_meta_rm(config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+    """A meta-RM's sizes. That it was trained from the GRM is checked by the run itself."""
+    assert config.meta_rm.path is not None
+    footprint, lacking = None, []
+    try:
+        footprint = footprint_of(find_files(resolve_model(config.meta_rm.path, progress), weights=False))
+    except ValueError as error:
+        lacking = [f"meta_rm.{error} (its memory and its work)"]
+    return Sized(role="meta_rm", model=None, footprint=footprint, context_tokens=0), lacking
 
 
 def check_heads(sized: Sized, role: ServedRole) -> None:

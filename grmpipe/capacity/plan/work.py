@@ -35,6 +35,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
+        meta_rm_tokens=meta_rm_tokens(survey, profile),
         grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
     )
 
@@ -136,6 +137,14 @@ def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
     if sized.model is not None:
         return len(sized.model.renderer.render(messages))
     return sum(estimated_tokens(message.content) for message in messages)
+
+
+def meta_rm_tokens(survey: Survey, profile: Profile | None) -> float:
+    """The tokens that a meta-RM reads in a step: the prompts and judgements of the judges whose votes it weights."""
+    if not survey.config.uses_meta_rm:
+        return 0.0
+    works = [judge_work(name, survey, profile) for name in survey.config.judging.weighted]
+    return sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
 
 
 # -- judging models that learn ---------------------------------------------------------------------------------------

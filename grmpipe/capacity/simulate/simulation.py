@@ -60,10 +60,12 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
 
 def is_simulated(config: RunConfig) -> bool:
     """Whether a simulation knows all that takes time: no judge of the user's, behind an endpoint, with steps or a
-    rubric; no GRM that learns.
+    rubric; no meta-RM; no GRM that learns.
     """
     known = all(is_judge_simulated(judge) for judge in config.judging.judges.values())
-    return known and not (config.judging.remote_roles or config.trained_grms or config.env.is_custom)
+    return known and not (
+        config.judging.remote_roles or config.trained_grms or config.uses_meta_rm or config.env.is_custom
+    )
 
 
 def workload_of(survey: Survey, profile: Profile | None) -> Workload:

@@ -66,3 +66,12 @@ def test_a_request_of_one_token_tells_nothing_of_the_pace() -> None:
     rates = RateEstimator()
     rates.sampled(1, 0.5, 8.0)
     assert rates.step() == RateEstimator().step()
+
+
+def test_an_estimate_that_was_asked_for_follows_the_next_measurement() -> None:
+    rates = RateEstimator()
+    rates.sampled(11, seconds=1.0, rows=4)
+    before = rates.step(), rates.step_now_s
+    rates.sampled(11, seconds=3.0, rows=4)
+    assert rates.step()[0] > before[0][0]
+    assert rates.step_now_s == pytest.approx(2 * before[1])

@@ -93,3 +93,15 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
     assert "safety_learner " in times(survey, None, None)
     assert simulator(survey, None) is None, "no simulation knows its flow"
+
+
+def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
+    survey = surveyed(
+        "judges.safety.vote=weighted", "meta_rm.path=tiny://meta_rm", "placement.roles.meta_rm.pool=judging"
+    )
+    work, asked = step_work(survey, None), judge_lengths("safety", survey, None)
+    assert work.meta_rm_tokens == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
+    (weights,) = memory_parts(survey, "meta_rm")
+    assert weights.num_bytes == memory_parts(survey, "safety")[0].num_bytes
+    assert "meta_rm  " in times(survey, None, None)
+    assert simulator(survey, None) is None
