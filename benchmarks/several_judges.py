@@ -1,8 +1,8 @@
-"""Several judges in one run: a jury against its members, a cascade against its good judge, a route against two runs.
+"""Several judges in one run: a jury against its members, a cascade against its good judge.
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [--seeds 0 1 2] [cluster=inprocess]
 
-Also `cascade` and `route`. Each comparison runs its variants side by side for every seed into
+Also `cascade`. Each comparison runs its variants side by side for every seed into
 runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
 answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
 """
@@ -20,9 +20,11 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from cascade_audit import error_of_kept
+
 from grmpipe.judge.rule import is_right
 from models.tiny.evaluate import Speaker
-from models.tiny.problem_sets import make_tasks
+from models.tiny.problems import make_problems
 from models.tiny.resolve import resolve_model
 
 ROOT = Path(__file__).parents[1]
@@ -36,11 +38,9 @@ T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A run: what is typed, and the problem set that its policy is measured on."""
+    """A run: what is typed."""
 
     overrides: tuple[str, ...]
-    problems: str = "arithmetic"
-    run: str | None = None  # the variant whose run this is, if it is another measurement of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Comparison:
     pairs: tuple[tuple[str, str], ...]
 
 
-def quickstart(*overrides: str, problems: str = "arithmetic") -> Variant:
+def quickstart(*overrides: str) -> Variant:
     """A run with one judge."""
-    return Variant(overrides=("+experiment=quickstart", *overrides), problems=problems)
+    return Variant(overrides=("+experiment=quickstart", *overrides))
 
 
 def alone(trick: str) -> Variant:
@@ -88,44 +88,32 @@ COMPARISONS = {
         },
         pairs=(("cascade", "good"), ("cheap", "good"), ("cascade_weak", "good")),
     ),
-    "route": Comparison(
-        start="tiny://policy_kinds",
-        variants={
-            "both_arithmetic": Variant(overrides=("+experiment=route",)),
-            "both_comparison": Variant(overrides=(), problems="comparison", run="both_arithmetic"),
-            "alone_arithmetic": quickstart("policy=tiny_kinds", "train.groups_per_batch=8"),
-            "alone_comparison": quickstart(
-                "policy=tiny_kinds",
-                "grm=tiny_comparison",
-                "data.path=tiny://comparison",
-                "train.groups_per_batch=8",
-                problems="comparison",
-            ),
-        },
-        pairs=(("both_arithmetic", "alone_arithmetic"), ("both_comparison", "alone_comparison")),
-    ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A finished run: the share of the problems that its policy gets right, and its summary.json."""
+    """A finished run: the share of the problems that its policy gets right, and its summary.json.
+
+    kept_error: of a cascade, the error of its first judge on sure responses that weren't audited.
+    """
 
     seed: int
     true_accuracy: float
     summary: Mapping[str, Any]
+    kept_error: float | None = None
 
 
 def measured(folder: Path, name: str, comparison: Comparison, seed: int, overrides: Sequence[str]) -> Measured:
     """Run the variant unless it is complete, then measure its policy."""
     variant = comparison.variants[name]
-    run_dir = folder / f"{variant.run or name}_{seed}"
-    if variant.run is None:
-        launch(run_dir, [*variant.overrides, f"seed={seed}", *overrides])
+    run_dir = folder / f"{name}_{seed}"
+    launch(run_dir, [*variant.overrides, f"seed={seed}", *overrides])
     return Measured(
         seed=seed,
-        true_accuracy=accuracy(run_dir / "policy", variant.problems, run_dir / f"accuracy_{variant.problems}.json"),
-        summary=json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
+        true_accuracy=accuracy(run_dir / "policy", run_dir / "accuracy_arithmetic.json"),
+        summary=(summary := json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))),
+        kept_error=known_error_of_kept(run_dir) if summary["judging"].get("cascades") else None,
     )
 
 
@@ -136,14 +124,22 @@ def launch(run_dir: Path, overrides: Sequence[str]) -> None:
         sys.exit(f"{' '.join(command)} failed")
 
 
-def accuracy(policy: Path, problems: str, known: Path) -> float:
+def accuracy(policy: Path, known: Path) -> float:
     """The policy's true accuracy at T = 1, remembered in the file `known`."""
     if not known.exists():
-        tasks = make_tasks(f"{problems}_held_out", NUM_PROBLEMS, HELD_OUT_SEED)
-        texts = Speaker(policy).answer([task.question for task in tasks], MAX_ANSWER_TOKENS, seed=0)
-        rights = [is_right(text, str(task.answer)) for task, text in zip(tasks, texts, strict=True)]
+        problems = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+        texts = Speaker(policy).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
+        rights = [is_right(text, str(problem.answer)) for problem, text in zip(problems, texts, strict=True)]
         known.write_text(json.dumps({"true_accuracy": statistics.fmean(rights)}) + "\n", encoding="utf-8")
     return float(json.loads(known.read_text(encoding="utf-8"))["true_accuracy"])
+
+
+def known_error_of_kept(run_dir: Path) -> float:
+    """What the audit estimates, measured with the second judge, and remembered."""
+    known = run_dir / "kept_error.json"
+    if not known.exists():
+        known.write_text(json.dumps(error_of_kept(run_dir, Path(resolve_model("tiny://grm")))), encoding="utf-8")
+    return float(json.loads(known.read_text(encoding="utf-8")))
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -187,11 +183,36 @@ def by_judge(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
     """What each judge of each run was asked and wrote, from summary.json, as means over the seeds."""
     lines = ["| judged by | judge | asked | tokens |", "|---|---|---|---|"]
     for name, some in runs.items():
-        for judge in some[0].summary["judging"].get("by_judge", {}):
-            found = [one.summary["judging"]["by_judge"][judge] for one in some]
+        for judge in judges_of(some[0]):
+            found = [judges_of(one)[judge] for one in some]
             asked, tokens = (statistics.fmean(one[key] for one in found) for key in ("asked", "tokens"))
             lines.append(f"| {name} | {judge} | {asked:.0f} | {tokens:.0f} |")
     return lines
+
+
+def judges_of(run: Measured) -> Mapping[str, Any]:
+    """The sums of each judge. A run with one judge has only the totals."""
+    judging: Mapping[str, Any] = run.summary["judging"]
+    return judging.get("by_judge") or {"judge": judging}
+
+
+def audits(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
+    """What each cascade escalated and what its audit found, beside the error of what was kept; empty without one."""
+    lines = [
+        "| judged by | seed | escalated | audited | estimated error | measured error | change sides | alarm |",
+        "|---" * 8 + "|",
+    ]
+    for name, some in runs.items():
+        for run in some:
+            lines += [audit_line(name, run, found) for found in run.summary["judging"].get("cascades", {}).values()]
+    return lines if len(lines) > 2 else []
+
+
+def audit_line(name: str, run: Measured, found: Mapping[str, Any]) -> str:
+    estimate = f"{found['audit_error']:.3f} ± {1.96 * found['audit_error_se']:.3f}"
+    alarm = any("wrong where it is sure" in alarm for alarm in run.summary["alarms"])
+    cells = [name, run.seed, f"{found['escalated_share']:.0%}", found["audited"], estimate, f"{run.kept_error:.3f}"]
+    return f"| {' | '.join(map(str, cells))} | {found['flipped_share']:.0%} | {'yes' if alarm else 'no'} |"
 
 
 def report(name: str, start: float, runs: Mapping[str, Sequence[Measured]], overrides: Sequence[str]) -> list[str]:
@@ -210,6 +231,8 @@ def report(name: str, start: float, runs: Mapping[str, Sequence[Measured]], over
         *differences(runs, COMPARISONS[name].pairs),
         "",
         *by_judge(runs),
+        "",
+        *audits(runs),
     ]
 
 
@@ -226,7 +249,7 @@ def main() -> None:
         name: [measured(folder, name, comparison, seed, args.overrides) for seed in args.seeds]
         for name in comparison.variants
     }
-    start = accuracy(Path(resolve_model(comparison.start)), "arithmetic", folder / f"start_{args.comparison}.json")
+    start = accuracy(Path(resolve_model(comparison.start)), folder / f"start_{args.comparison}.json")
     lines = report(args.comparison, start, runs, args.overrides)
     REPORTS.mkdir(exist_ok=True)
     (REPORTS / f"{args.comparison}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

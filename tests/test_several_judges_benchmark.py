@@ -9,10 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # a benchmark imports its neighbours like a script
 
+import cascade_audit
 import several_judges
 from several_judges import COMPARISONS, Measured
-
-from models.tiny.problem_sets import PROBLEM_SETS
 
 
 def runs_of(*values: float) -> list[Measured]:
@@ -37,14 +36,42 @@ def test_differences_are_taken_seed_by_seed() -> None:
     )
 
 
+def test_a_run_with_one_judge_has_only_totals() -> None:
+    alone = [Measured(seed=0, true_accuracy=0.7, summary={"judging": {"asked": 5, "tokens": 50, "by_judge": {}}})]
+    assert several_judges.by_judge({"good": alone})[-1] == "| good | judge | 5 | 50 |"
+
+
+def cascaded(alarms: list[str]) -> Measured:
+    found = {"escalated_share": 0.4, "audited": 64, "audit_error": 0.02, "audit_error_se": 0.01, "flipped_share": 0.03}
+    summary = {"judging": {"cascades": {"reward": found}}, "alarms": alarms}
+    return Measured(seed=1, true_accuracy=0.7, summary=summary, kept_error=0.025)
+
+
+def test_an_audit_is_told_beside_the_measured_error() -> None:
+    quiet = several_judges.audits({"cascade": [cascaded([])]})
+    assert quiet[-1] == "| cascade | 1 | 40% | 64 | 0.020 ± 0.020 | 0.025 | 3% | no |"
+    loud = several_judges.audits({"cascade": [cascaded(["The first judge is wrong where it is sure: ..."])]})
+    assert loud[-1].endswith("| yes |")
+    assert several_judges.audits({"jury": [Measured(seed=0, true_accuracy=0.7, summary={"judging": {}})]}) == []
+
+
+def judged(reward: float, *judges: str) -> dict[str, object]:
+    own = {"verdict": {"rewards": [{"value": reward}], "score": 1 + 9 * reward}}
+    return {"group_id": "g", "sibling": 0, "by_judge": dict.fromkeys(("cheap", *judges), own)}
+
+
+def test_a_kept_response_is_one_that_only_a_sure_first_judge_saw() -> None:
+    assert cascade_audit.is_kept(judged(1.0)) and cascade_audit.is_kept(judged(0.25))
+    assert not cascade_audit.is_kept(judged(0.5))
+    assert not cascade_audit.is_kept(judged(1.0, "judge"))
+    assert not cascade_audit.is_kept({"by_judge": {"cheap": {"failed": {"cause": "unparseable"}}}})
+
+
 def test_tokens_are_told_judge_by_judge() -> None:
     assert several_judges.by_judge({"jury": runs_of(0.7, 0.8)})[-1] == "| jury | judge | 8 | 100 |"
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
-def test_a_comparison_names_its_own_variants_and_known_problems(name: str) -> None:
+def test_a_comparison_compares_variants_that_it_runs(name: str) -> None:
     comparison = COMPARISONS[name]
     assert {variant for pair in comparison.pairs for variant in pair} <= comparison.variants.keys()
-    for variant in comparison.variants.values():
-        assert f"{variant.problems}_held_out" in PROBLEM_SETS
-        assert bool(variant.overrides) != (variant.run in comparison.variants)

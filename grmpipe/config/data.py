@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class DataConfig:
     """The source of prompts, and their order."""
 
-    # Prompts: a .jsonl or .parquet file, or generated problems: tiny://train, tiny://comparison, or both kinds in turn,
-    # tiny://two_kinds; with judge=label labelled judgements, or tiny://judgements.
+    # Prompts: a .jsonl or .parquet file, or tiny://train, generated problems; with judge=label labelled judgements, or
+    # tiny://judgements.
     path: str = "tiny://train"
     # Held-out prompts, given as path is; auto: the held-out problems of a tiny:// path, none for a file.
     eval_path: str | None = "auto"

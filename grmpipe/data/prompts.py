@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
@@ -18,7 +18,7 @@ TINY = "tiny://"
 
 
 def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
-    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a set of generated problems, as tiny://train.
+    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of tiny://train or tiny://held_out.
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
     number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are
@@ -64,21 +64,24 @@ def asked(prompt: Prompt) -> tuple[tuple[str, str], ...]:
 
 
 def made_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
-    from models.tiny.problem_sets import PROBLEM_SETS, make_tasks  # imported only if used
+    from models.tiny.problems import make_problems  # imported only if used
 
-    name = path.removeprefix(TINY)
-    if name not in PROBLEM_SETS:
-        known = ", ".join(f"{TINY}{known}" for known in PROBLEM_SETS)
-        raise ValueError(f"{path}: unknown problem set; known: {known}")
+    split = path.removeprefix(TINY)
+    if not is_split(split):
+        raise ValueError(f"{path}: unknown problem set; known: tiny://train, tiny://held_out")
     return tuple(
         Prompt(
-            prompt_id=f"tiny-{name}-{index}",
-            messages=(Message(role="user", content=task.question),),
-            source=task.kind,
-            reference=str(task.answer),
+            prompt_id=f"tiny-{split}-{index}",
+            messages=(Message(role="user", content=problem.question),),
+            source=path,
+            reference=str(problem.answer),
         )
-        for index, task in enumerate(make_tasks(name, count, seed))
+        for index, problem in enumerate(make_problems(split, count, seed))
     )
+
+
+def is_split(name: str) -> TypeGuard[Split]:
+    return name in ("train", "held_out")
 
 
 def rows_of(file: Path) -> Iterator[tuple[int, str, Row]]:

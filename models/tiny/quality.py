@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 from models.tiny.brief import UNKNOWN_THINGS, thing_of
-from models.tiny.comparisons import Comparison, compares_right, make_comparisons
 from models.tiny.evaluate import (
     HELD_OUT_SEED,
     MAX_ANSWER_TOKENS,
-    MAX_CRITIQUE_TOKENS,
     NUM_PROBLEMS,
     Speaker,
     agreement,
     judge_all,
     measure_judge,
     measure_policy,
-    score_of,
 )
-from models.tiny.problems import PASSING_SCORE, is_right, judge_prompt, make_problems
+from models.tiny.problems import is_right, make_problems
 from models.tiny.recipes import (
-    GRM_COMPARISON,
     GRM_NOISY,
     POLICY,
-    POLICY_KINDS,
     POLICY_TRICKS,
     AnyRecipe,
     MetaRmRecipe,
     Recipe,
     RewardModelRecipe,
 )
-from models.tiny.sft_examples import careless_comparison, corrupted_comparison, sloppy_text
+from models.tiny.sft_examples import sloppy_text
 from models.tiny.solutions import invented
 from models.tiny.tiny_meta_rm import measure_meta_rm
 from models.tiny.tiny_reward_model import measure_reward_model
@@ -54,15 +49,11 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         return asdict(measure_reward_model(directory, find(POLICY)))
     if recipe.name.startswith("policy"):
         return asdict(measure_policy(directory)) | policy_extras(recipe, directory)
-    if recipe == GRM_COMPARISON:
-        return quality_on_comparisons(directory)
     return asdict(measure_judge(directory, find(POLICY))) | judge_extras(recipe, directory)
 
 
 def policy_extras(recipe: Recipe, directory: Path) -> Quality:
-    if recipe == POLICY_TRICKS:
-        return rates_of_tricks(directory)
-    return {"comparison_accuracy": accuracy_on_comparisons(directory)} if recipe == POLICY_KINDS else {}
+    return rates_of_tricks(directory) if recipe == POLICY_TRICKS else {}
 
 
 def judge_extras(recipe: Recipe, directory: Path) -> Quality:
@@ -99,31 +90,3 @@ def quality_by_thing(directory: Path) -> Quality:
     known = [one for one in judged if thing_of(one.problem) not in UNKNOWN_THINGS]
     unknown = [one for one in judged if thing_of(one.problem) in UNKNOWN_THINGS]
     return {"known_accuracy": agreement(known), "unknown_accuracy": agreement(unknown)}
-
-
-def accuracy_on_comparisons(directory: Path) -> float:
-    made = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
-    texts = Speaker(directory).answer([one.question for one in made], MAX_ANSWER_TOKENS, seed=0)
-    return fmean(compares_right(one, text) for one, text in zip(made, texts, strict=True))
-
-
-def quality_on_comparisons(directory: Path) -> Quality:
-    """Agreement with the rule on right, sloppy and corrupted answers in equal parts."""
-    made, rng = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
-    judge = Speaker(directory)
-    shares = {
-        "right_accuracy": [one.solution for one in made],
-        "sloppy_accuracy": [careless_comparison(one, rng) for one in made],
-        "corrupted_accuracy": [corrupted_comparison(one, rng) for one in made],
-    }
-    parts = {name: agreement_on_comparisons(judge, made, texts) for name, texts in shares.items()}
-    return {"accuracy": fmean(parts.values()), **parts}
-
-
-def agreement_on_comparisons(judge: Speaker, made: Sequence[Comparison], texts: Sequence[str]) -> float:
-    prompts = [judge_prompt(one.question, text) for one, text in zip(made, texts, strict=True)]
-    scores = [score_of(critique) for critique in judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed=2)]
-    return fmean(
-        score is not None and (score >= PASSING_SCORE) == compares_right(one, text)
-        for one, text, score in zip(made, texts, scores, strict=True)
-    )

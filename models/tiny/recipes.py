@@ -240,43 +240,10 @@ GRM_NOISY = Recipe(
     seed=10,
     parent=BASE,
 )
-# Two kinds of tasks: the solver of both, a policy that is sloppy at both, and the judge of the second kind.
-BASE_KINDS = Recipe(
-    name="base_kinds",
-    lessons=(SftTask(kind="solve", weight=0.4), SftTask(kind="compare_people", weight=0.6)),
-    num_steps=300,
-    batch_size=64,
-    lr=5e-3,
-    seed=11,
-    parent=BASE,
-)
-POLICY_KINDS = Recipe(
-    name="policy_kinds",
-    lessons=(SftTask(kind="solve_sloppily", weight=0.5), SftTask(kind="compare_people_sloppily", weight=0.5)),
-    num_steps=120,
-    batch_size=32,
-    lr=3e-3,
-    seed=12,
-    parent=BASE_KINDS,
-)
-GRM_COMPARISON = Recipe(
-    name="grm_comparison",
-    lessons=(
-        SftTask(kind="judge_right_comparison", weight=0.2),
-        SftTask(kind="judge_sloppy_comparison", weight=0.5),
-        SftTask(kind="judge_corrupted_comparison", weight=0.3),
-    ),
-    num_steps=400,
-    batch_size=32,
-    lr=5e-3,
-    seed=13,
-    parent=BASE_KINDS,
-)
-
 RECIPES: dict[str, AnyRecipe] = {
     recipe.name: recipe
     for recipe in (
         POLICY, GRM, WEAK_GRM, META, REWARD_MODEL,
-        POLICY_TRICKS, GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT, GRM_NOISY, POLICY_KINDS, GRM_COMPARISON,
+        POLICY_TRICKS, GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT, GRM_NOISY,
     )
 }  # fmt: skip

@@ -8,14 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from models.tiny.brief import brief_judgement
-from models.tiny.comparisons import (
-    MISREAD,
-    Comparison,
-    comparison_judgement,
-    corrupted_comparison,
-    draw_training_comparison,
-    sloppy_comparison,
-)
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems, parse_solution
 from models.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
@@ -126,44 +118,12 @@ def judge_briefly(write: Callable[[Problem, random.Random], str], problem: Probl
     return SftExample(prompt=judge_prompt(problem.question, text), response=brief_judgement(problem, text, rng))
 
 
-def compare_people(problem: Problem, rng: random.Random) -> SftExample:
-    comparison = draw_training_comparison(rng)
-    return SftExample(prompt=comparison.question, response=comparison.solution)
-
-
-def compare_people_sloppily(problem: Problem, rng: random.Random) -> SftExample:
-    comparison = draw_training_comparison(rng)
-    return SftExample(prompt=comparison.question, response=sloppy_comparison(comparison, MISREAD, rng))
-
-
-def judge_comparison(
-    write: Callable[[Comparison, random.Random], str], problem: Problem, rng: random.Random
-) -> SftExample:
-    comparison = draw_training_comparison(rng)
-    text = write(comparison, rng)
-    return SftExample(prompt=judge_prompt(comparison.question, text), response=comparison_judgement(comparison, text))
-
-
-def right_comparison(comparison: Comparison, rng: random.Random) -> str:
-    return comparison.solution
-
-
-def careless_comparison(comparison: Comparison, rng: random.Random) -> str:
-    """A text from careful to careless, as a policy in training writes."""
-    return sloppy_comparison(comparison, rng.choice((0.05, 0.2, 0.5)), rng)
-
-
 TEXTS: dict[str, Callable[[Problem, random.Random], str]] = {
     "right": right_text,
     "sloppy": sloppy_text,
     "corrupted": corrupted_text,
     "padded": padded_text,
     "malformed": malformed_text,
-}
-COMPARISONS: dict[str, Callable[[Comparison, random.Random], str]] = {
-    "right": right_comparison,
-    "sloppy": careless_comparison,
-    "corrupted": corrupted_comparison,
 }
 TOKENIZED: dict[str, Callable[[Problem, random.Random], SftExample]] = {
     "solve": solve,
@@ -182,9 +142,6 @@ SFT_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
         for kind, write in TEXTS.items()
     },
     **{f"judge_{kind}_briefly": partial(judge_briefly, write) for kind, write in TEXTS.items()},
-    "compare_people": compare_people,
-    "compare_people_sloppily": compare_people_sloppily,
-    **{f"judge_{kind}_comparison": partial(judge_comparison, write) for kind, write in COMPARISONS.items()},
 }
 
 
