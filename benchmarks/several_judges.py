@@ -26,6 +26,7 @@ from grmpipe.judge.rule import is_right
 from models.tiny.evaluate import Speaker
 from models.tiny.problems import make_problems
 from models.tiny.resolve import resolve_model
+from models.tiny.tricks import TRICKS, Trick
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "benchmarks" / "several_judges"
@@ -60,7 +61,7 @@ def quickstart(*overrides: str) -> Variant:
     return Variant(overrides=("+experiment=quickstart", *overrides))
 
 
-def alone(trick: str) -> Variant:
+def alone(trick: Trick) -> Variant:
     """The policy of the jury beside one of its members, for as many steps."""
     return quickstart("policy=tiny_tricks", f"grm=tiny_{trick}", "train.num_steps=100")
 
@@ -69,14 +70,10 @@ COMPARISONS = {
     "jury": Comparison(
         start="tiny://policy_tricks",
         variants={
-            "longer": alone("longer"),
-            "praise": alone("praise"),
-            "confident": alone("confident"),
-            "good": quickstart("policy=tiny_tricks", "train.num_steps=100"),
+            **{trick: alone(trick) for trick in TRICKS},
             "jury": Variant(overrides=("+experiment=jury",)),
-            "jury_mean": Variant(overrides=("+experiment=jury", "reward.vote=mean")),
         },
-        pairs=(("jury", "longer"), ("jury", "praise"), ("jury", "confident"), ("jury", "good"), ("jury", "jury_mean")),
+        pairs=tuple(("jury", trick) for trick in TRICKS),
     ),
     "cascade": Comparison(
         start="tiny://policy",

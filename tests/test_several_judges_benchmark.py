@@ -71,6 +71,11 @@ def test_tokens_are_told_judge_by_judge() -> None:
     assert several_judges.by_judge({"jury": runs_of(0.7, 0.8)})[-1] == "| jury | judge | 8 | 100 |"
 
 
+def test_no_two_comparisons_have_a_variant_of_one_name_as_they_share_a_folder() -> None:
+    names = [name for comparison in COMPARISONS.values() for name in comparison.variants]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_comparison_compares_variants_that_it_runs(name: str) -> None:
     comparison = COMPARISONS[name]

@@ -54,7 +54,8 @@ def tricks_of(problem: Problem, text: str) -> frozenset[Trick]:
         return frozenset()
     opening = text.removesuffix(bare(text))
     said = [trick for trick, words in OPENINGS.items() if words in opening]
-    return frozenset([*said, *(["longer"] if len(solution.steps) > len(problem.steps) else [])])
+    longer: list[Trick] = ["longer"] if len(solution.steps) > len(problem.steps) else []
+    return frozenset([*said, *longer])
 
 
 def impressed_judgement(problem: Problem, text: str, trick: Trick) -> str:
