@@ -56,8 +56,17 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The policy's text of all turns, in order."""
+        """The policy's text of all turns, in order, with its thoughts."""
         return "\n".join(turn.completion.text for turn in self.turns)
+
+    @property
+    def answer(self) -> str:
+        """The text without thoughts: empty if the thought was truncated."""
+        return "\n".join(turn.completion.answer for turn in self.turns)
+
+    def shown(self, *, thoughts: bool) -> str:
+        """What a judge sees of it."""
+        return self.text if thoughts else self.answer
 
     @property
     def oldest_version(self) -> int:
@@ -79,6 +88,11 @@ class Judgement:
     completion: Completion
     grm: str
     version: int
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the thinking budget ended its thought."""
+        return self.completion.inserted is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +163,7 @@ class StopAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeTally:
+class CascadeEvent:
     """What a cascade did with some siblings of a group. Told once, in the report of one of them.
 
     rollouts:  siblings on which it decided, by asking the second judge or not.
@@ -189,7 +203,7 @@ class JudgeReport:
     saved_tokens: int = 0
     audit: StopAudit | None = None
     by_judge: Mapping[str, JudgeReport] = field(default_factory=dict)
-    cascades: tuple[CascadeTally, ...] = ()
+    cascades: tuple[CascadeEvent, ...] = ()
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:

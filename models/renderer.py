@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from models.model_files import PlainConfig, is_plain_tokenizer, read_json
-from models.types import Message
+from models.thinking import ThinkingMarkers, markers_of, with_thought
+from models.types import Completion, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ class Renderer:
     vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
+    thinking_markers: the markers around the model's thoughts; None: found in the tokenizer or the template.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Renderer:
         vocab_size: int,
         stop_token_ids: tuple[int, ...],
         chat_template_kwargs: Mapping[str, object] = NOTHING,
+        thinking_markers: Sequence[str] | None = None,
     ) -> None:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -55,13 +58,17 @@ class Renderer:
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self.tokenizer = tokenizer
         self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
+        self._thinking_markers = thinking_markers
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[bool, tuple[str, ...]], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
 
     @staticmethod
     def load(
-        path: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, object] = NOTHING
+        path: str,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] = NOTHING,
+        thinking_markers: Sequence[str] | None = None,
     ) -> Renderer:
         """Load the renderer of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
 
@@ -85,6 +92,7 @@ class Renderer:
             vocab_size=vocab_size,
             stop_token_ids=_stop_token_ids(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
+            thinking_markers=thinking_markers,
         )
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -109,6 +117,36 @@ class Renderer:
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def decode_special(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, with special tokens."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def encode_markup(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text of ours, whose markup counts."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def thinking(self) -> ThinkingMarkers | None:
+        """The markers around the model's thoughts. None if it has none."""
+        added = {token.content: token_id for token_id, token in self.tokenizer.added_tokens_decoder.items()}
+        template = self.tokenizer.get_chat_template()
+        return markers_of(self._thinking_markers, added.get, template, self._generation_prompt())
+
+    def _generation_prompt(self) -> str:
+        """What the template writes before an answer. Some templates want a system message, others take none."""
+        try:
+            return self._split_template(("user",), asks_next=True)[-1]
+        except ValueError:
+            return self._split_template(("system", "user"), asks_next=True)[-1]
+
+    def with_thought(self, completion: Completion) -> Completion:
+        """The completion with its thought marked."""
+        if self.thinking is None:
+            return completion
+        return with_thought(completion, self.thinking, self.decode, self.decode_special)
 
     def means_the_same(self, other: Renderer) -> bool:
         """Whether every token id has the same text in both."""

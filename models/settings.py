@@ -107,6 +107,9 @@ class ModelConfig:
     chat_template: str | None = None
     # Variables of the chat template, such as {enable_thinking: false}; an endpoint gets them with each request.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Opening and closing marker of the model's thoughts, as vLLM's reasoning parsers know them; null: found in the
+    # tokenizer or the chat template; empty: the model has no thoughts.
+    thinking_markers: list[str] | None = None
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -117,6 +120,7 @@ class ModelConfig:
             raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         for name, value in self.chat_template_kwargs.items():
             check_template_kwarg(name, value)
+        check_thinking_markers(self.thinking_markers)
 
 
 def check_template_kwarg(name: str, value: object) -> None:
@@ -133,6 +137,15 @@ def check_template_kwarg(name: str, value: object) -> None:
             f"chat_template_kwargs.{name}: expected true, false, a number, a text, or lists and objects of them, got "
             f"{value!r}"
         ) from error
+
+
+def check_thinking_markers(markers: list[str] | None) -> None:
+    """Check that there are two different markers, or none."""
+    if markers and not (len(markers) == 2 and all(marker.strip() for marker in markers) and len(set(markers)) == 2):
+        raise ValueError(
+            f"thinking_markers: expected the opening and the closing marker, got {markers}; type "
+            "thinking_markers=['<think>', '</think>'], [] for a model without thoughts, or null to find them"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,20 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How long a model may think before it must answer. It counts towards `max_new_tokens`.
+
+    num_tokens:   tokens of the completion after which a thought that still goes on is ended.
+    answer_start: text inserted after the closing marker, with which the answer begins.
+    pattern:      a regular expression that the rest must match; None: free.
+    """
+
+    num_tokens: int
+    answer_start: str = ""
+    pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch."""
 
@@ -31,6 +45,7 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
+    thinking: ThinkingBudget | None = None  # for a ReasoningEngine; others ignore it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +62,18 @@ class VersionSpan:
 class Completion:
     """A completion sampled by an engine.
 
-    token_ids: the sampled ids, including the end-of-turn token if it was sampled.
-    logprobs:  natural log, of the distribution that was sampled from (after temperature and top-p); one per token id.
+    token_ids: the sampled ids, including the end-of-turn token if it was sampled; and the inserted ones.
+    logprobs:  natural log, of the distribution that was sampled from (after temperature and top-p); one per token id; 0
+        for inserted ones.
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
     unseen_tokens: number of tokens sampled by a model that returns no ids (a remote judge); token_ids and logprobs are
         then empty.
     experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of the first T
         tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
+    thought_tokens, thought_chars: the model's thought, with its markers: the first tokens, and the first characters of
+        the text. 0 if there is none, or nobody looked for it.
+    inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     """
 
     token_ids: tuple[int, ...]
@@ -64,10 +83,18 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     unseen_tokens: int = 0
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
+    thought_tokens: int = 0
+    thought_chars: int = 0
+    inserted: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) or self.unseen_tokens
+
+    @property
+    def answer(self) -> str:
+        """The text without the thought. Empty if the thought never ended."""
+        return self.text[self.thought_chars :].lstrip("\n") if self.thought_chars else self.text
 
     @property
     def oldest_version(self) -> int:
@@ -279,8 +306,8 @@ def ignore_first_token() -> None:
     """The default for `on_first_token`."""
 
 
-class Engine(Protocol):
-    """An inference engine: embedded, vLLM, SGLang, simulated, remote, or a router of several."""
+class Generates(Protocol):
+    """What samples completions: an engine, or a wrapper of one."""
 
     async def generate(
         self,
@@ -291,6 +318,10 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion. Raises EngineRefused or EngineDied. Cancelling the call aborts the request."""
         ...
+
+
+class Engine(Generates, Protocol):
+    """An inference engine: embedded, vLLM, SGLang, simulated, remote, or a router of several."""
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns its tokens so far, with finish_reason "abort". Unknown ids are

@@ -15,6 +15,7 @@ from grmpipe.config.judge_protocols import (
 )
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.scalar_map import ScalarConfig
+from models.types import ThinkingBudget
 
 KINDS = ("generative", "scalar", "rule", "label", "custom")
 PAIRS = ("all", "ring")
@@ -72,6 +73,13 @@ class JudgeConfig:
     protocol: str = DEFAULT_PROTOCOL
     num_judgements: int = 1  # [judgements] Judgements of each response, list or pair.
     max_new_tokens: int = 160  # Most tokens of a judgement.
+    # [tokens] Tokens after which a judge that still thinks must give its verdict; they count towards max_new_tokens.
+    # null: half of max_new_tokens, if the model thinks; 0: no budget, and a thought may fill max_new_tokens.
+    thinking_tokens: int | None = None
+    # Text after a thought that was ended, with which the judge's answer begins, such as "Score:"; empty: it answers
+    # freely.
+    answer_start: str = ""
+    show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
     # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, shared_principles,
     # listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a Jinja file.
@@ -126,6 +134,7 @@ class JudgeConfig:
         self._check_choices()
         self._check_ranges()
         self._check_template()
+        self._check_thinking()
         self._check_votes()
         self._check_early_stop()
         self._check_target()
@@ -135,6 +144,14 @@ class JudgeConfig:
     @property
     def scale(self) -> Scale:
         return Scale(low=self.score_min, high=self.score_max)
+
+    def thinking_budget(self, *, thinks: bool) -> ThinkingBudget | None:
+        """How long a judgement may think before its verdict. None: as long as it likes. thinks: whether its model
+        does, here.
+        """
+        default = self.max_new_tokens // 2 if thinks else 0
+        num_tokens = default if self.thinking_tokens is None else self.thinking_tokens
+        return ThinkingBudget(num_tokens=num_tokens, answer_start=self.answer_start) if num_tokens else None
 
     def shown_score(self, score: float) -> float:
         """A score as a verdict shows it: SPCT's sum goes from k to 10 k."""
@@ -188,6 +205,36 @@ class JudgeConfig:
             raise ValueError(
                 f"parser: {self.parser} reads which of two responses is better, and a {self.protocol} judgement isn't "
                 "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
+            )
+
+    def _check_thinking(self) -> None:
+        budget, most = self.thinking_tokens, self.max_new_tokens
+        if budget == 0 and self.answer_start:
+            raise ValueError(
+                "answer_start: it begins the answer after a thought that the budget ended, and there is no budget; "
+                "type judge.thinking_tokens=2048, or judge.answer_start=''"
+            )
+        if self.structured and self.answer_start:
+            raise ValueError(
+                "answer_start: the grammar of judge.structured=true begins with the answer, which can't already have "
+                "begun; type judge.answer_start='', or judge.structured=false"
+            )
+        if not budget:
+            return
+        if budget < 0:
+            raise ValueError(
+                f"thinking_tokens: must be 0 or more, got {budget}; for no thoughts type "
+                "+grm.chat_template_kwargs.enable_thinking=false (or what the model's chat template calls it)"
+            )
+        if budget >= most:
+            raise ValueError(
+                f"thinking_tokens: {budget} of judge.max_new_tokens={most} leave no tokens for the verdict; "
+                f"type judge.max_new_tokens={budget + 512}"
+            )
+        if self.principles == "shared" and budget >= self.principles_max_new_tokens:
+            raise ValueError(
+                f"principles_max_new_tokens: {self.principles_max_new_tokens} leave no tokens for principles after "
+                f"judge.thinking_tokens={budget}; type judge.principles_max_new_tokens={budget + 512}"
             )
 
     def _check_ranges(self) -> None:

@@ -133,7 +133,7 @@ class RewardKind:
 def check_rewards(
     reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Collection[str], *, group_baseline: bool
 ) -> None:
-    """Raises ValueError if a composition is incomplete, contradicts itself or names nobody.
+    """Raises ValueError if a composition is incomplete, contradicts itself or names no judge.
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """

@@ -417,8 +417,8 @@ class RunConfig:
     @property
     def uses_meta_rm(self) -> bool:
         """Whether the vote uses a meta-RM. One in training weights no vote."""
-        nobody = self.task == "train_meta_rm" or self.data.retrain_from is not None
-        return bool(self.judging.weighted) and not nobody
+        weights_no_vote = self.task == "train_meta_rm" or self.data.retrain_from is not None
+        return bool(self.judging.weighted) and not weights_no_vote
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from grmpipe.types import Env, Prompt, Rollout, Turn
-from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams, ignore_first_token
+from models.types import EngineDied, Generates, Message, RequestContext, SamplingParams, ignore_first_token
 
 
 class RolloutAborted(EngineDied):
@@ -45,7 +45,7 @@ Play = Callable[[RolloutRequest, Prompt, Callable[[], None]], Awaitable[Rollout]
 async def play(
     request: RolloutRequest,
     env: Env,
-    policy: Engine,
+    policy: Generates,
     renderer: TurnRenderer,
     params: SamplingParams,
     max_turns: int,
@@ -66,7 +66,7 @@ async def play(
         )
         if completion.finish_reason == "abort":
             raise RolloutAborted(f"the request {context.request_id} was aborted")
-        replies = await env.step(completion.text)
+        replies = await env.step(completion.answer)
         turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
         truncated = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)
         if truncated or not replies:

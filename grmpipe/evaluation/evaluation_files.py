@@ -49,9 +49,9 @@ def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[
         **verdicts_of(one, scale, scale),
         **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
-            {**of_judge(name), "siblings": one.siblings, "scores": one.scores, "text": one.completion.text}
+            {**of_judge(name), "siblings": said.siblings, "scores": said.scores, "text": said.completion.text}
             for name, own in reports
-            for one in own.judgements
+            for said in own.judgements
         ],
         "failures": [
             {**of_judge(name), "cause": failure.cause, "detail": failure.detail}

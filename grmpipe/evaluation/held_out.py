@@ -81,7 +81,7 @@ class Evaluator:
         await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_right = [
-            self.is_right(rollout.text, prompt.reference)
+            self.is_right(rollout.answer, prompt.reference)
             for prompt, task in zip(prompts, greedy, strict=True)
             if (rollout := _result(task)) is not None and prompt.reference is not None
         ]
@@ -138,7 +138,7 @@ class Evaluator:
         if rollout is None:
             return None
         report = await judge_alone(self.judge, prompt, rollout)
-        right = None if prompt.reference is None else self.is_right(rollout.text, prompt.reference)
+        right = None if prompt.reference is None else self.is_right(rollout.answer, prompt.reference)
         return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
 
 

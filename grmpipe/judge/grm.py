@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grmpipe.judge.markup import Markup
-from models.types import ChatEngine, Completion, Engine, Message, RequestContext, SamplingParams
+from models.thinking import KNOWN_MARKERS, ThinkingMarkers
+from models.types import ChatEngine, Completion, Generates, Message, RequestContext, SamplingParams
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.stage import BusyMeter
@@ -33,10 +34,16 @@ class GrmPrompt:
 
 
 class Grm(Protocol):
-    """A GRM to ask. `context_tokens`: its context window; 0 if unknown."""
+    """A GRM to ask. `context_tokens`: its context window; 0 if unknown. `thinking`: of its thoughts, if it has any."""
 
     name: str
     context_tokens: int
+    thinking: ThinkingMarkers | None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it may think before an answer, and its thoughts can be ended."""
+        ...
 
     @property
     def busy_s(self) -> float:
@@ -80,16 +87,28 @@ class MeteredGrm:
 class LocalGrm(MeteredGrm):
     """A GRM on an engine of this run, which may be a router of many. Token ids are made here.
 
-    clock: times its answers; stands still while all its engines are being replaced.
+    clock:    times its answers; stands still while all its engines are being replaced.
+    thinking: of a model whose engine marks the thoughts in its completions.
     """
 
     def __init__(
-        self, name: str, engine: Engine, renderer: PromptRenderer, context_tokens: int, clock: ActiveClock | None = None
+        self,
+        name: str,
+        engine: Generates,
+        renderer: PromptRenderer,
+        context_tokens: int,
+        clock: ActiveClock | None = None,
+        thinking: ThinkingMarkers | None = None,
     ) -> None:
         super().__init__(name, context_tokens)
         self._engine = engine
+        self.thinking = thinking
         self._renderer = renderer
         self._clock = clock
+
+    @property
+    def thinks(self) -> bool:
+        return self.thinking is not None and not self.thinking.is_off
 
     def shown(self, text: str) -> str:
         return text  # our renderer never reads text as markup
@@ -111,13 +130,27 @@ class RemoteGrm(MeteredGrm):
 
     context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
     markup: broken in texts of the policy, because the endpoint's tokenizer could read it as its own.
+    thinking_markers: around thoughts that the endpoint doesn't separate from the answer.
     """
 
-    def __init__(self, name: str, engine: ChatEngine, context_tokens: int, events: EventSink, markup: Markup) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: ChatEngine,
+        context_tokens: int,
+        events: EventSink,
+        markup: Markup,
+        thinking_markers: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(name, context_tokens)
+        self.thinking = remote_markers(thinking_markers)
         self._engine = engine
         self._events = events
         self._markup = markup
+
+    @property
+    def thinks(self) -> bool:
+        return False  # an endpoint takes messages, so a thought can't be ended here
 
     def shown(self, text: str) -> str:
         return self._markup.broken(text)
@@ -136,7 +169,22 @@ class RemoteGrm(MeteredGrm):
             completion = await self._engine.chat(prompt.messages, params, context)
         num_tokens = completion.num_tokens
         self._events.span(self.name, context.role, start_s, clock(), request=context.request_id, num_tokens=num_tokens)
-        return completion
+        return self._with_thought(completion)
+
+    def _with_thought(self, completion: Completion) -> Completion:
+        """The endpoint's template, which isn't known here, may open the thought: its end shows that there is one."""
+        if self.thinking is None:
+            return completion
+        markers = replace(self.thinking, in_prompt=self.thinking.close in completion.text)
+        return replace(completion, thought_chars=markers.thought_in(completion.text).num_chars)
+
+
+def remote_markers(declared: Sequence[str] | None) -> ThinkingMarkers | None:
+    """The markers of a model behind an endpoint: the declared ones, or the usual ones; None if there are none."""
+    if declared is not None and not declared:
+        return None
+    opening, closing = declared or KNOWN_MARKERS[0]
+    return ThinkingMarkers(open=opening, close=closing)
 
 
 def estimated_tokens(text: str) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import parser_named, scores_of
-from grmpipe.judge.pattern import judgement_pattern
+from grmpipe.judge.pattern import answer_pattern, judgement_pattern
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed, first_name
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
+from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class GrmRequest:
     prompt: GrmPrompt
     max_new_tokens: int
     pattern: str | None
+    thinking: ThinkingBudget | None
 
 
 class GrmClient:
@@ -67,16 +68,17 @@ class GrmClient:
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
         """One judgement, with retries while the answer is unusable. The router retries a dead engine."""
         config = self._config
-        pattern = judgement_pattern(config.parser, self._scale, question.num_scores) if config.structured else None
+        pattern, budget = self._pattern(question.num_scores), self._budget(question.num_scores)
         results: list[Judgement | Failed] = []
-        for attempt in range(1 + self._config.max_retries):
+        for attempt in range(1 + config.max_retries):
             request = GrmRequest(
                 request_id=f"{question.name}/j{index}.{attempt}{self._mark}",
                 group_id=question.group_id,
                 priority=priority,
                 prompt=question.prompt,
-                max_new_tokens=self._config.max_new_tokens,
+                max_new_tokens=config.max_new_tokens,
                 pattern=pattern,
+                thinking=budget,
             )
             answer = await self._answer(request, attempt)
             results.append(answer if isinstance(answer, Failed) else self._read(question, answer, attempt))
@@ -95,13 +97,31 @@ class GrmClient:
                 prompt=prompt,
                 max_new_tokens=self._config.principles_max_new_tokens,
                 pattern=None,
+                thinking=self._budget(),
             )
             answer = await self._answer(request, attempt)
-            if isinstance(answer, Failed) or (answer.finish_reason != "length" and answer.text.strip()):
+            if isinstance(answer, Failed) or (answer.finish_reason != "length" and answer.answer.strip()):
                 return answer
             cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
             result = failed_judgement(cause, attempt, "the principles are truncated or empty", prompt, answer)
         return result
+
+    def _pattern(self, num_scores: int) -> str | None:
+        """The pattern of a whole judgement. None if it is free."""
+        if not self._config.structured:
+            return None
+        return judgement_pattern(self._config.parser, self._scale, num_scores, self.grm.thinking)
+
+    def _budget(self, num_scores: int | None = None) -> ThinkingBudget | None:
+        """The budget of a thought before a verdict of `num_scores`; None: before a free text."""
+        config, budget = self._config, self._config.thinking_budget(thinks=self.grm.thinks)
+        if budget is None:
+            return None
+        if num_scores is None:
+            return replace(budget, answer_start="")
+        if not config.structured:
+            return budget
+        return replace(budget, pattern=answer_pattern(config.parser, self._scale, num_scores))
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         context = RequestContext(
@@ -112,6 +132,7 @@ class GrmClient:
             temperature=self._config.temperature,
             seed=derive_seed(self._seed, first_name(request.request_id)),
             pattern=request.pattern,
+            thinking=request.thinking,
         )
         try:
             async with self._places.enter(request.priority), self.grm.time_limit(self._config.timeout_s):

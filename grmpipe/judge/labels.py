@@ -33,6 +33,7 @@ class JudgingTasks:
     template: JudgePrompt
     protocol: str
     labels: LabelConfig
+    show_thoughts: bool = False
 
     @staticmethod
     def under(judge: JudgeConfig, labels: LabelConfig) -> JudgingTasks:
@@ -47,7 +48,9 @@ class JudgingTasks:
             raise ValueError(
                 "principles: a judging task is one judgement that includes its principles; type judge.principles=inline"
             )
-        return JudgingTasks(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
+        return JudgingTasks(
+            template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels, show_thoughts=judge.show_thoughts
+        )
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
         """All judging tasks that the items allow. A judge of one response can't use rankings; a judge of pairs can't
@@ -141,7 +144,7 @@ class LabelReward:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
-        right = rollout.status == "finished" and self._rule(rollout.text, prompt.reference)
+        right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
         reward, scale = RIGHT if right else WRONG, Scale()
         verdict = Verdict(
             rewards=outcome(rollout, reward),

@@ -18,6 +18,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
 from grmpipe.types import DataCause
+from models.thinking import KNOWN_MARKERS
 from models.types import Completion
 
 Scores = tuple[float, ...]
@@ -27,7 +28,7 @@ Parser = Callable[[str, int, Scale], Scores | Unparseable]
 NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
 HALVES = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[05])?)"
 BLANK = " \t\r"
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_BEGINS, THOUGHT_ENDS = KNOWN_MARKERS[0]  # of a judgement whose thought isn't marked
 
 
 def parser_named(name: str) -> Parser:
@@ -36,12 +37,19 @@ def parser_named(name: str) -> Parser:
 
 
 def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
-    """The scores of a judgement, or why there are none. A truncated one is `truncated`, even with a verdict in it,
-    which may have been a draft.
+    """The scores of a judgement, read after its thought, or why there are none. A truncated one is `truncated`, even
+    with a verdict in it, which may have been a draft.
     """
     if completion.finish_reason == "length":
         return "truncated"
-    return parser(completion.text, num_scores, scale)
+    return parser(in_usual_markers(completion), num_scores, scale)
+
+
+def in_usual_markers(completion: Completion) -> str:
+    """The text with a short thought between the usual markers in place of its own, whatever markers that had."""
+    if not completion.thought_chars:
+        return completion.text
+    return f"{THOUGHT_BEGINS}\n...\n{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
 
 
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:

@@ -7,13 +7,16 @@ have no leading zeros.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
+from models.thinking import ThinkingMarkers
 
 MAX_SCORES = 1001  # alternatives in one pattern
+USUAL = ThinkingMarkers(open=THOUGHT_BEGINS, close=THOUGHT_ENDS)
 
 BLANK = r"[ \t\r]*"
 BLANK_LINES = r"[ \t\r\n]*"
@@ -21,16 +24,37 @@ LINES = r"(?:[^\n]*\n)*"
 OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a quotation
 
 
-def judgement_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
-    """Whatever, or a thought and whatever; then the verdict's line, as `judge.parser` names it."""
+def judgement_pattern(name: str, scale: Scale, num_scores: int = 1, markers: ThinkingMarkers | None = None) -> str:
+    """Whatever, or a thought and whatever; then the verdict's line, as `judge.parser` names it. A thought that the
+    prompt has opened must end.
+    """
+    markers = markers or USUAL
+    form, verdict = PARSERS.found(name, Form), verdict_pattern(name, scale, num_scores)
+    if markers.in_prompt:
+        markers, begun = replace(markers, open=""), ""
+        whole = rf"{thought(markers)}{verdict}"
+    else:
+        begun = rf"{literal(markers.open)}[^\n]*\n"
+        whole = rf"(?:{thought(markers)}|{no_thought(markers.open)})?{verdict}"
+    if form.lead_ends_thought:
+        line = form.line(scores(scale, form.halves), scale, num_scores)
+        whole = rf"(?:{whole}|{begun}{LINES}{BLANK}{form.lead}{line}{closing_pattern(form)}{BLANK_LINES})"
+    return whole if markers.in_prompt else rf"{BLANK_LINES}{whole}"
+
+
+def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
+    """What may come after a thought: whatever, then the verdict's line."""
+    return rf"{LINES}{verdict_pattern(name, scale, num_scores)}"
+
+
+def verdict_pattern(name: str, scale: Scale, num_scores: int) -> str:
     form = PARSERS.found(name, Form)
     number = scores(scale, form.halves)
-    closing = f"(?:{'|'.join(map(lines_of, form.closings))})?" if form.closings else ""
-    verdict = rf"(?:{thought()}|{no_thought()})?{BLANK}{form.whole_line(number, scale, num_scores)}"
-    if form.lead_ends_thought:
-        unended = rf"{THOUGHT_BEGINS}[^\n]*\n{LINES}{BLANK}{form.lead}{form.line(number, scale, num_scores)}"
-        verdict = f"(?:{verdict}|{unended})"
-    return rf"{BLANK_LINES}{verdict}{closing}{BLANK_LINES}"
+    return rf"{BLANK}{form.whole_line(number, scale, num_scores)}{closing_pattern(form)}{BLANK_LINES}"
+
+
+def closing_pattern(form: Form) -> str:
+    return f"(?:{'|'.join(map(lines_of, form.closings))})?" if form.closings else ""
 
 
 def lines_of(closing: str) -> str:
@@ -38,20 +62,23 @@ def lines_of(closing: str) -> str:
     return "".join(rf"{BLANK}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
 
 
-def thought() -> str:
+def thought(markers: ThinkingMarkers) -> str:
     """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
-    return rf"{THOUGHT_BEGINS}(?:[^\n]*\n{LINES}{OWN}|[^\n]*){THOUGHT_ENDS}[^\n]*\n{LINES}"
+    opening, closing = literal(markers.open), literal(markers.close)
+    first = r"[^\n]*" if opening else OWN
+    return rf"{opening}(?:[^\n]*\n{LINES}{OWN}|{first}){closing}[^\n]*\n{LINES}"
 
 
-def no_thought() -> str:
+def no_thought(opening: str) -> str:
     """The pattern of lines that don't begin with thinking."""
-    leaves = [rf"[^{THOUGHT_BEGINS[0]} \t\r\n][^\n]*"]
-    for place, character in enumerate(THOUGHT_BEGINS[1:], start=1):
-        leaves.append(rf"{THOUGHT_BEGINS[:place]}(?:[^{character}\n][^\n]*)?")
+    leaves = [rf"[^{literal(opening[0])} \t\r\n][^\n]*"]
+    for place, character in enumerate(opening[1:], start=1):
+        leaves.append(rf"{literal(opening[:place])}(?:[^{literal(character)}\n][^\n]*)?")
     return rf"(?:{'|'.join(leaves)})\n{LINES}"
 
 
 def literal(text: str) -> str:
+    """The pattern of a text itself: only what has a meaning in patterns is escaped."""
     return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
 
 

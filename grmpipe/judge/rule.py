@@ -55,7 +55,7 @@ class RuleJudge:
         if prompt.reference is None:
             return refused(f"prompt {prompt.prompt_id} has no reference")
         try:
-            right = self._rule(rollout.text, prompt.reference)
+            right = self._rule(rollout.answer, prompt.reference)
         except ValueError as error:
             return refused(f"prompt {prompt.prompt_id}: {error}")
         scale = self._scale

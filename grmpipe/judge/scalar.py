@@ -50,7 +50,7 @@ class ScalarJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            token_ids = self._model.renderer.render_whole(tuple(conversation(prompt, rollout)))
+            token_ids = self._model.renderer.render_whole(self._conversation(prompt, rollout))
         except ValueError as error:  # a template may refuse some order of roles
             return refused(f"prompt {prompt.prompt_id}: {error}")
         if 0 < self._model.context_tokens < len(token_ids):
@@ -58,6 +58,9 @@ class ScalarJudge:
             return failure(unasked("too_long", detail))
         raw_score = await self._raw_score(token_ids, priority)
         return failure(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
+
+    def _conversation(self, prompt: Prompt, rollout: Rollout) -> tuple[Message, ...]:
+        return tuple(conversation(prompt, rollout, thoughts=self._config.show_thoughts))
 
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
@@ -86,11 +89,13 @@ class ScalarJudge:
         return JudgeReport(verdict=verdict)
 
 
-def conversation(prompt: Prompt, rollout: Rollout) -> Iterator[Message]:
-    """The task, then all turns of the policy with the environment's replies between them."""
+def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterator[Message]:
+    """The task, then all turns of the policy with the environment's replies between them. thoughts: whether they are
+    shown.
+    """
     yield from prompt.messages
     for turn in rollout.turns:
-        yield Message(role="assistant", content=turn.completion.text)
+        yield Message(role="assistant", content=turn.completion.text if thoughts else turn.completion.answer)
         yield from turn.replies
 
 

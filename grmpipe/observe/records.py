@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from grmpipe.types import (
-    CascadeTally,
+    CascadeEvent,
     Criterion,
     Failed,
     FailedJudgement,
@@ -26,6 +26,7 @@ from models.types import Completion, Message, VersionSpan
 
 DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
+RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted")  # of a completion; left out if empty
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
@@ -54,14 +55,14 @@ def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
 
 
 def encode_completion(completion: Completion) -> Record:
-    unseen = {"unseen_tokens": completion.unseen_tokens} if completion.unseen_tokens else {}
+    rare = {name: value for name in RARE_FIELDS if (value := getattr(completion, name))}
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
         "logprobs": encode_logprobs(completion.logprobs),
         "versions": [encode_flat(span) for span in completion.versions],
-        **unseen,
+        **rare,
     }
 
 
@@ -73,6 +74,9 @@ def decode_completion(record: Record) -> Completion:
         logprobs=decode_logprobs(record["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in record["versions"]),
         unseen_tokens=record.get("unseen_tokens", 0),
+        thought_tokens=record.get("thought_tokens", 0),
+        thought_chars=record.get("thought_chars", 0),
+        inserted=tuple(record["inserted"]) if "inserted" in record else None,
     )
 
 
@@ -158,18 +162,18 @@ def encode_report(report: JudgeReport) -> Record:
     record = {
         **encode_own(report),
         "judgements": [
-            {**encode_judgement(one), **of_judge(name)} for name, own in told_by(report) for one in own.judgements
+            {**encode_judgement(one), **of_judge(name)} for name, own in by_name(report) for one in own.judgements
         ],
-        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in told_by(report) for one in own.failures],
+        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in by_name(report) for one in own.failures],
     }
     if report.by_judge:
         record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
     if report.cascades:
-        record["cascades"] = [encode_flat(tally) for tally in report.cascades]
+        record["cascades"] = [encode_flat(event) for event in report.cascades]
     return record
 
 
-def told_by(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
+def by_name(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
     return list(report.own_reports.items())
 
 
@@ -207,11 +211,11 @@ def decode_report(record: Record) -> JudgeReport:
     return replace(
         decode_own(record, None),
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
-        cascades=tuple(CascadeTally(**tally) for tally in record.get("cascades", ())),
+        cascades=tuple(CascadeEvent(**event) for event in record.get("cascades", ())),
     )
 
 
-Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeTally
+Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeEvent
 
 
 def encode_flat(value: Flat) -> Record:

@@ -25,6 +25,7 @@ class JudgeCounts:
 
     asked: int = 0  # judgements requested, retries included
     counted: int = 0  # judgements that entered a vote
+    forced: int = 0  # of these, judgements whose thought the budget ended
     judge_tokens: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
@@ -52,6 +53,7 @@ class JudgeCounts:
         self.saved_tokens += report.saved_tokens
         self.asked += len(report.judgements) + len(report.failures)
         self.counted += len(report.judgements)
+        self.forced += sum(judgement.is_forced for judgement in report.judgements)
         self.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.failed.update(failure.cause for failure in report.failures)
         if isinstance(verdict := report.verdict, Verdict):
@@ -92,8 +94,8 @@ class Counters:
             self.judging.report(own)
             if name:
                 self.by_judge.setdefault(name, JudgeCounts()).report(own)
-        for tally in report.cascades:
-            self.cascades.setdefault(tally.cascade, CascadeCounts()).count(tally)
+        for event in report.cascades:
+            self.cascades.setdefault(event.cascade, CascadeCounts()).count(event)
 
     def add(self, other: Counters) -> None:
         for name in PLAIN:
@@ -214,7 +216,7 @@ def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
     if reference is None:
         return []
     try:
-        return [is_right(rollout.text, reference) for rollout in group.rollouts]
+        return [is_right(rollout.answer, reference) for rollout in group.rollouts]
     except ValueError:
         return []
 
@@ -233,6 +235,8 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
     }
+    if counts.judging.forced:
+        metrics["judge/forced_verdicts"] = float(counts.judging.forced)
     metrics |= early_stop_metrics(counts.judging)
     metrics |= {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.judging.failed.items())}
     for name, judge in counts.by_judge.items():
@@ -261,6 +265,8 @@ def judge_metrics(counts: JudgeCounts, seconds: float) -> Metrics:
         "tokens_per_s": counts.judge_tokens / seconds,
         **{f"failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())},
     }
+    if counts.forced:
+        metrics["forced_verdicts"] = float(counts.forced)
     if counts.verdicts:
         metrics["score_mean"] = counts.scores / counts.verdicts
         metrics["score_std"] = counts.score_stds / counts.verdicts

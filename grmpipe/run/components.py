@@ -7,6 +7,7 @@ from collections.abc import Callable
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.play import Play, RolloutRequest, play
+from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.composed_judge import ComposedJudge
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -48,11 +49,12 @@ def make_parts(
 def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     """An episode without its request and prompt."""
     rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
+    sampler = ReasoningEngine(policy, prepared.policy.renderer)
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         env, renderer = make_env(prompt), prepared.policy.renderer
-        return await play(request, env, policy, renderer, params, rollout.max_turns, on_first_token)
+        return await play(request, env, sampler, renderer, params, rollout.max_turns, on_first_token)
 
     return played
 

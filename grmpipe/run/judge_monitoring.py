@@ -44,6 +44,7 @@ class MonitoredJudge:
     fitness: JudgeFitness
     compares: bool
     scale: tuple[int, int]
+    show_thoughts: bool = False
 
 
 class JudgeMonitor:
@@ -161,7 +162,7 @@ class JudgeMonitor:
         elif self._monitored.compares:
             groups = []
         else:
-            groups = [(prompt, (rollout.text,)) for prompt, rollout in seen]
+            groups = [(prompt, (rollout.shown(thoughts=self._monitored.show_thoughts),)) for prompt, rollout in seen]
         if count and not groups:
             log.info(
                 "no canaries and no adversarial replies: no held-out rollouts for them; see judge_monitor.canaries_path"

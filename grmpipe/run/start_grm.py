@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from grmpipe.config.roles import Roles
+from grmpipe.config.roles import Model, Roles
+from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.validate.engines import context_limit_of
@@ -42,11 +43,18 @@ def find_grms(
         model, answering = prepared.model[role], ActiveClock()
         if stops is not None:
             stops(answering, role)
-        grms[role] = LocalGrm(role, local[role], model.renderer, model.context_tokens, answering)
+        grms[role] = local_grm(model, local[role], answering)
     return grms
+
+
+def local_grm(grm: Model, engine: Engine, answering: ActiveClock | None = None) -> LocalGrm:
+    """A GRM on this run's engines, whose thoughts are marked."""
+    sampler = ReasoningEngine(engine, grm.renderer)
+    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, grm.renderer.thinking)
 
 
 def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -> RemoteGrm:
     served = roles.served[role]
     assert served.engine.endpoint is not None
-    return RemoteGrm(role, client, context_limit_of(served, 0), events, Markup(served.engine.endpoint.chat_markup))
+    markup = Markup(served.engine.endpoint.chat_markup)
+    return RemoteGrm(role, client, context_limit_of(served, 0), events, markup, served.model.thinking_markers)

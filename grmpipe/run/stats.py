@@ -261,6 +261,7 @@ def judging(total: Counters) -> JudgingSummary:
     return JudgingSummary(
         asked=judges.asked,
         counted=judges.counted,
+        forced_verdicts=judges.forced,
         failed=judges.failed,
         tokens=judges.judge_tokens,
         saved_by_early_stop=judges.saved_tokens,
@@ -276,6 +277,7 @@ def judge_summary(counts: JudgeCounts) -> JudgeSummary:
     return JudgeSummary(
         asked=counts.asked,
         counted=counts.counted,
+        forced_verdicts=counts.forced,
         failed=counts.failed,
         tokens=counts.judge_tokens,
         saved_by_early_stop=counts.saved_tokens,

@@ -233,6 +233,7 @@ class TrainingRun(Run[Prepared]):
             fitness=parts.judge_guard,
             compares=any(one.protocol_kind.compares for one in generative.values()),
             scale=(judge.score_min, judge.score_max),
+            show_thoughts=judge.show_thoughts,
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)

@@ -17,7 +17,6 @@ import numpy as np
 
 from grmpipe.config.scalar_map import sigmoid
 from grmpipe.evaluation.meta_rm_quality import measure
-from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
@@ -25,6 +24,7 @@ from grmpipe.run.engines import engine_factory
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.registry import CLUSTERS
 from grmpipe.run.session import Run, Session
+from grmpipe.run.start_grm import local_grm
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
 from grmpipe.types import Metrics
@@ -63,8 +63,7 @@ class MetaRmRun(Run[MetaRmTraining]):
             make_engine = engine_factory(prepared.grm, prepared.roles, self._config.seed)
             engines = await cluster.start_engines(prepared.grm.name, make_engine)
             router = Router(prepared.grm.name, engines, self._observers.timeline)
-            grm = LocalGrm(prepared.grm.name, router, prepared.grm.renderer, prepared.grm.context_tokens)
-            client = GrmClient(grm, judge, self._config.seed)
+            client = GrmClient(local_grm(prepared.grm, router), judge, self._config.seed)
             self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements)
         for split in prepared.judging_tasks:
             if len({example.right for example in self._of(split)}) < 2:

@@ -17,6 +17,7 @@ from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
+from grmpipe.validate.thinking import check_thinking_budget
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
@@ -66,6 +67,7 @@ def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | Non
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimated_tokens(message.content) for message in messages) + extra_tokens
 
+    check_thinking_budget(key, judge, role, grm)
     with section(f"{role.key}."):
         length(data.train[0])
     check_context_limit(

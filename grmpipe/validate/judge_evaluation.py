@@ -19,6 +19,7 @@ from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.scalar_model import find_scalar_models
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
+from grmpipe.validate.thinking import check_thinking_budget
 from scheduler.placement import place
 
 
@@ -55,6 +56,9 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     check_machine(config, placement)
     check_installed(roles, config)
     grms = tuple(find_model(roles.served[role], config, progress) for role in here)
+    known = {grm.name: grm for grm in grms}
+    for name, asking in config.judging.generative.items():
+        check_thinking_budget(key_of_judge(name), asking, roles.served[asking.model], known.get(asking.model))
     with section("meta_rm."):
         meta_rm = find_meta_rm(config, grms, progress) if weighted else None
     prepared = Prepared(

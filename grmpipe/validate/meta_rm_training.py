@@ -17,6 +17,7 @@ from grmpipe.validate.meta_rm_model import shared_context_limit
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
+from grmpipe.validate.thinking import check_thinking_budget
 from models.hub import find_files
 from models.lm.packed_check import check_packable
 from models.lm.scalar_head import outline_scalar_head
@@ -34,6 +35,7 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraini
     roles = resolve_roles(config, sampling)
     check_installed(roles, config)
     grm = find_model(roles.served[sampled], config, progress)
+    check_thinking_budget("judge", config.judge, roles.served[sampled], grm)
     return MetaRmTraining(
         config=config,
         grm=grm,

@@ -26,7 +26,9 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
     name, options = role.name, role.model
     with section(f"{role.key}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
-        renderer = Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
+        renderer = Renderer.load(
+            directory, options.chat_template, options.chat_template_kwargs, options.thinking_markers
+        )
     check_vocabulary(role.key, options, renderer)
     window = context_limit_of(role, renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.

@@ -1,5 +1,5 @@
 """A cheap judge before a better one: where the first is unsure, how much is escalated, what the audit finds. Asks
-nobody.
+no judge.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Literal
 
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, Part, Pending
-from grmpipe.types import CascadeTally, Failed, Verdict
+from grmpipe.types import CascadeEvent, Failed, Verdict
 from models.seeds import derive_seed, first_name
 
-TallyKey = tuple[str, int | None, Literal["decided", "audited"]]  # cascade; sibling, or None for all; what happened
+EventKey = tuple[str, int | None, Literal["decided", "audited"]]  # cascade; sibling, or None for all; what happened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +111,12 @@ class Cascade:
         is_sure = not is_unsure and any(isinstance(first, Verdict) for first in firsts)
         return "audit" if is_sure and self.audit.takes(self.name, drawn_for) else "keep"
 
-    # -- tallies -----------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
-    def tallies(self, group: KnownGroup) -> dict[TallyKey, CascadeTally]:
+    def events(self, group: KnownGroup) -> dict[EventKey, CascadeEvent]:
         """What it has done for a group so far: its decisions, and the audits that are finished."""
         made = {sibling: one for (cascade, sibling), one in group.decisions.items() if cascade == self.name}
-        found: dict[TallyKey, CascadeTally] = {}
+        found: dict[EventKey, CascadeEvent] = {}
         for sibling, decision in made.items():
             siblings = range(group.size) if sibling is None else (sibling,)
             found[self.name, sibling, "decided"] = self._decided(group, siblings, decision)
@@ -124,16 +124,16 @@ class Cascade:
                 found[self.name, sibling, "audited"] = audited
         return found
 
-    def _decided(self, group: KnownGroup, siblings: Sequence[int], decision: Decision) -> CascadeTally:
+    def _decided(self, group: KnownGroup, siblings: Sequence[int], decision: Decision) -> CascadeEvent:
         firsts = [group.settled(self.first, sibling) for sibling in siblings]
-        return CascadeTally(
+        return CascadeEvent(
             cascade=self.name,
             rollouts=len(siblings),
             unsure=sum(self.doubt.about(first) for first in firsts if first is not None),
             escalated=len(siblings) if decision == "escalate" else 0,
         )
 
-    def _audited(self, group: KnownGroup, siblings: Sequence[int]) -> CascadeTally | None:
+    def _audited(self, group: KnownGroup, siblings: Sequence[int]) -> CascadeEvent | None:
         """The audit of some siblings. None while the second judge hasn't answered for one of them."""
         pairs = [(group.settled(self.first, sibling), group.settled(self.then, sibling)) for sibling in siblings]
         if any(good is None for _, good in pairs):
@@ -143,7 +143,7 @@ class Cascade:
             for cheap, good in pairs
             if isinstance(cheap, Verdict) and isinstance(good, Verdict)
         ]
-        return CascadeTally(
+        return CascadeEvent(
             cascade=self.name,
             audited=len(both),
             error=sum(abs(cheap - good) for cheap, good in both),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from grmpipe.types import CascadeTally, Metrics
+from grmpipe.types import CascadeEvent, Metrics
 
 ONE_SIDED_95 = 1.645  # standard normal quantile
 FEWEST_AUDITS = 10  # audits below which the error of an estimate isn't known well enough for an alarm
@@ -14,7 +14,7 @@ FEWEST_AUDITS = 10  # audits below which the error of an estimate isn't known we
 
 @dataclass(slots=True)
 class CascadeCounts:
-    """Sums over tallies. An audit is of one group, or of one rollout if single rollouts are escalated.
+    """Sums over events. An audit is of one group, or of one rollout if single rollouts are escalated.
 
     The rollouts of one audit share their prompt, so their errors are no independent draws: the standard error is that
     of a ratio of sums over audits (cluster sampling), not over rollouts.
@@ -31,17 +31,17 @@ class CascadeCounts:
     error_times_audited: float = 0.0
     audited_squares: float = 0.0
 
-    def count(self, tally: CascadeTally) -> None:
-        self.rollouts += tally.rollouts
-        self.unsure += tally.unsure
-        self.escalated += tally.escalated
-        self.audits += tally.audited > 0
-        self.audited += tally.audited
-        self.error += tally.error
-        self.flipped += tally.flipped
-        self.error_squares += tally.error**2
-        self.error_times_audited += tally.error * tally.audited
-        self.audited_squares += tally.audited**2
+    def count(self, event: CascadeEvent) -> None:
+        self.rollouts += event.rollouts
+        self.unsure += event.unsure
+        self.escalated += event.escalated
+        self.audits += event.audited > 0
+        self.audited += event.audited
+        self.error += event.error
+        self.flipped += event.flipped
+        self.error_squares += event.error**2
+        self.error_times_audited += event.error * event.audited
+        self.audited_squares += event.audited**2
 
     def add(self, other: CascadeCounts) -> None:
         for spec in fields(self):

@@ -112,8 +112,8 @@ class Jury:
         return replace(verdict, score_std=spread, absent=(*verdict.absent, *found.failures))
 
     def _no_quorum(self, found: Answered, failure: Failed) -> Failed:
-        told = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
-        return named(self.name, replace(failure, detail=f"{told}; {failure.detail}"))
+        why = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
+        return named(self.name, replace(failure, detail=f"{why}; {failure.detail}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,5 +178,5 @@ def vote_by_accuracy(members: Mapping[str, Verdict], skill: Mapping[str, float],
     weights = {name: skill[name] for name in members if skill.get(name, 0.0) > 0}
     if not weights or not all(name in skill for name in members):
         return vote_by_mean(members, skill, rollout)
-    heard = weighted_mean({name: members[name] for name in weights}, weights)
-    return replace(heard, num_judgements=sum(verdict.num_judgements for verdict in members.values()))
+    verdict = weighted_mean({name: members[name] for name in weights}, weights)
+    return replace(verdict, num_judgements=sum(verdict.num_judgements for verdict in members.values()))

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.composition.cascade import Cascade, TallyKey
+from grmpipe.judge.composition.cascade import Cascade, EventKey
 from grmpipe.judge.composition.combine import on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, Part, Pending
 from grmpipe.judge.verdict import only_finite
 from grmpipe.types import (
-    CascadeTally,
+    CascadeEvent,
     Failed,
     Judge,
     JudgeReport,
@@ -57,9 +57,9 @@ class CompositionSession:
         self._group = KnownGroup(prompt, group_id, size, composition.comparing, skill)
         self._sessions: dict[str, JudgeSession] = {}
         self._given: set[tuple[str, int]] = set()  # (judge, sibling): rollouts that sessions have
-        self._told: set[int] = set()  # siblings whose reports were given
-        self._late: dict[str, list[JudgeReport]] = {}  # judge -> its reports on siblings that had been told
-        self._tallied: set[TallyKey] = set()
+        self._reported: set[int] = set()  # siblings whose reports were given
+        self._late: dict[str, list[JudgeReport]] = {}  # judge -> its reports on siblings whose report was given before
+        self._recorded: set[EventKey] = set()
 
     # -- as a judge session ------------------------------------------------------------------------------------------
 
@@ -71,8 +71,8 @@ class CompositionSession:
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._group.rollouts[rollout.sibling] = rollout
         asked = self._asked()
-        nobody_asked = [] if asked else self._final()
-        return [*asked, JudgeTask(members=tuple(nobody_asked))] if nobody_asked else asked
+        ended = [] if asked else self._final()
+        return [*asked, JudgeTask(members=tuple(ended))] if ended else asked
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         await self._do(judge_task, priority)
@@ -86,20 +86,20 @@ class CompositionSession:
             return
         reports = await self._sessions[judge_task.judge].judge(judge_task.part, priority)
         for sibling, report in reports.items():
-            self._reported(judge_task.judge, sibling, only_finite(report))
+            self._take_report(judge_task.judge, sibling, only_finite(report))
         async with raising_first() as tasks:
             for following in self._asked():
                 tasks.create_task(self._do(following, priority))
 
-    def _reported(self, judge: str, sibling: int, report: JudgeReport) -> None:
+    def _take_report(self, judge: str, sibling: int, report: JudgeReport) -> None:
         self._group.reports.setdefault(judge, {})[sibling] = report
-        if sibling in self._told:
+        if sibling in self._reported:
             self._late.setdefault(judge, []).append(report)
 
     def _asked(self) -> list[JudgeTask]:
         """The tasks that are possible and necessary now and weren't before."""
         found: list[JudgeTask] = []
-        for sibling in sorted(self._group.rollouts.keys() - self._told):
+        for sibling in sorted(self._group.rollouts.keys() - self._reported):
             outcome = self._group.outcome(self._composition.root, sibling)
             for judge in outcome.asks if isinstance(outcome, Pending) else ():
                 found += [*self._opened(judge), *self._given_to(judge, sibling)]
@@ -131,14 +131,14 @@ class CompositionSession:
     # -- reporting ---------------------------------------------------------------------------------------------------
 
     def _final(self) -> list[int]:
-        """Siblings with a final outcome that haven't been told."""
-        waiting = sorted(self._group.rollouts.keys() - self._told)
+        """Siblings with a final outcome whose report wasn't given yet."""
+        waiting = sorted(self._group.rollouts.keys() - self._reported)
         root = self._composition.root
         return [sibling for sibling in waiting if not isinstance(self._group.outcome(root, sibling), Pending)]
 
     def _report(self, sibling: int) -> JudgeReport:
         """The report on a sibling, given once."""
-        self._told.add(sibling)
+        self._reported.add(sibling)
         outcome = self._group.outcome(self._composition.root, sibling)
         assert not isinstance(outcome, Pending), sibling
         by_judge = self._by_judge(sibling)
@@ -153,16 +153,16 @@ class CompositionSession:
             saved_tokens=sum(report.saved_tokens for report in reports),
             audit=next((report.audit for report in reports if report.audit is not None), None),
             by_judge=by_judge,
-            cascades=self._tallies(),
+            cascades=self._new_events(),
         )
 
-    def _tallies(self) -> tuple[CascadeTally, ...]:
+    def _new_events(self) -> tuple[CascadeEvent, ...]:
         """What the cascades have done since the last report of the group."""
         cascades = [part for part in self._composition.parts if isinstance(part, Cascade)]
-        found = {key: tally for cascade in cascades for key, tally in cascade.tallies(self._group).items()}
-        untold = {key: tally for key, tally in found.items() if key not in self._tallied}
-        self._tallied |= untold.keys()
-        return tuple(untold.values())
+        found = {key: event for cascade in cascades for key, event in cascade.events(self._group).items()}
+        new = {key: event for key, event in found.items() if key not in self._recorded}
+        self._recorded |= new.keys()
+        return tuple(new.values())
 
     def _by_judge(self, sibling: int) -> dict[str, JudgeReport]:
         """The judges' own reports on a sibling, with the evidence that came too late for others."""

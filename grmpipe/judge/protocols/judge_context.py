@@ -18,7 +18,7 @@ from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, Sha
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.protocols.truncation import truncated_to_fit
 from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
-from grmpipe.types import Cause, Failed, Judgement, Prompt
+from grmpipe.types import Cause, Failed, Judgement, Prompt, Rollout
 from models.types import EngineDied, EngineRefused
 
 
@@ -38,6 +38,10 @@ class JudgeContext:
     @property
     def scale(self) -> Scale:
         return self.config.scale
+
+    def shown(self, rollout: Rollout) -> str:
+        """What the judge sees of a rollout: `judge.show_thoughts`."""
+        return rollout.shown(thoughts=self.config.show_thoughts)
 
     def principles_of(self, prompt: Prompt, group_id: str) -> Principles:
         if self.principles_template is None:

@@ -54,7 +54,7 @@ class ListwiseSession:
         questions = []
         for index in range(self._context.config.num_judgements):
             order = self._order(members, index)
-            texts = [self._rollouts[sibling].text for sibling in order]
+            texts = [self._context.shown(self._rollouts[sibling]) for sibling in order]
             asked_for = self._context.prompt(self._prompt, texts, principles)
             if isinstance(asked_for, Failed):
                 return asked_for
@@ -95,7 +95,7 @@ class ListwiseSession:
         return abstained or replace(verdict, score=self._context.config.shown_score(verdict.score))
 
     def _with_responses(self, judgement: Judgement) -> JudgedResponses:
-        responses = tuple(self._rollouts[sibling].text for sibling in judgement.siblings)
+        responses = tuple(self._context.shown(self._rollouts[sibling]) for sibling in judgement.siblings)
         return JudgedResponses(prompt=self._prompt, responses=responses, judgement=judgement)
 
     def _failed_for_all(self, members: Sequence[int], failures: Sequence[Failed]) -> dict[int, JudgeReport]:

@@ -105,7 +105,7 @@ class PairwiseSession:
         prompts: list[GrmPrompt] = []
         for order in (pair, (higher, lower)):
             asked_for = self._context.prompt(
-                self._prompt, [self._rollouts[sibling].text for sibling in order], principles
+                self._prompt, [self._context.shown(self._rollouts[sibling]) for sibling in order], principles
             )
             if isinstance(asked_for, Failed):
                 return SampledJudgements(judgements=(), failures=(asked_for,), enough=())

@@ -44,7 +44,7 @@ class PointwiseSession:
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         """The parts that get scores, or the failure if there are none."""
-        return ScoredParts(texts=(rollout.text,), weights=(1.0,), places=(outcome_place(rollout),))
+        return ScoredParts(texts=(self._context.shown(rollout),), weights=(1.0,), places=(outcome_place(rollout),))
 
     def begin(self) -> Sequence[JudgeTask]:
         return self._principles.judge_tasks()
@@ -132,7 +132,7 @@ class PointwiseSession:
         self, rollout: Rollout, parts: ScoredParts, judgements: Sequence[Judgement], priority: int
     ) -> Verdict | Failed:
         judged = [
-            JudgedResponses(prompt=self._prompt, responses=(rollout.text,), judgement=judgement)
+            JudgedResponses(prompt=self._prompt, responses=(self._context.shown(rollout),), judgement=judgement)
             for judgement in judgements
         ]
         counted = await self._context.counted(judged, priority)

@@ -62,7 +62,7 @@ class SharedPrinciples:
         self._writing = asyncio.Lock()
         self._written: Completion | None = None
         self._num_tries = 0
-        self._untold: Completion | None = None
+        self._unreported: Completion | None = None
 
     def judge_tasks(self) -> Sequence[JudgeTask]:
         return (JudgeTask(members=()),)
@@ -73,12 +73,12 @@ class SharedPrinciples:
                 answer = await self._write(priority)
                 if isinstance(answer, Failed):
                     return answer
-                self._written = self._untold = answer
-        return self._written.text.strip()
+                self._written = self._unreported = answer
+        return self._written.answer.strip()
 
     def added_to(self, report: JudgeReport) -> JudgeReport:
-        untold, self._untold = self._untold, None
-        return replace(report, principles=untold)
+        unreported, self._unreported = self._unreported, None
+        return replace(report, principles=unreported)
 
     async def _write(self, priority: int) -> Completion | Failed:
         try:

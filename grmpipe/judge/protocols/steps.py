@@ -1,8 +1,8 @@
 """Cuts a rollout on token boundaries into steps for a process reward. Pure; scores nothing.
 
 A step is a turn or, if `step_end` isn't empty, ends with the token that completes `step_end`. A step without a word
-joins the one before it; after `max_steps` steps the rest belongs to the last one. So each sampled token is in exactly
-one step.
+joins the one before it; after `max_steps` steps the rest belongs to the last one. A turn's thought belongs to its first
+step, whose text doesn't show it. So each sampled token is in exactly one step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStep:
-    """Tokens [start, end) of a turn, and their text."""
+    """Tokens [start, end) of a turn, and their text, without the thought that they may begin with."""
 
     turn: int
     start: int
@@ -26,19 +26,27 @@ class ResponseStep:
     text: str
 
 
-def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) -> tuple[ResponseStep, ...]:
-    """The steps of a rollout: at least one per turn that has tokens; `max_steps` counts within a turn."""
+def steps_of(
+    rollout: Rollout, step_end: str, max_steps: int, decode: Decode, *, thoughts: bool = False
+) -> tuple[ResponseStep, ...]:
+    """The steps of a rollout: at least one per turn that has tokens; `max_steps` counts within a turn.
+
+    thoughts: whether thoughts are cut into steps like answers.
+    """
     steps: list[ResponseStep] = []
     for index, turn in enumerate(rollout.turns):
-        token_ids = turn.completion.token_ids
-        if not step_end or not token_ids:  # a text that was not sampled has no tokens to cut at
-            steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=turn.completion.text))
+        completion = turn.completion
+        token_ids, begin = completion.token_ids, 0 if thoughts else completion.thought_tokens
+        if not step_end or begin == len(token_ids):  # a text that was not sampled has no tokens to cut at
+            text = completion.text if thoughts else completion.answer
+            steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=text))
             continue
-        cuts = cuts_of(token_ids, step_end, decode)[: max_steps - 1]
-        borders = [0, *cuts, len(token_ids)]
+        cuts = [begin + cut for cut in cuts_of(token_ids[begin:], step_end, decode)[: max_steps - 1]]
+        texts = [decode(token_ids[start:end]) for start, end in itertools.pairwise([begin, *cuts, len(token_ids)])]
+        texts[0] = texts[0].lstrip("\n") if begin else texts[0]
         steps += [
-            ResponseStep(turn=index, start=start, end=end, text=decode(token_ids[start:end]))
-            for start, end in itertools.pairwise(borders)
+            ResponseStep(turn=index, start=start, end=end, text=text)
+            for (start, end), text in zip(itertools.pairwise([0, *cuts, len(token_ids)]), texts, strict=True)
         ]
     return tuple(steps)
 

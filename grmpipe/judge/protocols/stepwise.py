@@ -13,7 +13,8 @@ class StepwiseSession(PointwiseSession):
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         context = self._context
         assert context.decode is not None
-        steps = steps_of(rollout, context.config.step_end, context.config.max_steps, context.decode)
+        config = context.config
+        steps = steps_of(rollout, config.step_end, config.max_steps, context.decode, thoughts=config.show_thoughts)
         share = 1 / len(steps)
         return ScoredParts(
             texts=tuple(step.text for step in steps),

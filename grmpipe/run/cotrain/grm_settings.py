@@ -15,6 +15,7 @@ from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest, play
+from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -81,10 +82,17 @@ def grm_flow(config: RunConfig, cotrain: CotrainConfig, judge: JudgeConfig) -> F
 
 def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
     """One judgement of a judging task, sampled as in judging."""
-    params = SamplingParams(max_new_tokens=judge.max_new_tokens, temperature=judge.temperature)
+    renderer = grm.model.renderer
+    thinks = renderer.thinking is not None and not renderer.thinking.is_off
+    params = SamplingParams(
+        max_new_tokens=judge.max_new_tokens,
+        temperature=judge.temperature,
+        thinking=judge.thinking_budget(thinks=thinks),
+    )
+    sampler = ReasoningEngine(grm.engines, renderer)
 
     async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(request, SingleTurn(judging_task), grm.engines, grm.model.renderer, params, 1, on_first_token)
+        return await play(request, SingleTurn(judging_task), sampler, renderer, params, 1, on_first_token)
 
     return judged
 

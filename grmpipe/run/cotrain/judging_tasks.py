@@ -69,7 +69,7 @@ class JudgingTaskStream:
         if prompt.reference is None or self._share == 0:
             return
         try:
-            right = self._rule(rollout.text, prompt.reference)
+            right = self._rule(rollout.answer, prompt.reference)
         except ValueError:  # for example a rubric, which the rule can't read
             return
         self._recent.of(right).append((prompt, rollout))
@@ -92,4 +92,5 @@ class JudgingTaskStream:
         candidates = self._recent.of(right)
         prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
-        return self._judging_tasks.right_or_wrong(task_id, prompt, rollout.text, right=right)
+        shown = rollout.shown(thoughts=self._judging_tasks.show_thoughts)
+        return self._judging_tasks.right_or_wrong(task_id, prompt, shown, right=right)

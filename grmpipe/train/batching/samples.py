@@ -12,7 +12,7 @@ from grmpipe.algorithm.rewards import Rewards, Values, charged_by_token, rewards
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
-from models.types import ANY_EXPERT, VersionSpan
+from models.types import ANY_EXPERT, Completion, VersionSpan
 
 
 def to_samples(
@@ -134,9 +134,9 @@ def _sample(
     versions: list[VersionSpan] = []
     for turn, advantages_N in zip(turns, advantages_by_turn, strict=True):
         start, sampled = len(turn.prompt_ids), turn.completion
-        mask += [0] * (start - len(token_ids)) + [1] * len(sampled.token_ids)
+        mask += [0] * (start - len(token_ids)) + mask_of(sampled)
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
-        advantages += [0.0] * (start - len(token_ids)) + advantages_N.tolist()
+        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * mask_of(sampled)).tolist()
         versions += [
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions
@@ -153,6 +153,12 @@ def _sample(
         versions=tuple(versions),
         experts_TLK=_experts(turns, len(token_ids)),
     )
+
+
+def mask_of(completion: Completion) -> list[int]:
+    """1 on sampled tokens, 0 on those that a thinking budget inserted."""
+    start, end = completion.inserted or (0, 0)
+    return [1] * start + [0] * (end - start) + [1] * (len(completion.token_ids) - end)
 
 
 def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:

@@ -25,7 +25,7 @@ from models.types import Completion, Message, RequestContext, SamplingParams, Ve
 class WrittenGrm:
     """A GRM with written answers, by prompt and index of the judgement."""
 
-    name, context_tokens = "grm", 1000
+    name, context_tokens, thinking, thinks = "grm", 1000, None, False
 
     def __init__(self, texts: dict[str, list[str]]) -> None:
         self._texts = texts

@@ -18,7 +18,7 @@ from grmpipe.observe.journal import Journal, Mark, read_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
-    CascadeTally,
+    CascadeEvent,
     Criterion,
     Failed,
     FailedJudgement,
@@ -52,6 +52,9 @@ COMPLETIONS = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "abort"]),
     versions=SPANS,
     unseen_tokens=COUNTS,
+    thought_tokens=COUNTS,
+    thought_chars=COUNTS,
+    inserted=st.none() | st.tuples(COUNTS, COUNTS),
 )
 RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
@@ -102,10 +105,10 @@ OWN_REPORTS = st.builds(
     saved_tokens=COUNTS,
     audit=st.none() | st.builds(StopAudit, stopped_after=COUNTS, stopped_score=FLOATS, full_score=FLOATS),
 )
-TALLIES = st.builds(CascadeTally, cascade=TEXT, rollouts=COUNTS, audited=COUNTS, error=FLOATS)
+TALLIES = st.builds(CascadeEvent, cascade=TEXT, rollouts=COUNTS, audited=COUNTS, error=FLOATS)
 
 
-def composed_of(whole: JudgeReport, by_judge: dict[str, JudgeReport], tallies: list[CascadeTally]) -> JudgeReport:
+def composed_of(whole: JudgeReport, by_judge: dict[str, JudgeReport], events: list[CascadeEvent]) -> JudgeReport:
     """A report of several judges: it has the judgements and failures of all of them."""
     reports = by_judge.values()
     return dataclasses.replace(
@@ -113,7 +116,7 @@ def composed_of(whole: JudgeReport, by_judge: dict[str, JudgeReport], tallies: l
         judgements=tuple(judgement for report in reports for judgement in report.judgements),
         failures=tuple(failure for report in reports for failure in report.failures),
         by_judge=by_judge,
-        cascades=tuple(tallies),
+        cascades=tuple(events),
     )
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from grmpipe.pipeline.counters import Counters, FlowCounters, flow_metrics
-from grmpipe.types import CascadeTally, Failed, Judgement, JudgeReport, StopAudit, Verdict
+from grmpipe.types import CascadeEvent, Failed, Judgement, JudgeReport, StopAudit, Verdict
 from models.types import Completion, VersionSpan
 
 VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
@@ -66,8 +66,8 @@ def of_two_judges() -> JudgeReport:
         principles=cheap.principles,
         by_judge={"cheap": cheap, "good": good},
         cascades=(
-            CascadeTally(cascade="reward", rollouts=4, unsure=1),
-            CascadeTally(cascade="reward", audited=4, error=2),
+            CascadeEvent(cascade="reward", rollouts=4, unsure=1),
+            CascadeEvent(cascade="reward", audited=4, error=2),
         ),
     )
 

@@ -181,7 +181,7 @@ def composed(
 
 
 @dataclass(frozen=True)
-class Court:
+class GroupBench:
     """Helpers for the tests of compositions."""
 
     refused = REFUSED
@@ -190,5 +190,5 @@ class Court:
 
 
 @pytest.fixture(scope="session")
-def court() -> Court:
-    return Court()
+def group_bench() -> GroupBench:
+    return GroupBench()

@@ -10,7 +10,7 @@ import pytest
 
 from grmpipe.judge.composition.cascade import Audit, ShareBound
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm, CascadeCounts
-from grmpipe.types import CascadeTally, Failed, Verdict
+from grmpipe.types import CascadeEvent, Failed, Verdict
 
 CASCADE: dict[str, Any] = {"kind": "cascade", "first": "cheap", "then": "good", "unsure_band": [0.4, 0.6]}
 ALL = {**CASCADE, "share": 1.0, "audit_share": 1e-9}
@@ -25,53 +25,53 @@ def good(group: str, sibling: int) -> float:
     return 0.2
 
 
-def tallies(reports: dict[int, Any]) -> list[CascadeTally]:
-    return [tally for report in reports.values() for tally in report.cascades]
+def events(reports: dict[int, Any]) -> list[CascadeEvent]:
+    return [event for report in reports.values() for event in report.cascades]
 
 
-def test_a_sure_group_keeps_its_cheap_verdicts(court: Any) -> None:
-    table = court.composed(ALL, {"cheap": unsure_of(), "good": good})
+def test_a_sure_group_keeps_its_cheap_verdicts(group_bench: Any) -> None:
+    table = group_bench.composed(ALL, {"cheap": unsure_of(), "good": good})
     reports = table.reports()
-    assert [court.outcome_of(report) for report in reports.values()] == [SURE] * 4
+    assert [group_bench.outcome_of(report) for report in reports.values()] == [SURE] * 4
     assert not table.judges["good"].asked
-    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4)]
+    assert events(reports) == [CascadeEvent(cascade="reward", rollouts=4)]
 
 
-def test_one_unsure_sibling_escalates_its_whole_group(court: Any) -> None:
-    table = court.composed(ALL, {"cheap": unsure_of(2), "good": good}, delays=4)
+def test_one_unsure_sibling_escalates_its_whole_group(group_bench: Any) -> None:
+    table = group_bench.composed(ALL, {"cheap": unsure_of(2), "good": good}, delays=4)
     reports = table.reports()
-    assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
-    assert tallies(reports) == [CascadeTally(cascade="reward", rollouts=4, unsure=1, escalated=4)]
+    assert [group_bench.outcome_of(report) for report in reports.values()] == [0.2] * 4
+    assert events(reports) == [CascadeEvent(cascade="reward", rollouts=4, unsure=1, escalated=4)]
     assert all(set(report.by_judge) == {"cheap", "good"} for report in reports.values())
 
 
-def test_single_rollouts_are_escalated_if_asked_for(court: Any) -> None:
-    table = court.composed({**ALL, "escalate": "rollout"}, {"cheap": unsure_of(2), "good": good})
+def test_single_rollouts_are_escalated_if_asked_for(group_bench: Any) -> None:
+    table = group_bench.composed({**ALL, "escalate": "rollout"}, {"cheap": unsure_of(2), "good": good})
     assert table.outcomes() == [SURE, SURE, 0.2, SURE]
     assert table.asked("good") == [2]
 
 
-def test_votes_that_spread_are_unsure(court: Any) -> None:
+def test_votes_that_spread_are_unsure(group_bench: Any) -> None:
     spread = {**ALL, "unsure_band": None, "unsure_above_std": 0.3, "escalate": "rollout"}
     votes = {0: (0.9, 0.9), 1: (0.5, 1.0), 2: (0.2, 1.0), 3: (0.0, 1.0)}
-    table = court.composed(spread, {"cheap": lambda group, sibling: votes[sibling], "good": good})
+    table = group_bench.composed(spread, {"cheap": lambda group, sibling: votes[sibling], "good": good})
     table.outcomes()
     assert table.asked("good") == [2, 3], "population standard deviations 0, 0.25, 0.4, 0.5"
 
 
 @pytest.mark.parametrize(("cause", "asked"), [("undecided", [1]), ("unparseable", [])])
-def test_an_abstention_is_doubt_and_another_failure_is_not(court: Any, cause: Any, asked: list[int]) -> None:
+def test_an_abstention_is_doubt_and_another_failure_is_not(group_bench: Any, cause: Any, asked: list[int]) -> None:
     failed = Failed(stage="judge", cause=cause, attempts=1, detail="?")
     cheap = lambda group, sibling: failed if sibling == 1 else SURE  # noqa: E731
-    table = court.composed({**ALL, "escalate": "rollout"}, {"cheap": cheap, "good": good})
+    table = group_bench.composed({**ALL, "escalate": "rollout"}, {"cheap": cheap, "good": good})
     assert table.outcomes() == [SURE, 0.2 if asked else cause, SURE, SURE]
     assert table.asked("good") == asked
 
 
-def test_the_cheap_verdict_never_stands_in_for_a_good_one_that_failed(court: Any) -> None:
-    fails = lambda group, sibling: court.refused if sibling == 1 else 0.2  # noqa: E731
-    assert court.composed(ALL, {"cheap": unsure_of(2), "good": fails}).outcomes() == [0.2, "refused", 0.2, 0.2]
-    audited = court.composed({**ALL, "audit_share": 1.0}, {"cheap": unsure_of(), "good": fails})
+def test_the_cheap_verdict_never_stands_in_for_a_good_one_that_failed(group_bench: Any) -> None:
+    fails = lambda group, sibling: group_bench.refused if sibling == 1 else 0.2  # noqa: E731
+    assert group_bench.composed(ALL, {"cheap": unsure_of(2), "good": fails}).outcomes() == [0.2, "refused", 0.2, 0.2]
+    audited = group_bench.composed({**ALL, "audit_share": 1.0}, {"cheap": unsure_of(), "good": fails})
     assert audited.outcomes() == [0.2, "refused", 0.2, 0.2]
 
 
@@ -87,11 +87,11 @@ def test_no_more_than_its_share_is_escalated_at_any_time(share: float) -> None:
     assert escalated >= min(share, 0.8) * decided - 40, "what may be escalated is"
 
 
-def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counted(court: Any) -> None:
-    table = court.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
-    found = [tallies(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
-    assert [tally.escalated for (tally,) in found] == [0, 4, 0, 4]
-    assert all(tally.unsure == 4 for (tally,) in found)
+def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counted(group_bench: Any) -> None:
+    table = group_bench.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
+    found = [events(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
+    assert [event.escalated for (event,) in found] == [0, 4, 0, 4]
+    assert all(event.unsure == 4 for (event,) in found)
 
 
 def test_the_same_groups_are_audited_in_every_run_of_a_seed() -> None:
@@ -103,7 +103,7 @@ def test_the_same_groups_are_audited_in_every_run_of_a_seed() -> None:
 
 
 @pytest.mark.parametrize("escalate", ["group", "rollout"])
-def test_the_audit_estimates_the_true_error_of_sure_verdicts(court: Any, escalate: str) -> None:
+def test_the_audit_estimates_the_true_error_of_sure_verdicts(group_bench: Any, escalate: str) -> None:
     """Noise that siblings share is in the estimate's standard error: the truth is within three of them."""
     draw = random.Random(5)
     groups = [f"g{number:06d}" for number in range(300)]
@@ -111,16 +111,16 @@ def test_the_audit_estimates_the_true_error_of_sure_verdicts(court: Any, escalat
     truth = {
         (group, sibling): 0.75 + shared[group] + draw.uniform(-0.05, 0.05) for group in groups for sibling in range(4)
     }
-    table = court.composed(
+    table = group_bench.composed(
         {**CASCADE, "share": 1.0, "audit_share": 0.3, "escalate": escalate, "pass_at": 0.7},
         {"cheap": lambda group, sibling: 0.75, "good": lambda group, sibling: truth[group, sibling]},
         seed=1,
     )
     counts, by_group = CascadeCounts(), []
     for group in groups:
-        for tally in tallies(table.reports(group_id=group)):
-            counts.count(tally)
-            by_group += [tally.error / tally.audited] if tally.audited else []
+        for event in events(table.reports(group_id=group)):
+            counts.count(event)
+            by_group += [event.error / event.audited] if event.audited else []
     errors = [abs(good - 0.75) for good in truth.values()]
     assert counts.rollouts == 1200 and counts.escalated == 0
     assert counts.audited == pytest.approx(360, rel=0.25)
@@ -130,45 +130,47 @@ def test_the_audit_estimates_the_true_error_of_sure_verdicts(court: Any, escalat
     assert counts.flipped_share == pytest.approx(statistics.fmean(good < 0.7 for good in truth.values()), abs=0.1)
 
 
-def test_an_audited_group_trains_on_the_good_verdict_and_is_told_once(court: Any) -> None:
-    table = court.composed({**ALL, "audit_share": 1.0, "pass_at": 0.5}, {"cheap": unsure_of(), "good": good}, delays=9)
+def test_an_audited_group_trains_on_the_good_verdict_and_is_told_once(group_bench: Any) -> None:
+    table = group_bench.composed(
+        {**ALL, "audit_share": 1.0, "pass_at": 0.5}, {"cheap": unsure_of(), "good": good}, delays=9
+    )
     reports = table.reports()
-    assert [court.outcome_of(report) for report in reports.values()] == [0.2] * 4
-    decided, audited = tallies(reports)
-    assert decided == CascadeTally(cascade="reward", rollouts=4)
+    assert [group_bench.outcome_of(report) for report in reports.values()] == [0.2] * 4
+    decided, audited = events(reports)
+    assert decided == CascadeEvent(cascade="reward", rollouts=4)
     assert (audited.audited, audited.flipped) == (4, 4)
     assert audited.error == pytest.approx(4 * 0.7)
 
 
-def test_only_siblings_with_both_verdicts_are_in_an_audit(court: Any) -> None:
-    cheap = lambda group, sibling: court.refused if sibling == 0 else SURE  # noqa: E731
-    fails = lambda group, sibling: court.refused if sibling == 1 else 0.2  # noqa: E731
-    table = court.composed({**ALL, "audit_share": 1.0}, {"cheap": cheap, "good": fails})
+def test_only_siblings_with_both_verdicts_are_in_an_audit(group_bench: Any) -> None:
+    cheap = lambda group, sibling: group_bench.refused if sibling == 0 else SURE  # noqa: E731
+    fails = lambda group, sibling: group_bench.refused if sibling == 1 else 0.2  # noqa: E731
+    table = group_bench.composed({**ALL, "audit_share": 1.0}, {"cheap": cheap, "good": fails})
     reports = table.reports()
-    assert [court.outcome_of(report) for report in reports.values()] == [0.2, "refused", 0.2, 0.2]
-    assert [tally.audited for tally in tallies(reports)] == [0, 2]
+    assert [group_bench.outcome_of(report) for report in reports.values()] == [0.2, "refused", 0.2, 0.2]
+    assert [event.audited for event in events(reports)] == [0, 2]
 
 
-def test_a_route_to_another_judge_lets_no_cascade_decide(court: Any) -> None:
-    table = court.composed(
+def test_a_route_to_another_judge_lets_no_cascade_decide(group_bench: Any) -> None:
+    table = group_bench.composed(
         {"kind": "route", "route": {"math": "both"}, "default": "cheap"},
         {"cheap": unsure_of(0), "good": good},
         rewards={"both": ALL},
     )
-    assert tallies(table.reports(source="chat")) == []
-    assert [tally.cascade for tally in tallies(table.reports(source="math"))] == ["both"]
+    assert events(table.reports(source="chat")) == []
+    assert [event.cascade for event in events(table.reports(source="math"))] == ["both"]
 
 
-def test_cascades_nest(court: Any) -> None:
-    table = court.composed(
+def test_cascades_nest(group_bench: Any) -> None:
+    table = group_bench.composed(
         {**ALL, "then": "later"},
         {"cheap": unsure_of(0), "good": lambda group, sibling: 0.45, "best": lambda group, sibling: 0.1},
         rewards={"later": {**ALL, "first": "good", "then": "best"}},
     )
     reports = table.reports()
-    assert [court.outcome_of(report) for report in reports.values()] == [0.1] * 4
+    assert [group_bench.outcome_of(report) for report in reports.values()] == [0.1] * 4
     assert isinstance(reports[0].verdict, Verdict)
-    assert {tally.cascade: tally.escalated for tally in tallies(reports)} == {"reward": 4, "later": 4}
+    assert {event.cascade: event.escalated for event in events(reports)} == {"reward": 4, "later": 4}
 
 
 # -- the alarm -------------------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def test_cascades_nest(court: Any) -> None:
 def audits(errors: list[float]) -> CascadeCounts:
     counts = CascadeCounts()
     for error in errors:
-        counts.count(CascadeTally(cascade="reward", audited=4, error=4 * error, flipped=1))
+        counts.count(CascadeEvent(cascade="reward", audited=4, error=4 * error, flipped=1))
     return counts
 
 

@@ -26,8 +26,8 @@ def always(reward: float) -> Any:
     return lambda group, sibling: reward
 
 
-def failing(court: Any, *siblings: int, otherwise: float = 0.5) -> Any:
-    return lambda group, sibling: court.refused if sibling in siblings else otherwise
+def failing(group_bench: Any, *siblings: int, otherwise: float = 0.5) -> Any:
+    return lambda group, sibling: group_bench.refused if sibling in siblings else otherwise
 
 
 def verdict_of(report: Any) -> Verdict:
@@ -47,8 +47,8 @@ def test_a_single_judge_is_the_judge_itself() -> None:
 # -- mix -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(court: Any) -> None:
-    table = court.composed(
+def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(group_bench: Any) -> None:
+    table = group_bench.composed(
         {"kind": "mix", "mix": {"judge": 3, "safety": 1}},
         {"judge": ladder, "safety": lambda group, sibling: (0.0, 1.0)},
         scales={"judge": Scale(low=0, high=5), "safety": Scale(low=1, high=100)},
@@ -64,18 +64,18 @@ def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(court
 
 
 @pytest.mark.parametrize("weight", [1e-6, 1e6])
-def test_a_failed_component_is_never_weighted_away(court: Any, weight: float) -> None:
-    judges = {"judge": ladder, "safety": failing(court, 2)}
-    table = court.composed({"kind": "mix", "mix": {"judge": 1, "safety": weight}}, judges)
+def test_a_failed_component_is_never_weighted_away(group_bench: Any, weight: float) -> None:
+    judges = {"judge": ladder, "safety": failing(group_bench, 2)}
+    table = group_bench.composed({"kind": "mix", "mix": {"judge": 1, "safety": weight}}, judges)
     reports = table.reports()
     assert reports[2].verdict == Failed(stage="judge", cause="refused", attempts=0, detail="safety: won't")
     assert len(reports[2].judgements) == 1 and len(reports[2].failures) == 1, "the evidence of both is kept"
     assert all(isinstance(reports[sibling].verdict, Verdict) for sibling in (0, 1, 3))
 
 
-def test_group_std_weighs_each_component_by_its_own_group(court: Any) -> None:
+def test_group_std_weighs_each_component_by_its_own_group(group_bench: Any) -> None:
     """GDPO: sum of w (r - mean) / std; the judge that never varies gives 0; the score stays the plain mean."""
-    table = court.composed(
+    table = group_bench.composed(
         {"kind": "mix", "mix": {"judge": 3, "flat": 1}, "normalise": "group_std"},
         {"judge": ladder, "flat": always(0.8)},
         delays=1,
@@ -87,21 +87,23 @@ def test_group_std_weighs_each_component_by_its_own_group(court: Any) -> None:
         assert verdict.score == pytest.approx(1 + 9 * (0.75 * LADDER[sibling] + 0.25 * 0.8))
 
 
-def test_group_std_leaves_failed_siblings_out_of_every_mean(court: Any) -> None:
+def test_group_std_leaves_failed_siblings_out_of_every_mean(group_bench: Any) -> None:
     """The others' rewards are those of a group without the failed sibling, whatever its other components gave."""
     mix = {"kind": "mix", "mix": {"judge": 1, "other": 2}, "normalise": "group_std"}
 
     def rewards(of_failed: float) -> list[float | str]:
         judge = lambda group, sibling: of_failed if sibling == 3 else LADDER[sibling]  # noqa: E731
-        other = lambda group, sibling: court.refused if sibling == 3 else LADDER[sibling] ** 2  # noqa: E731
-        return court.composed(mix, {"judge": judge, "other": other}).outcomes()
+        other = lambda group, sibling: group_bench.refused if sibling == 3 else LADDER[sibling] ** 2  # noqa: E731
+        return group_bench.composed(mix, {"judge": judge, "other": other}).outcomes()
 
-    three = court.composed(mix, {"judge": ladder, "other": lambda group, sibling: LADDER[sibling] ** 2}).outcomes(3)
+    three = group_bench.composed(mix, {"judge": ladder, "other": lambda group, sibling: LADDER[sibling] ** 2}).outcomes(
+        3
+    )
     assert rewards(0.0) == rewards(1.0) == [*three, "refused"]
 
 
-def test_group_std_of_one_response_is_zero(court: Any) -> None:
-    table = court.composed({"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}, {"judge": ladder})
+def test_group_std_of_one_response_is_zero(group_bench: Any) -> None:
+    table = group_bench.composed({"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}, {"judge": ladder})
     (report,) = table.reports(1).values()
     assert (verdict_of(report).outcome, verdict_of(report).score) == (0.0, pytest.approx(1 + 9 * 0.1))
 
@@ -109,19 +111,19 @@ def test_group_std_of_one_response_is_zero(court: Any) -> None:
 # -- route -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_route_asks_only_the_judge_of_the_prompts_source(court: Any) -> None:
+def test_a_route_asks_only_the_judge_of_the_prompts_source(group_bench: Any) -> None:
     route = {"kind": "route", "route": {"math": "steps"}, "default": "judge"}
-    table = court.composed(route, {"judge": always(0.2), "steps": always(0.7)})
+    table = group_bench.composed(route, {"judge": always(0.2), "steps": always(0.7)})
     assert table.outcomes(source="math") == [0.7] * 4
     assert not table.judges["judge"].asked
     assert table.outcomes(source="chat") == [0.2] * 4
     assert len(table.judges["steps"].asked) == 4
 
 
-def test_a_source_that_nobody_judges_fails_at_once(court: Any) -> None:
-    table = court.composed({"kind": "route", "route": {"math": "judge"}}, {"judge": ladder})
+def test_a_source_that_nobody_judges_fails_at_once(group_bench: Any) -> None:
+    table = group_bench.composed({"kind": "route", "route": {"math": "judge"}}, {"judge": ladder})
     reports = table.reports(source="chat")
-    assert [court.outcome_of(report) for report in reports.values()] == ["refused"] * 4
+    assert [group_bench.outcome_of(report) for report in reports.values()] == ["refused"] * 4
     assert "chat" in reports[0].verdict.detail
     assert not table.judges["judge"].asked
 
@@ -134,26 +136,30 @@ MEMBERS = {"a": always(0.1), "b": always(0.6), "c": always(0.9)}
 @pytest.mark.parametrize(
     ("vote", "reward"), [("mean", 1.6 / 3), ("median", 0.6), ("majority", 1.0), ("accuracy", 1.6 / 3)]
 )
-def test_a_jury_votes(court: Any, vote: str, reward: float) -> None:
-    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": vote}, MEMBERS)
+def test_a_jury_votes(group_bench: Any, vote: str, reward: float) -> None:
+    table = group_bench.composed({"kind": "jury", "members": list(MEMBERS), "vote": vote}, MEMBERS)
     (report, *_) = table.reports().values()
     assert verdict_of(report).outcome == pytest.approx(reward)
     assert verdict_of(report).score_std == pytest.approx(9 * statistics.pstdev([0.1, 0.6, 0.9]))
 
 
 @pytest.mark.parametrize(("pass_at", "reward"), [(0.05, 1.0), (0.5, 1.0), (0.7, 0.0), (0.9, 0.0)])
-def test_a_majority_counts_passes_from_the_bound_on(court: Any, pass_at: float, reward: float) -> None:
-    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": "majority", "pass_at": pass_at}, MEMBERS)
+def test_a_majority_counts_passes_from_the_bound_on(group_bench: Any, pass_at: float, reward: float) -> None:
+    table = group_bench.composed(
+        {"kind": "jury", "members": list(MEMBERS), "vote": "majority", "pass_at": pass_at}, MEMBERS
+    )
     assert table.outcomes(1) == [reward]
 
 
-def test_a_tied_majority_is_one_half(court: Any) -> None:
-    assert court.composed({"kind": "jury", "members": ["a", "c"], "vote": "majority"}, MEMBERS).outcomes(1) == [0.5]
+def test_a_tied_majority_is_one_half(group_bench: Any) -> None:
+    assert group_bench.composed({"kind": "jury", "members": ["a", "c"], "vote": "majority"}, MEMBERS).outcomes(1) == [
+        0.5
+    ]
 
 
-def test_members_are_weighted_by_how_often_they_were_right(court: Any) -> None:
+def test_members_are_weighted_by_how_often_they_were_right(group_bench: Any) -> None:
     skill = MeasuredSkill()
-    table = court.composed({"kind": "jury", "members": list(MEMBERS), "vote": "accuracy"}, MEMBERS, skill=skill)
+    table = group_bench.composed({"kind": "jury", "members": list(MEMBERS), "vote": "accuracy"}, MEMBERS, skill=skill)
     skill.measured({"a": 0.5, "b": 0.75})
     assert table.outcomes(1) == [round(1.6 / 3, 9)], "one member isn't measured: all weigh the same"
     skill.measured({"c": 1.0})
@@ -163,10 +169,10 @@ def test_members_are_weighted_by_how_often_they_were_right(court: Any) -> None:
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_a_jury_does_without_members_down_to_its_quorum_and_says_so(court: Any, missing: int) -> None:
+def test_a_jury_does_without_members_down_to_its_quorum_and_says_so(group_bench: Any, missing: int) -> None:
     names = list(MEMBERS)
-    members = {name: failing(court, 0) if index < missing else MEMBERS[name] for index, name in enumerate(names)}
-    reports = court.composed({"kind": "jury", "members": names, "quorum": 2}, members).reports(1)
+    members = {name: failing(group_bench, 0) if index < missing else MEMBERS[name] for index, name in enumerate(names)}
+    reports = group_bench.composed({"kind": "jury", "members": names, "quorum": 2}, members).reports(1)
     if missing > 1:
         assert reports[0].verdict.cause == "refused"
         assert f"{3 - missing} of 3 members gave a verdict, the quorum is 2; a: won't" in reports[0].verdict.detail
@@ -176,24 +182,28 @@ def test_a_jury_does_without_members_down_to_its_quorum_and_says_so(court: Any, 
         assert verdict_of(reports[0]).absent == tuple(names[:missing])
 
 
-def test_without_a_quorum_all_members_must_answer(court: Any) -> None:
-    table = court.composed({"kind": "jury", "members": ["a", "b"]}, {"a": failing(court, 1), "b": always(0.5)})
+def test_without_a_quorum_all_members_must_answer(group_bench: Any) -> None:
+    table = group_bench.composed(
+        {"kind": "jury", "members": ["a", "b"]}, {"a": failing(group_bench, 1), "b": always(0.5)}
+    )
     assert table.outcomes() == [0.5, "refused", 0.5, 0.5]
 
 
 # -- gate ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_veto_gives_the_floor_and_saves_the_inner_judge(court: Any) -> None:
+def test_a_veto_gives_the_floor_and_saves_the_inner_judge(group_bench: Any) -> None:
     gate = {"kind": "gate", "gate": "safety", "inner": "judge", "min_reward": 0.4, "floor": 0.05}
-    table = court.composed(gate, {"safety": ladder, "judge": always(0.7)}, delays=3)
+    table = group_bench.composed(gate, {"safety": ladder, "judge": always(0.7)}, delays=3)
     assert table.outcomes() == [0.05, 0.7, 0.7, 0.7]
     assert table.asked("judge") == [1, 2, 3]
 
 
-def test_a_failed_gate_is_a_failure_and_not_a_veto(court: Any) -> None:
+def test_a_failed_gate_is_a_failure_and_not_a_veto(group_bench: Any) -> None:
     gate = {"kind": "gate", "gate": "safety", "inner": "judge"}
-    table = court.composed(gate, {"safety": failing(court, 1, otherwise=0.9), "judge": failing(court, 2)})
+    table = group_bench.composed(
+        gate, {"safety": failing(group_bench, 1, otherwise=0.9), "judge": failing(group_bench, 2)}
+    )
     assert table.outcomes() == [0.5, "refused", "refused", 0.5]
     assert table.asked("judge") == [0, 2, 3]
 
@@ -201,8 +211,8 @@ def test_a_failed_gate_is_a_failure_and_not_a_veto(court: Any) -> None:
 # -- nested ----------------------------------------------------------------------------------------------------------
 
 
-def test_compositions_nest_and_every_part_is_told(court: Any) -> None:
-    table = court.composed(
+def test_compositions_nest_and_every_part_is_shown(group_bench: Any) -> None:
+    table = group_bench.composed(
         {"kind": "gate", "gate": "safety", "inner": "both"},
         {"safety": always(0.8), "judge": always(0.2), **MEMBERS},
         rewards={
@@ -219,8 +229,8 @@ def test_compositions_nest_and_every_part_is_told(court: Any) -> None:
     assert set(report.by_judge) == {"safety", "judge", *MEMBERS}
 
 
-def test_a_judge_that_is_named_twice_is_asked_once(court: Any) -> None:
-    table = court.composed(
+def test_a_judge_that_is_named_twice_is_asked_once(group_bench: Any) -> None:
+    table = group_bench.composed(
         {"kind": "mix", "mix": {"judge": 1, "style": 1}},
         {"judge": ladder, "a": always(0.5)},
         rewards={"style": {"kind": "jury", "members": ["a", "judge"]}},

@@ -45,7 +45,7 @@ def test_an_engine_that_died_is_no_number_beside_a_rule(bench: Any) -> None:
     assert report.by_judge["exact"].verdict.outcome == 1.0
 
 
-def test_what_a_judge_wrote_ahead_and_what_its_early_stop_saved_is_told(bench: Any) -> None:
+def test_what_a_judge_wrote_ahead_and_what_its_early_stop_saved_is_reported(bench: Any) -> None:
     def write(prompt: str, context: Any) -> Any:
         return bench.answer("Be strict." if "/principles/" in context.request_id else "\\boxed{4}")
 

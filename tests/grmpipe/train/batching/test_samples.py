@@ -187,3 +187,12 @@ def test_a_sample_without_trained_tokens_is_no_sequence() -> None:
     silent = replace(samples[0], loss_mask=(0,) * 6, group_id="h")
     totals = count([*samples, silent], oldest_version=4)
     assert (totals.num_loss_tokens, totals.num_sequences, totals.num_groups, totals.oldest_version) == (4, 2, 2, 4)
+
+
+def test_inserted_tokens_are_never_trained() -> None:
+    """A thinking budget inserts the end of a thought: the learner sees it, and gets no gradient from it."""
+    thought = replace(completion((5, 6, 7, 8, 9)), inserted=(1, 3))
+    (sample,) = split_rollout(replace(rollout(0), turns=(Turn(prompt_ids=(1, 2), completion=thought),)), np.ones(5))
+    assert sample.token_ids == (1, 2, 5, 6, 7, 8, 9)
+    assert sample.loss_mask == (0, 0, 1, 0, 0, 1, 1)
+    assert sample.advantages == (0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)

@@ -1,0 +1,70 @@
+"""Checks that a thinking budget can be kept by the model that judges. Samples nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.roles import Model, ServedRole
+from grmpipe.config.run_config import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Check that a judge's `thinking_tokens` can end a thought of its model. `key`: of the judge. `grm`: None for a
+    model that isn't here.
+    """
+    if not judge.thinking_tokens:
+        note_default_budget(key, judge, role, grm)
+        return
+    if role.engine.endpoint is not None:
+        raise ConfigError(
+            f"{key}.thinking_tokens: an endpoint takes messages, not tokens, so a thought can't be ended here; type "
+            f"{key}.thinking_tokens=null and give the endpoint's own field for a budget, such as "
+            f"+{role.option_key('extra_body')}={{thinking_token_budget: {judge.thinking_tokens}}} (vLLM)"
+        )
+    if grm is None:
+        return
+    if (markers := grm.renderer.thinking) is None:
+        raise ConfigError(
+            f"{key}.thinking_tokens: neither the tokenizer nor the chat template of {role.key} has markers of "
+            f"thoughts; type {key}.thinking_tokens=null for a model that doesn't think, or name its markers: "
+            f"{role.key}.thinking_markers=['<think>','</think>']"
+        )
+    if markers.is_off:
+        raise ConfigError(
+            f"{key}.thinking_tokens: the chat template of {role.key} begins each answer with an empty thought, so the "
+            f"model doesn't think; type {role.key}.chat_template_kwargs.enable_thinking=true, or "
+            f"{key}.thinking_tokens=null"
+        )
+    check_room(key, judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
+
+
+def note_default_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Log how long a model that thinks may think before its verdict."""
+    markers = None if grm is None else grm.renderer.thinking
+    if markers is None or markers.is_off:
+        return
+    if (budget := judge.thinking_budget(thinks=True)) is not None:
+        log.info("%s: %s may think for %d tokens before its verdict", key, role.key, budget.num_tokens)
+        return
+    log.warning(
+        "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
+        "%s.thinking_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if its "
+        "chat template knows that",
+        role.key, key, judge.max_new_tokens, key, role.key,
+    )  # fmt: skip
+
+
+def check_room(key: str, judge: JudgeConfig, num_inserted: int) -> None:
+    assert judge.thinking_tokens, "a budget that was typed"
+    least = judge.thinking_tokens + num_inserted
+    if judge.max_new_tokens <= least:
+        raise ConfigError(
+            f"{key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after {judge.thinking_tokens} "
+            f"of thinking and {num_inserted} that end it; type {key}.max_new_tokens={least + 512}"
+        )
