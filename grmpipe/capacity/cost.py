@@ -47,7 +47,7 @@ class Costs:
     switch_s: float = 0.0  # an elastic slot's change of role
     driver_request_s: float = 0.0  # time of the driver process for each request to an engine; these don't overlap
     critic: LearnerSpeed | None = None  # if advantages need one
-    meta_rm_token_s: float = 0.0  # a token that a meta-RM reads; 0: there is none
+    scorer_token_s: Mapping[str, float] = field(default_factory=dict)  # by role: a token that a scorer reads
     grm_learners: Mapping[str, LearnerSpeed] = field(default_factory=dict)  # of judging models, by the learner's role
     grm_sync_s: Mapping[str, float] = field(default_factory=dict)  # a push of each of them
     cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core

@@ -56,14 +56,13 @@ class StepWork:
     groups: int
     max_staleness: int
     critic_tokens: float = 0.0  # 0: no critic
-    meta_rm_tokens: float = 0.0  # 0: no meta-RM
+    scorer_tokens: Mapping[str, float] = field(default_factory=dict)  # by role: what models with a scalar head read
     grm_learners: Mapping[str, GrmTraining] = field(default_factory=dict)  # by the learner's role
 
     @property
     def roles(self) -> tuple[str, ...]:
         critic = (CRITIC,) if self.critic_tokens > 0 else ()
-        meta_rm = (META_RM,) if self.meta_rm_tokens > 0 else ()
-        return (*self.engines, *meta_rm, LEARNER, *critic, *self.grm_learners)
+        return (*self.engines, *self.scorer_tokens, LEARNER, *critic, *self.grm_learners)
 
 
 def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
@@ -92,8 +91,8 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
     if role == CRITIC:
         assert costs.critic is not None
         return work.critic_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
-    if role == META_RM:
-        return work.meta_rm_tokens * costs.meta_rm_token_s / num_processes
+    if role in work.scorer_tokens:
+        return work.scorer_tokens[role] * costs.scorer_token_s[role] / num_processes
     if (trained := work.grm_learners.get(role)) is not None:
         speed = costs.grm_learners[role]
         return trained.tokens * speed.token_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])

@@ -288,10 +288,10 @@ class RunConfig:
 
     def _check_scalar(self) -> None:
         """Check that the task knows scalar reward models."""
-        for name in self.judging.scalar if self.task in ("plan", "simulate") else ():
+        for name in self.judging.scalar if self.task == "simulate" else ():
             raise ValueError(
-                f"{key_of_judge(name)}.kind: task={self.task} doesn't model a scalar reward model, whose work is small "
-                f"compared with a GRM's; to see the rest type {key_of_judge(name)}=rule"
+                f"{key_of_judge(name)}.kind: task=simulate asks no scalar reward model, whose work is small compared "
+                f"with a GRM's; type task=plan for its work, or {key_of_judge(name)}=rule to simulate the rest"
             )
 
     def _check_simulated(self) -> None:

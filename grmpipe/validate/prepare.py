@@ -6,7 +6,7 @@ Every refusal is a ConfigError that names the key and what to type.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from grmpipe.config.judging import POLICY, key_of_judge
@@ -88,48 +88,65 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         env_factory(config.env)
     policy = find_model(roles.served[POLICY], config, progress)
     grms = tuple(find_model(roles.served[role], config, progress) for role in config.judging.local_roles)
-    models = (policy, *grms)
-    scalars = find_scalar_models(config, progress)
-    meta_rm = None
-    if "meta_rm" in config.roles:
-        with section("meta_rm."):
-            read = {judge.model for judge in config.judging.weighted.values()}
-            meta_rm = find_meta_rm(config, [grm for grm in grms if grm.name in read], progress)
-    critic = None
-    if "critic" in config.roles:
-        with section("critic."):
-            critic = find_critic(config, policy, progress)
-    if config.task != "evaluate":
-        for learning in (model for model in models if roles.served[model.name].learner is not None):
-            check_learns(learning)
-    for model in models:
-        check_lora_targets(model, config)
-        check_weight_names(model, roles.served[model.name])
-        if roles[model.name].num_gpus > 1:
-            check_tensor_parallel(roles.served[model.name], heads_of(model.path))
-    check_swap(roles, models)
+    prepared = Prepared(
+        config=config,
+        policy=policy,
+        grms=grms,
+        scalars=find_scalar_models(config, progress),
+        prompts=PromptStream(
+            data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
+        ),
+        held_out=data.held_out,
+        placement=placement,
+        roles=roles,
+        meta_rm=meta_rm_model(config, grms, progress),
+        judging_tasks={role: stored_judging_tasks(config, role, data) for role in config.trained_grms},
+        critic=critic_model(config, policy, progress),
+    )
+    check_models(prepared)
     check_policy(config, policy, data)
-    check_routing(config, policy, roles.served[POLICY])
-    check_judges(config, roles, models, data)
-    check_scalar_judges(config, scalars, data)
+    check_judges(config, roles, prepared.models, data)
+    check_scalar_judges(config, prepared.scalars, data)
+    check_custom_judges(config)
+    return prepared
+
+
+def meta_rm_model(config: RunConfig, grms: Sequence[Model], progress: Progress) -> MetaRmModel | None:
+    """The meta-RM, if a vote uses one: it reads the judgements of the GRMs whose votes it weights."""
+    if "meta_rm" not in config.roles:
+        return None
+    read = {judge.model for judge in config.judging.weighted.values()}
+    with section("meta_rm."):
+        return find_meta_rm(config, [grm for grm in grms if grm.name in read], progress)
+
+
+def critic_model(config: RunConfig, policy: Model, progress: Progress) -> CriticModel | None:
+    if "critic" not in config.roles:
+        return None
+    with section("critic."):
+        return find_critic(config, policy, progress)
+
+
+def check_models(prepared: Prepared) -> None:
+    """Check that each model fits its engines, and that those that learn can."""
+    config, roles = prepared.config, prepared.roles
+    for model in prepared.models:
+        role = roles.served[model.name]
+        if role.learner is not None and config.task != "evaluate":
+            check_learns(model)
+        check_lora_targets(model, config)
+        check_weight_names(model, role)
+        if role.num_gpus > 1:
+            check_tensor_parallel(role, heads_of(model.path))
+    check_swap(roles, prepared.models)
+    check_routing(config, prepared.policy, roles.served[POLICY])
+
+
+def check_custom_judges(config: RunConfig) -> None:
     for name, judge in config.judging.judges.items():
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
                 load_custom_judge(judge)
-    prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
-    return Prepared(
-        config=config,
-        policy=policy,
-        grms=grms,
-        scalars=scalars,
-        prompts=prompts,
-        held_out=data.held_out,
-        placement=placement,
-        roles=roles,
-        meta_rm=meta_rm,
-        judging_tasks={role: stored_judging_tasks(config, role, data) for role in config.trained_grms},
-        critic=critic,
-    )
 
 
 def check_objective(config: RunConfig) -> None:

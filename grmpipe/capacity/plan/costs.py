@@ -22,8 +22,9 @@ from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import kv_room
 from grmpipe.capacity.plan.profile import Profile
-from grmpipe.capacity.plan.survey import Survey, pool_with_memory
+from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
 from grmpipe.config.critic import critic_train
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
@@ -66,7 +67,11 @@ def costs_of(
         learner=learner_of(survey, profile, learner),
         critic=critic_of(survey, profile, seated[CRITIC]) if CRITIC in seated else None,
         grm_learners={role: estimated_learner(model, survey, seated[role]) for role, model in trained.items()},
-        meta_rm_token_s=meta_rm_of(survey, seated[META_RM]) if META_RM in seated else 0.0,
+        scorer_token_s={
+            role: scorer_of(role, survey, where)
+            for role, where in seated.items()
+            if role in scorer_dtypes(survey.config)
+        },
         sync_s=sync_of(survey, profile, learner, weights[POLICY]),
         grm_sync_s={
             role: sync_time_s(weights[model], device_for(seated[role].pool, survey)) for role, model in trained.items()
@@ -168,12 +173,13 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
     )
 
 
-def meta_rm_of(survey: Survey, where: Seated) -> float:
-    """The time of a token that the meta-RM reads, by the data sheet."""
-    footprint = survey.models[META_RM].footprint
+def scorer_of(role: str, survey: Survey, where: Seated) -> float:
+    """The time of a token that a meta-RM or a scalar reward model reads, by the data sheet."""
+    footprint = survey.models[role].footprint
     if footprint is None:
-        raise CostUnknown("meta_rm.path: the model's size is unknown here; type judge.vote=mean to plan the rest")
-    return reading_s(footprint.num_parameters, device_for(where.pool, survey), survey.config.meta_rm.dtype)
+        key = role if role == META_RM else key_of_model(role)
+        raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
+    return reading_s(footprint.num_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
 
 
 def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: float) -> float:

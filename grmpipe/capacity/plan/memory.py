@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grmpipe.capacity.lower_bound import CRITIC, META_RM, POLICY, is_learning
+from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
 from grmpipe.capacity.plan.candidates import Seating
-from grmpipe.capacity.plan.survey import Sized, Survey
+from grmpipe.capacity.plan.survey import Sized, Survey, scorer_dtypes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
@@ -44,9 +44,8 @@ def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> l
         return learner_parts(survey.config, sized.footprint, seating.replicas, trained[role])
     if role == CRITIC:
         return critic_parts(survey, sized.footprint, seating.replicas)
-    if role == META_RM:  # its batches have no gradients, and are small
-        weights = sized.footprint.weight_bytes(survey.config.meta_rm.dtype)
-        return [Part(what="weights", num_bytes=weights, kind="weights")]
+    if (dtype := scorer_dtypes(survey.config).get(role)) is not None:  # its batches have no gradients, and are small
+        return [Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
     num_gpus = seating.width if pool.resource == "gpu" else 1
     return engine_parts(survey.roles.served[role], sized, sized.footprint, num_gpus, pool)
 

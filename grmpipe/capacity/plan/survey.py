@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.capacity.plan.candidates import Seating
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.context_limits import check_judges, check_policy
@@ -43,7 +45,7 @@ class Survey:
     placement: Placement
     roles: Roles
     data: Data
-    models: Mapping[str, Sized]  # role (of a served model, critic, meta_rm) -> model
+    models: Mapping[str, Sized]  # role (of a served model, a scorer, the critic) -> model
     devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
 
@@ -81,8 +83,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             check_learns(learning)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
-    if config.uses_meta_rm:
-        models["meta_rm"], lacking = size_meta_rm(config, progress)
+    for scorer in scorer_dtypes(config):
+        models[scorer], lacking = size_scorer(scorer, config, progress)
         unchecked += lacking
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
@@ -158,15 +160,23 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
     return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
 
 
-def size_meta_rm(config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
-    """A meta-RM's sizes. That it was trained from the GRM is checked by the run itself."""
-    assert config.meta_rm.path is not None
-    footprint, lacking = None, []
+def scorer_dtypes(config: RunConfig) -> dict[str, str]:
+    """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
+    found = {role: config.models[role].dtype for role in config.judging.scorer_roles}
+    return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
+
+
+def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+    """The sizes of a model with a scalar head. The run itself checks the head and the tokenizer."""
+    key, path = (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models[role].path)
+    assert path is not None
     try:
-        footprint = footprint_of(find_files(resolve_model(config.meta_rm.path, progress), weights=False))
+        footprint = footprint_of(find_files(resolve_model(path, progress), weights=False))
     except ValueError as error:
-        lacking = [f"meta_rm.{error} (its memory and its work)"]
-    return Sized(role="meta_rm", model=None, footprint=footprint, context_tokens=0), lacking
+        shape = None if role == META_RM else config.models[role].shape
+        known = footprint_of_shape(shape) if shape is not None and shape.declared else None
+        return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
+    return Sized(role=role, model=None, footprint=footprint, context_tokens=0), []
 
 
 def check_heads(sized: Sized, role: ServedRole) -> None:

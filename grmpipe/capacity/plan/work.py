@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from grmpipe.capacity.lower_bound import POLICY, GrmTraining, RoleWork, StepWork
+from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.plan.profile import Lengths, Profile
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.judge import JudgeConfig
@@ -35,7 +35,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
-        meta_rm_tokens=meta_rm_tokens(survey, profile),
+        scorer_tokens=scorer_tokens(survey, profile),
         grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
     )
 
@@ -139,12 +139,22 @@ def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
     return sum(estimated_tokens(message.content) for message in messages)
 
 
-def meta_rm_tokens(survey: Survey, profile: Profile | None) -> float:
-    """The tokens that a meta-RM reads in a step: the prompts and judgements of the judges whose votes it weights."""
-    if not survey.config.uses_meta_rm:
-        return 0.0
-    works = [judge_work(name, survey, profile) for name in survey.config.judging.weighted]
-    return sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
+def scorer_tokens(survey: Survey, profile: Profile | None) -> dict[str, float]:
+    """The tokens that models with a scalar head read in a step, by role.
+
+    A scalar reward model reads prompts and rollouts; a meta-RM the prompts and judgements of the judges whose votes it
+    weights.
+    """
+    config, shares = survey.config, shares_asked(survey)
+    rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(survey, profile)
+    found = dict.fromkeys(config.judging.scorer_roles, 0.0)
+    for name, judge in config.judging.scalar.items():
+        if judge.model in found:
+            found[judge.model] += shares[name] * rollouts * (played.prompt_tokens + played.new_tokens)
+    if config.uses_meta_rm:
+        works = [judge_work(name, survey, profile) for name in config.judging.weighted]
+        found[META_RM] = sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
+    return found
 
 
 # -- judging models that learn ---------------------------------------------------------------------------------------

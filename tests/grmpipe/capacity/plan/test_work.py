@@ -12,7 +12,7 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import judge_lengths, prompts_judged, shares_asked, step_work
+from grmpipe.capacity.plan.work import judge_lengths, policy_lengths, prompts_judged, shares_asked, step_work
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.yaml_io import build
@@ -100,8 +100,21 @@ def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
         "judges.safety.vote=weighted", "meta_rm.path=tiny://meta_rm", "placement.roles.meta_rm.pool=judging"
     )
     work, asked = step_work(survey, None), judge_lengths("safety", survey, None)
-    assert work.meta_rm_tokens == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
+    assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
     (weights,) = memory_parts(survey, "meta_rm")
     assert weights.num_bytes == memory_parts(survey, "safety")[0].num_bytes
     assert "meta_rm  " in times(survey, None, None)
     assert simulator(survey, None) is None
+
+
+def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
+    survey = surveyed(
+        "+grm@grms.scalar=tiny_reward_model", "+judge@judges.taste=scalar", "judges.taste.model=scalar",
+        "reward.members=[judge,brief,safety,taste]",
+    )  # fmt: skip
+    played = policy_lengths(survey, None)
+    work = step_work(survey, None)
+    assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
+    assert [part.what for part in memory_parts(survey, "scalar")] == ["weights"]
+    assert "scalar   " in times(survey, None, None)
+    assert "taste    a scalar" in arithmetic(survey)
