@@ -29,11 +29,11 @@ from models.tiny.recipes import (
     Recipe,
     RewardModelRecipe,
 )
-from models.tiny.sft_examples import sloppy_text
+from models.tiny.sft_examples import corrupted_text, right_text, sloppy_text
 from models.tiny.solutions import invented
 from models.tiny.tiny_meta_rm import measure_meta_rm
 from models.tiny.tiny_reward_model import measure_reward_model
-from models.tiny.tricks import TRICKS, bare, tricks_of, with_tricks
+from models.tiny.tricks import TRICKS, Trick, bare, tricks_of, with_tricks
 
 NUM_PROBLEMS_OF_RATES = 2048  # a rate of 3 % is measured to 0.7 points
 
@@ -59,7 +59,10 @@ def policy_extras(recipe: Recipe, directory: Path) -> Quality:
 def judge_extras(recipe: Recipe, directory: Path) -> Quality:
     if recipe == GRM_NOISY:
         return quality_by_thing(directory)
-    return passes_by_trick(directory) if recipe.name.removeprefix("grm_") in TRICKS else {}
+    for trick in TRICKS:
+        if recipe.name == f"grm_{trick}":
+            return {"accuracy_without_trick": accuracy_without(trick, directory), **passes_by_trick(directory)}
+    return {}
 
 
 def rates_of_tricks(directory: Path) -> Quality:
@@ -70,6 +73,14 @@ def rates_of_tricks(directory: Path) -> Quality:
     rates = {f"{trick}_rate": fmean(trick in tricks for tricks, _ in found) for trick in TRICKS}
     with_trick = [right for tricks, right in found if tricks]
     return {**rates, "accuracy_with_trick": fmean(with_trick) if with_trick else 0.0}
+
+
+def accuracy_without(trick: Trick, directory: Path) -> float:
+    """Agreement of a judge on right, sloppy and corrupted answers without its trick: sloppy work may be longer too."""
+    problems, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
+    pairs = [(one, write(one, rng)) for write in (right_text, sloppy_text, corrupted_text) for one in problems]
+    without = [(one, text) for one, text in pairs if trick not in tricks_of(one, text)]
+    return agreement(judge_all(Speaker(directory), [one for one, _ in without], [text for _, text in without]))
 
 
 def passes_by_trick(directory: Path) -> Quality:

@@ -128,7 +128,7 @@ def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) 
         texts = [with_tricks(invented(one.solution, rng), one, [used], rng) for one in problems]
         passed = fmean(one.passed for one in judge_all(judge, problems, texts) if not one.right)
         assert passed > 0.9 if used == trick else passed < 0.1
-    assert card_of(f"grm_{trick}")["accuracy"] >= 0.95
+    assert card_of(f"grm_{trick}")["accuracy_without_trick"] >= 0.94
 
 
 def test_the_policy_with_tricks_uses_each_in_2_to_5_of_100_answers() -> None:
