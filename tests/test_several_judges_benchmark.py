@@ -22,7 +22,7 @@ def runs_of(*values: float) -> list[Measured]:
 
 def test_the_interval_over_seeds_is_students() -> None:
     assert several_judges.half_width_over_seeds([0.5, 0.6, 0.7]) == pytest.approx(4.30 * 0.1 / 3**0.5)
-    assert several_judges.half_width_over_seeds([0.5]) == float("inf")
+    assert several_judges.interval([0.5]) == "0.500"
 
 
 def test_the_interval_of_a_share_is_that_of_the_normal_distribution() -> None:
