@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.engine_kinds import engine_kind, engines_that
@@ -152,8 +152,7 @@ def check_judging(judging: Judging) -> None:
             )
     check_scalar(judging)
     for name, judge in judging.generative.items():
-        for refusal in refusals(key_of_judge(name), judge, judging.engine_kind_of(judge.model)):
-            raise ValueError(refusal)
+        check_engine(name, judge, judging)
     for role in (role for role in judging.asked_roles if judging.engine_kind_of(role).outside):
         model, key = judging.models[role], key_of_model(role)
         if model.path.startswith("tiny://"):
@@ -174,17 +173,17 @@ def check_scalar(judging: Judging) -> None:
             )
 
 
-def refusals(key: str, judge: JudgeConfig, engine: type[AnyEngine]) -> Iterator[str]:
-    """What the engine of a judge's model can't do for it. key: of the judge."""
-    engine_key = f"{key_of_model(judge.model)}.engine"
+def check_engine(name: str, judge: JudgeConfig, judging: Judging) -> None:
+    """Check that the engine of a judge's model can do what the judge asks."""
+    key, engine, called = key_of_judge(name), judging.engine_kind_of(judge.model), judging.models[judge.model].engine
     if judge.structured and not engine.grammar:
         able = " or ".join(engines_that(lambda kind: kind.grammar))
-        yield (
-            f"{key}.structured: {engine_key} can't constrain a judgement by a grammar; type {key}.structured=false, or "
-            f"{engine_key}={able}"
+        raise ValueError(
+            f"{key}.structured: {called} can't constrain a judgement by a grammar; type {key}.structured=false, or "
+            f"{key_of_model(judge.model)}.engine={able}"
         )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:
-        yield (
+        raise ValueError(
             f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "
             f"type {key}.vote=mean"
         )

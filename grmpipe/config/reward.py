@@ -336,7 +336,7 @@ def _jury(reward: RewardConfig, path: str) -> None:
     example = f"'{path}.members=[{JUDGE}, safety]'"
     members = reward.members
     if not isinstance(members, list | tuple) or not members or not all(isinstance(name, str) for name in members):
-        raise ValueError(f"{path}.members: must be a list of names, got {members!r}; type {example}")
+        raise ValueError(f"{path}.members: must be a list of names, got {typed(members)}; type {example}")
     if twice := [name for name in members if members.count(name) > 1]:
         raise ValueError(f"{path}.members: {twice[0]} is a member twice, and votes once; type {example}")
     if reward.quorum is not None and not 1 <= reward.quorum <= len(members):
@@ -358,7 +358,7 @@ def _cascade(reward: RewardConfig, path: str) -> None:
         )
     if band is not None and not is_band(band):
         raise ValueError(
-            f"{path}.unsure_band: must be two rewards on [0, 1], the lower one first, got {band!r}; type "
+            f"{path}.unsure_band: must be two rewards on [0, 1], the lower one first, got {typed(band)}; type "
             f"'{path}.unsure_band=[0.3, 0.7]'"
         )
 
@@ -384,9 +384,14 @@ def _gate(reward: RewardConfig, path: str) -> None:
     _named(path, gate=reward.gate, inner=reward.inner)
 
 
+def typed(value: object) -> str:
+    """A value as a user types it."""
+    return "null" if value is None else repr(value)
+
+
 def _mapping(key: str, value: object, example: str) -> None:
     if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"{key}: names no judge, got {value!r}; type {example}")
+        raise ValueError(f"{key}: names no judge, got {typed(value)}; type {example}")
 
 
 def _named(path: str, **names: str | None) -> None:

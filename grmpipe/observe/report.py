@@ -128,7 +128,7 @@ def page_of(run: RunFiles) -> Page:
             chart(
                 "Error of the cheap judge", named_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
             ),
-            chart("Spread of a vote", [*spread_series(run)], note="std of the judgements of one rollout"),
+            chart("Spread of a vote", [*spread_series(run)], note="std of the judgements on a rollout, or of a jury"),
             chart("Canaries", canary_series(run), note="fixed responses: a stable judge gives them the same scores"),
         ),
         judges=judge_rows(run),

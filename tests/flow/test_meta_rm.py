@@ -115,7 +115,7 @@ def test_another_tokenizer_than_the_grms_is_refused(tmp_path: Path, meta_path: P
     vocab = tokenizer["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match=r"^meta_rm\.path: .* has a different tokenizer than the GRM \(tiny://grm\)"):
+    with pytest.raises(ConfigError, match=r"^meta_rm\.path: .* has a different tokenizer than grm \(tiny://grm\)"):
         run_task(composed("+experiment=quickstart", "cluster=inprocess", *GUIDED, f"meta_rm.path={tmp_path / 'other'}"))
 
 

@@ -48,7 +48,7 @@ def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"kind": "mix"}, r"^reward\.mix: names no judge, got None; type 'reward\.mix="),
+        ({"kind": "mix"}, r"^reward\.mix: names no judge, got null; type 'reward\.mix="),
         ({"kind": "mix", "mix": {}}, r"^reward\.mix: names no judge"),
         ({"kind": "mix", "mix": {"judge": 0.0}}, r"^reward\.mix\.judge: a weight must be a number above 0, got 0\.0"),
         ({"kind": "mix", "mix": {"judge": -1}}, r"^reward\.mix\.judge: a weight"),

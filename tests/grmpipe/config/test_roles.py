@@ -282,7 +282,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     [
         ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai can't receive .*embedded or vllm or sglang$"),
         ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a shipped tiny model"),
-        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: grm\.engine can't constrain"),
+        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't constrain"),
     ],
 )  # fmt: skip
 def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) -> None:
