@@ -72,9 +72,8 @@ COMPARISONS = {
         variants={
             **{trick: alone(trick) for trick in TRICKS},
             "jury": Variant(overrides=("+experiment=jury",)),
-            "jury_majority": Variant(overrides=("+experiment=jury", "reward.vote=majority")),
         },
-        pairs=(*(("jury", trick) for trick in TRICKS), ("jury_majority", "jury")),
+        pairs=tuple(("jury", trick) for trick in TRICKS),
     ),
     "cascade": Comparison(
         start="tiny://policy",
