@@ -80,9 +80,8 @@ COMPARISONS = {
         variants={
             "good": quickstart(),
             "cascade": Variant(overrides=("+experiment=cascade",)),
-            "cascade_weak": Variant(overrides=("+experiment=cascade", "grms.cheap.path=tiny://weak_grm")),
         },
-        pairs=(("cascade", "good"), ("cascade_weak", "good")),
+        pairs=(("cascade", "good"),),
     ),
 }
 
