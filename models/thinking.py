@@ -131,3 +131,8 @@ def markers_of(
             close_id=vocabulary(closing),
         )
     return None
+
+
+def thinks(markers: ThinkingMarkers | None) -> bool:
+    """Whether a model with these markers may think before an answer."""
+    return markers is not None and not markers.is_off

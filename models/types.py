@@ -72,7 +72,7 @@ class Completion:
     experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of the first T
         tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
     thought_tokens, thought_chars: the model's thought, with its markers: the first tokens, and the first characters of
-        the text. 0 if there is none, or nobody looked for it.
+        the text. 0 if there is none, or it wasn't looked for.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     """
 

@@ -206,7 +206,7 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
         missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
         if missing and one.default is None:
             raise ValueError(
-                f"{path}.route: nobody judges prompts of the source {missing[0]!r}; add it, or type "
+                f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
                 f"{path}.default={JUDGE}"
             )
 

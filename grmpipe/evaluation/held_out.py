@@ -172,8 +172,8 @@ def summarise(
 def first_verdicts(judged: Sequence[JudgedRollout]) -> list[tuple[JudgedRollout, Verdict]]:
     """The first judge's own verdicts, on the answers that it saw; those of all judges together if it saw none."""
     own = [(one, one.report.by_judge[JUDGE].verdict) for one in judged if JUDGE in one.report.by_judge]
-    told = own or [(one, one.report.verdict) for one in judged]
-    return [(one, verdict) for one, verdict in told if isinstance(verdict, Verdict)]
+    pairs = own or [(one, one.report.verdict) for one in judged]
+    return [(one, verdict) for one, verdict in pairs if isinstance(verdict, Verdict)]
 
 
 def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grmpipe.judge.markup import Markup
-from models.thinking import KNOWN_MARKERS, ThinkingMarkers
+from models.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
 from models.types import ChatEngine, Completion, Generates, Message, RequestContext, SamplingParams
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -108,7 +108,7 @@ class LocalGrm(MeteredGrm):
 
     @property
     def thinks(self) -> bool:
-        return self.thinking is not None and not self.thinking.is_off
+        return thinks(self.thinking)
 
     def shown(self, text: str) -> str:
         return text  # our renderer never reads text as markup

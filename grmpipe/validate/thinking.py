@@ -10,6 +10,7 @@ import logging
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
+from models.thinking import thinks
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: M
 
 def note_default_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
     """Log how long a model that thinks may think before its verdict."""
-    markers = None if grm is None else grm.renderer.thinking
-    if markers is None or markers.is_off:
+    if grm is None or not thinks(grm.renderer.thinking):
         return
     if (budget := judge.thinking_budget(thinks=True)) is not None:
         log.info("%s: %s may think for %d tokens before its verdict", key, role.key, budget.num_tokens)

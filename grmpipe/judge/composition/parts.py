@@ -84,7 +84,7 @@ class Route:
         source = group.prompt.source
         part = self.by_source.get(source, self.default)
         if part is None:
-            return unasked("refused", f"{self.name}: nobody judges prompts of the source {source!r}")
+            return unasked("refused", f"{self.name}: no judge for prompts of the source {source!r}")
         return group.outcome(part, sibling)
 
 

@@ -145,16 +145,10 @@ class CompositionSession:
         if isinstance(outcome, Failed) and not by_judge:
             return JudgeReport(verdict=outcome, failures=(outcome,))
         reports = list(by_judge.values())
-        return JudgeReport(
-            verdict=outcome if isinstance(outcome, Failed) else self._shown(outcome, sibling),
-            judgements=tuple(judgement for report in reports for judgement in report.judgements),
-            failures=tuple(failure for report in reports for failure in report.failures),
-            principles=next((report.principles for report in reports if report.principles is not None), None),
-            saved_tokens=sum(report.saved_tokens for report in reports),
-            audit=next((report.audit for report in reports if report.audit is not None), None),
-            by_judge=by_judge,
-            cascades=self._new_events(),
-        )
+        verdict = outcome if isinstance(outcome, Failed) else self._shown(outcome, sibling)
+        audit = next((report.audit for report in reports if report.audit is not None), None)
+        whole = JudgeReport(verdict=verdict, audit=audit, by_judge=by_judge, cascades=self._new_events())
+        return with_evidence(whole, reports)
 
     def _new_events(self) -> tuple[CascadeEvent, ...]:
         """What the cascades have done since the last report of the group."""
@@ -182,7 +176,7 @@ class CompositionSession:
 
 
 def with_evidence(report: JudgeReport, others: Sequence[JudgeReport]) -> JudgeReport:
-    """The report with the judgements, failures and tokens of other reports of the same judge."""
+    """The report with the judgements, failures and tokens of others besides its own."""
     if not others:
         return report
     every = [report, *others]

@@ -21,6 +21,7 @@ from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
 from models.settings import ModelConfig
+from models.thinking import thinks
 from models.types import SamplingParams
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
@@ -83,11 +84,10 @@ def grm_flow(config: RunConfig, cotrain: CotrainConfig, judge: JudgeConfig) -> F
 def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
     """One judgement of a judging task, sampled as in judging."""
     renderer = grm.model.renderer
-    thinks = renderer.thinking is not None and not renderer.thinking.is_off
     params = SamplingParams(
         max_new_tokens=judge.max_new_tokens,
         temperature=judge.temperature,
-        thinking=judge.thinking_budget(thinks=thinks),
+        thinking=judge.thinking_budget(thinks=thinks(renderer.thinking)),
     )
     sampler = ReasoningEngine(grm.engines, renderer)
 

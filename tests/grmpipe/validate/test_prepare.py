@@ -170,5 +170,5 @@ def test_a_rule_needs_references_only_of_the_prompts_that_a_route_sends_to_it(tm
 
 
 def test_a_source_that_no_route_judges_is_refused_before_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.route: nobody judges .* 'chat'; .*reward\.default=judge"):
+    with pytest.raises(ConfigError, match=r"^reward\.route: no judge for .* 'chat'; .*reward\.default=judge"):
         read_data(routed(tmp_path, route={"math": "exact", "poems": "judge"}))
