@@ -14,11 +14,49 @@ ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """A tool that a model may call. `parameters`: JSON Schema of an object with its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a tool. `call_id` is what its result refers to; few chat templates show it."""
+
+    name: str
+    arguments: Mapping[str, object]
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """A completion in the model's own format for tool calls, taken apart.
+
+    content: the text around the calls.
+    errors:  what is wrong with calls that couldn't be read, as the model may read it.
+    """
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation. `role` is system, user or assistant."""
+    """One message of a conversation. `role` is system, user, assistant or tool.
+
+    tool_calls: of an assistant.
+    name, tool_call_id: of a tool's result: the tool, and the call that it answers.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
