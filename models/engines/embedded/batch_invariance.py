@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from models.engines.embedded.decoder import Decoder, open_decoder
 from models.engines.embedded.kv_slots import KvSlots
+from models.engines.embedded.prompt_packing import whole_blocks
 
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64
@@ -31,13 +32,10 @@ TRIED_CUTS = (1, 4)  # of it
 COMPANY = ((7, 1, 3, 3), (2, 2, 8, 1, 6, 5, 4, 9, 3), (4,))
 
 
-def whole_blocks(count: int, block: int) -> int:
-    """The count rounded up to a multiple of the block."""
-    return -(-count // block) * block
-
-
 class BatchInvariantDecoder:
     """A decoder whose calls have whole blocks of rows and positions. Rows without a request are padding."""
+
+    row_block = ROW_BLOCK
 
     def __init__(self, decoder: Decoder, slots: KvSlots) -> None:
         self._decoder = decoder

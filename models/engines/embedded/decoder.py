@@ -22,7 +22,12 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-
 
 
 class Decoder(Protocol):
-    """The forward passes of a running batch. The running rows are the first rows of the slots."""
+    """The forward passes of a running batch. The running rows are the first rows of the slots.
+
+    row_block: decoding writes to as many rows as run, rounded up to a multiple of it.
+    """
+
+    row_block: int
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Compute keys and values of prompts into these rows. No prompt is empty.
@@ -47,6 +52,8 @@ class ModuleDecoder:
 
     Records the experts of each fed token, if the slots have memory for them.
     """
+
+    row_block = 1
 
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
         self._model = model

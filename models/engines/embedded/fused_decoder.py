@@ -175,6 +175,8 @@ class FusedDecoder:
     The module's parameters are slices of the fused weights, so loading the parameters loads these.
     """
 
+    row_block = 1
+
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
         self._slots = slots
         self._num_heads, self._num_kv_heads = model.config.num_attention_heads, slots.shape.num_kv_heads

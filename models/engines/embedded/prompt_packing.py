@@ -71,6 +71,11 @@ class PackedPrompts:
         return x_NTHD.flatten(0, 1)[self.padded_P]
 
 
+def whole_blocks(count: int, block: int) -> int:
+    """The count rounded up to a multiple of the block."""
+    return -(-count // block) * block
+
+
 def groups_of_like_length(lengths_N: Sequence[int]) -> list[list[int]]:
     """Indices by ascending length, split where padding to the longest would cost more than a quarter (or 16 tokens)."""
     groups: list[list[int]] = []
