@@ -80,9 +80,9 @@ def test_siblings_stay_together_until_that_would_cost_too_much() -> None:
 
 
 async def turn(router: Router, trajectory: str, ids: tuple[int, ...]) -> Completion:
-    context = RequestContext(
-        request_id=f"{trajectory}/{len(ids)}", group_id=trajectory, role="policy", trajectory_id=trajectory
-    )
+    """One turn; its group is another each time, so that no home of a group helps."""
+    request_id = f"{trajectory}/{len(ids)}"
+    context = RequestContext(request_id=request_id, group_id=request_id, role="policy", trajectory_id=trajectory)
     return await router.generate(ids, SamplingParams(max_new_tokens=8), context)
 
 
