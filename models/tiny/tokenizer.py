@@ -10,9 +10,27 @@ from models.tiny.sft_examples import tokenizer_corpus
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 BEFORE_CONTENT = f"{TURN_START}user\n"
 AFTER_CONTENT = f"{TURN_END}\n{TURN_START}assistant\n"
+# Tools are listed first, by their names and the names of their parameters: "add(a, b)". A call is a line of its own,
+# "add( 32, 9)": with the space, a number is the same token as in a problem. Arguments in the tool's own order have no
+# names.
 CHAT_TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>tools' }}"
+    "{%- for tool in tools %}"
+    "{{ '\\n' + tool.function.name + '(' + (tool.function.parameters.properties or {}) | join(', ') + ')' }}"
+    "{%- endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{%- for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + call.function.name + '(' }}"
+    "{%- set order = namespace(names=[]) %}"
+    "{%- for tool in tools or [] if tool.function.name == call.function.name %}"
+    "{%- set order.names = (tool.function.parameters.properties or {}) | list %}"
+    "{%- endfor %}"
+    "{%- set in_order = call.function.arguments | list == order.names[:call.function.arguments | length] %}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{ ('' if loop.first else ',') + ' ' + ('' if in_order else name + '=') + value | tojson }}"
+    "{%- endfor %}{{ ')' }}"
+    "{%- endfor %}{{ '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
