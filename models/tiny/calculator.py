@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from models.tiny.problems import Problem, SolutionStep
-from models.types import ToolSpec
 
 SIGNS = {"add": "+", "sub": "-"}
 NAMES = {sign: name for name, sign in SIGNS.items()}
-NUMBER_PAIR: Mapping[str, object] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
-TOOLS = (
-    ToolSpec(name="add", description="The sum of two numbers.", parameters=NUMBER_PAIR),
-    ToolSpec(name="sub", description="The difference of two numbers.", parameters=NUMBER_PAIR),
-)
-MAX_CALLS = 9  # of an episode, the repeated ones included
+MAX_CALLS = 9  # of an episode: a few more than the longest problem needs
+TOOLS = "add(a, b)\nsub(a, b)"  # as the chat template lists them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +90,7 @@ def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.R
         if step.sign == "-" and rng.random() < carelessness.read_minus_as_plus:
             step = replace(step, sign="+")
         if rng.random() < carelessness.miscopy:
-            step = replace(step, right=rng.randint(1, 15))
+            step = replace(step, right=rng.randint(1, 12))
         left = rng.choice(shown) if rng.random() < carelessness.old_result else shown[-1]
         calls.append(call_of(step, left))
         shown.append(calls[-1].result)
@@ -158,7 +149,7 @@ def call_missing(episode: Episode, rng: random.Random) -> Episode:
 def call_added(episode: Episode, rng: random.Random) -> Episode:
     """A call twice, or an invented one."""
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
-    more = rng.choice((calls[at], Call(name=rng.choice(tuple(SIGNS)), left=0, right=rng.randint(1, 15))))
+    more = rng.choice((calls[at], Call(name=rng.choice(tuple(SIGNS)), left=0, right=rng.randint(1, 12))))
     return chained(calls[0].left, [*calls[: at + 1], more, *calls[at + 1 :]])
 
 
@@ -194,9 +185,15 @@ def corrupted_episode(problem: Problem, rng: random.Random) -> Episode:
     return rng.choice(CORRUPTIONS)(episode, rng) if episode.calls and rng.random() < 0.3 else episode
 
 
-CALL = r"> (add|sub)\( (-?\d{1,3}), (-?\d{1,3})\)\n\| = (-?\d{1,3})\n"
-VIEW = re.compile(rf"(?:{CALL})*> Answer: (?P<answer>-?\d{{1,3}})", re.ASCII)
-CALLS = re.compile(CALL, re.ASCII)
+CALL = r"(add|sub)\( (-?\d{1,3}), (-?\d{1,3})\)"
+ANSWERED_CALL = rf"> {CALL}\n\| = (-?\d{{1,3}})\n"
+VIEW = re.compile(rf"(?:{ANSWERED_CALL})*> Answer: (?P<answer>-?\d{{1,3}})", re.ASCII)
+CALLS = re.compile(ANSWERED_CALL, re.ASCII)
+
+
+def parse_call(text: str) -> Call | None:
+    match = re.fullmatch(CALL, text, re.ASCII)
+    return Call(name=match[1], left=int(match[2]), right=int(match[3])) if match else None
 
 
 def parse_view(view: str) -> Episode | None:

@@ -62,7 +62,7 @@ class Sizes:
 
 
 SMALL = Sizes(name="problems", first=(2, 15), max_total=MAX_TOTAL, max_change=6)
-LARGE = Sizes(name="large problems", first=(10, 45), max_total=59, max_change=15)  # each number is still one token
+LARGE = Sizes(name="large problems", first=(10, 35), max_total=59, max_change=12)  # each number is still one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from models.tiny.problems import PEOPLE, THINGS, Split, split_of
 
 MIN_HOPS, MAX_HOPS = 2, 6
 MAX_ENTRIES = 3
+MAX_VISITS = 10  # of an episode
 NUMBERS = (10, 59)  # one token each
 
 Entry = str | int  # the name that has it, or how many
@@ -31,8 +33,8 @@ class Walk:
 class Haste:
     """The probability of each mistake, per node."""
 
-    first_entry: float = 0.6  # takes the first entry, whatever its thing
-    guess: float = 0.02  # answers with any number
+    first_entry: float = 0.45  # takes the first entry, whatever its thing
+    guess: float = 0.01  # answers with any number
 
 
 def make_walks(split: Split, count: int, seed: int) -> tuple[Walk, ...]:
@@ -90,6 +92,15 @@ def shown_entry(thing: str, entry: Entry) -> str:
 
 def visit(name: str) -> str:
     return f" get {name}"
+
+
+VISIT = re.compile(rf" get ({'|'.join(PEOPLE)})")
+
+
+def name_visited(turn: str) -> str | None:
+    """The name that a turn asks for; None if it asks for none."""
+    match = VISIT.fullmatch(turn)
+    return match[1] if match else None
 
 
 def right_turns(walk: Walk) -> tuple[str, ...]:
