@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.thinking import ThinkingMarkers, markers_of, with_thought
-from models.types import Completion, Message
+from models.types import Completion, Message, ParsedTurn, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ class Renderer:
             thinking_markers=thinking_markers,
         )
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids of a conversation, up to the assistant's turn."""
         before, *rest = self._markup_of(tuple(message.role for message in messages))
         return before + self._filled(messages, rest)
@@ -105,12 +105,15 @@ class Renderer:
         before, *rest = self._markup_of(tuple(message.role for message in messages), asks_next=False)
         return before + self._filled(messages, rest)
 
-    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids after the stop token of the assistant's turn: the replies, up to its next turn."""
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
         ends = [place for place, token_id in enumerate(after_turn) if token_id in self.stop_token_ids]
         return after_turn[ends[0] + 1 if ends else 0 :] + self._filled(replies, rest)
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        return ParsedTurn(content=text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""

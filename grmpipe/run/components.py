@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import env_factory
-from grmpipe.envs.play import Play, RolloutRequest, play
+from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.composed_judge import ComposedJudge
@@ -51,10 +51,11 @@ def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
     sampler = ReasoningEngine(policy, prepared.policy.renderer)
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+    limits = EpisodeLimits(max_turns=rollout.max_turns, context_tokens=prepared.policy.context_tokens)
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        env, renderer = make_env(prompt), prepared.policy.renderer
-        return await play(request, env, sampler, renderer, params, rollout.max_turns, on_first_token)
+        renderer = prepared.policy.renderer
+        return await play(request, prompt, make_env(), sampler, renderer, params, limits, on_first_token)
 
     return played
 
