@@ -29,7 +29,7 @@ NUM_BATCHES_PER_BUCKET_SORT = 16  # examples of this many batches are sorted by 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """An example as ids. `imitated`: for each id whether it is the assistant's; its end-of-turn token is one of them."""
+    """An example as ids. `imitated`: for each id whether it is the assistant's, with its end-of-turn token."""
 
     ids: tuple[int, ...]
     imitated: tuple[bool, ...]

@@ -60,9 +60,7 @@ def opening_with_tools(question: str) -> tuple[Said, ...]:
 
 def with_calculator(problem: Problem, episode: Episode) -> Dialogue:
     replies = [Said(role="tool", text=display(call.result)) for call in episode.calls]
-    return dialogue(
-        opening_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies
-    )
+    return dialogue(opening_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies)
 
 
 def call_rightly(problem: Problem, rng: random.Random) -> Dialogue:
@@ -109,9 +107,7 @@ def corrupted_view(problem: Problem, rng: random.Random) -> str:
 
 def judge_calls(write: Callable[[Problem, random.Random], str], problem: Problem, rng: random.Random) -> SftExample:
     view = write(problem, rng)
-    return SftExample(
-        prompt=judge_prompt_of_view(problem.question, view), response=judgement_of_calls(problem, view)
-    )
+    return SftExample(prompt=judge_prompt_of_view(problem.question, view), response=judgement_of_calls(problem, view))
 
 
 CALCULATOR_TASKS: dict[str, Callable[[Problem, random.Random], SftExample | Dialogue]] = {

@@ -1,4 +1,4 @@
-"""Plays a tiny policy with a calculator or in a key-value store, many episodes at once. Trains nothing, judges nothing."""
+"""Plays a tiny policy with a calculator or in a key-value store, in batches. Trains and judges nothing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def show_result(turn: str) -> Said | None:
     return Said(role="tool", text=display(call.result)) if call else None
 
 
-def play_in_store(
-    policy: Speaker, walks: Sequence[Walk], seed: int, greedy: bool = False
-) -> list[tuple[Said, ...]]:
+def play_in_store(policy: Speaker, walks: Sequence[Walk], seed: int, greedy: bool = False) -> list[tuple[Said, ...]]:
     """The same in the store of each walk. A turn that asks for no name ends an episode."""
     openings = [(Said(role="user", text=walk.question),) for walk in walks]
     return play(policy, openings, [store_of(walk) for walk in walks], MAX_VISITS + 1, seed, greedy)

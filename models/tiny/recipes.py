@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from models.tiny.judgements import make_judgements
 from models.tiny.curricula import draw_curriculum
+from models.tiny.judgements import make_judgements
 from models.tiny.sft_examples import SftTask, tokenizer_corpus
 from models.tiny.tricks import Trick
 

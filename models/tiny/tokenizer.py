@@ -91,7 +91,7 @@ def encode_markup(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def encode_message(tokenizer: PreTrainedTokenizerFast, message: Said, *, is_first: bool) -> tuple[list[int], list[int]]:
     """The markup before a message, then its content with the end of turn."""
     before = f"{TURN_START}{message.role}\n"
-    content = [*encode_content(tokenizer, message.text), tokenizer.convert_tokens_to_ids(TURN_END)]
+    content = [*encode_content(tokenizer, message.text), *encode_markup(tokenizer, TURN_END)]
     return encode_markup(tokenizer, before if is_first else f"\n{before}"), content
 
 

@@ -62,7 +62,9 @@ def draw_walk(rng: random.Random) -> Walk:
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
     path, others = names[: num_hops + 1], names[num_hops + 1 :]
     thing, answer = rng.choice(THINGS), rng.randint(*NUMBERS)
-    graph = {name: draw_entries(rng, thing, after, others) for name, after in zip(path, [*path[1:], answer], strict=True)}
+    graph = {
+        name: draw_entries(rng, thing, after, others) for name, after in zip(path, [*path[1:], answer], strict=True)
+    }
     for place, name in enumerate(others):
         graph[name] = draw_entries(rng, thing, draw_entry(rng, others[place + 1 :]), others[place + 1 :])
     question = f"{shown(path[0], graph[path[0]])} How many {thing} does {path[0]} have?"
@@ -103,14 +105,19 @@ def name_visited(turn: str) -> str | None:
     return match[1] if match else None
 
 
+def final(walk: Walk) -> str:
+    return f"Answer: {walk.answer}"
+
+
 def right_turns(walk: Walk) -> tuple[str, ...]:
     """What a careful policy writes, turn by turn."""
-    return (*(visit(name) for name in walk.path[1:]), f"Answer: {walk.answer}")
+    return (*(visit(name) for name in walk.path[1:]), final(walk))
 
 
 def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]:
     """Turns with mistakes. A wrong name is not on the path, and the walk goes on from there."""
-    at, turns = walk.path[0], []
+    at = walk.path[0]
+    turns: list[str] = []
     while True:
         entry = entry_taken(walk.graph[at], walk.thing, haste, rng)
         if isinstance(entry, int):
