@@ -54,11 +54,11 @@ class Episode:
 class Carelessness:
     """The probability of each mistake, per step."""
 
-    read_minus_as_plus: float = 0.65  # above one half: the mode is wrong too, so greedy decoding also fails
-    miscopy: float = 0.04  # another number than the question's
-    skip: float = 0.05
+    read_minus_as_plus: float = 0.55  # above one half: the mode is wrong too, so greedy decoding also fails
+    miscopy: float = 0.03  # another number than the question's
+    skip: float = 0.04
     twice: float = 0.03  # the same step twice
-    old_result: float = 0.04  # the call goes on from an earlier result
+    old_result: float = 0.03  # the call goes on from an earlier result
 
 
 def display(result: int) -> str:
