@@ -230,9 +230,10 @@ def test_a_turn_has_no_more_calls_than_the_limit() -> None:
 
 
 TOKENS = [
-    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>", "\x00", "\ud800",
-    "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", "(", ")", '"', "'", "\\", ",", ":", ";", '"name"', '"arguments"', "f'{",
+    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>",
+    "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", "(", ")", '"', "'", "\\", ",", ":", ";", '"name"', '"arguments"',
     '"parameters"', "add(", "1", "-", "\n", " ", "=", "get", "a", '{"name": "add", "arguments": {', "ü", "lambda", "*",
+    "\x00", "\ud800", "f'{",
 ]  # fmt: skip
 
 
