@@ -33,7 +33,7 @@ class ToolFormat:
 # In the order in which a template is looked through.
 FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(parse=parse_qwen3_coder, template=(r"<tool_call>", r"<function=")),
-    "hermes": ToolFormat(parse=parse_hermes, template=(r"<tool_call>", r"arguments")),
+    "hermes": ToolFormat(parse=parse_hermes, template=(r"<tool_call>", r'\\?"arguments\\?"')),
     "mistral": ToolFormat(parse=parse_mistral, template=(r"\[TOOL_CALLS\]",)),
     "pythonic": ToolFormat(parse=parse_pythonic, template=(r"""name(?:['"]\])?\s*[+~]\s*['"]\(['"]""",)),
     "llama3_json": ToolFormat(parse=parse_llama3_json, template=(r'"parameters"', r"ipython|python_tag")),

@@ -260,6 +260,8 @@ def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, bomb: 
     ("template", "name"),
     [
         ('<tool_call>{"name": .., "arguments": ..}</tool_call>', "hermes"),
+        ('"<tool_call>\\n{\\"name\\": .., \\"arguments\\": ..}\\n</tool_call>"', "hermes"),
+        ("<tool_call>{{ call.arguments }}<arg_key>", None),
         ("<tool_call><function={{ name }}>..", "qwen3_coder"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ 'Environment: ipython' }}{{ '\"parameters\": ' }}{{ tool_call.name + \".call(\" }}", "llama3_json"),
