@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.play import RolloutRequest, play
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
@@ -44,6 +44,7 @@ from models.types import (
     Message,
     RequestContext,
     SamplingParams,
+    ToolSpec,
     WeightBucket,
     WeightReceipt,
     WeightTensor,
@@ -128,7 +129,7 @@ class Outcome:
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (hash(messages[0].content) % 50_000, *range(PROMPT_TOKENS - 1))
 
     extend = render
@@ -275,7 +276,7 @@ async def simulate(case: Case) -> Outcome:
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         params = SamplingParams(max_new_tokens=MAX_TOKENS)
-        return await play(request, SingleTurn(prompt), routers["policy"], Renderer(), params, 1, on_first_token)
+        return await play_single_turn(request, prompt, routers["policy"], Renderer(), params, on_first_token)
 
     async def push(version: int) -> SyncReport:
         return await push_to_living(sync, routers["policy"], version)

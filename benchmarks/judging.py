@@ -21,8 +21,8 @@ from grmpipe.capacity.simulate.scripts import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import PRINCIPLES, simulate
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.data.prompts import load_prompts
-from grmpipe.envs.play import RolloutRequest, play
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import is_right
@@ -65,7 +65,7 @@ async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
     async def played(prompt: Prompt, sibling: int) -> Rollout:
         group_id = prompt.prompt_id
         request = RolloutRequest(group_id=group_id, sibling=sibling, seed=derive_seed(SEED, f"{group_id}/{sibling}"))
-        return await play(request, SingleTurn(prompt), engine, renderer, params, 1, ignore_first_token)
+        return await play_single_turn(request, prompt, engine, renderer, params, ignore_first_token)
 
     groups = []
     for prompt in load_prompts("tiny://train", num_tiny_prompts=num_groups, seed=SEED):

@@ -107,7 +107,7 @@ def sample(path: Path, dtype: str, *, return_routed_experts: bool = True) -> lis
     advantages = np.random.default_rng(0).normal(size=len(prompts))
     samples: list[TrainingSample] = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        turn = Turn(prompt_ids=prompt, completion=completion)
+        turn = Turn(new_ids=prompt, completion=completion)
         rollout = Rollout(group_id=str(index), sibling=0, turns=(turn,), status="finished")
         samples += split_rollout(rollout, np.full(len(completion.token_ids), advantages[index]))
     return samples

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from models.types import Completion, Message, VersionSpan
+from models.types import Completion, Message, ToolCall, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided"]
-Cause = InfraCause | DataCause
-Stage = Literal["rollout", "judge"]
+EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
+Cause = InfraCause | DataCause | EnvCause
+Stage = Literal["rollout", "judge", "env"]
+TruncationReason = Literal["", "tokens", "turns", "context", "time"]
 Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
 
 
@@ -27,32 +29,65 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The prompt of the policy. `reference` and `rubric` are for judges; they never enter the policy's prompt."""
+    """The prompt of the policy. `reference` and `rubric` are for judges; they never enter the policy's prompt.
+
+    info: what the row holds for the environment: a JSON object, which neither policy nor judge sees.
+    """
 
     prompt_id: str
     messages: tuple[Message, ...]
     source: str = ""
     reference: str | None = None
     rubric: tuple[Criterion, ...] = ()
+    info: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the policy. `replies`: messages of the environment after it (empty at the end)."""
+    """One call of the policy, and the environment's answer to it.
 
-    prompt_ids: tuple[int, ...]
+    new_ids:    tokens of the prompt after those of the turn before (its prompt and completion); the whole prompt in the
+                first turn, and after a rewritten history.
+    rewritten:  whether the history was rewritten, so that the prompt doesn't continue the turn before.
+    tool_calls: calls in the completion, as the environment got them.
+    replies:    messages of the environment after it (empty at the end).
+    rewards:    of the environment, for this turn, by name.
+    state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
+    faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.
+    env_s:      time in the environment after the completion.
+    """
+
+    new_ids: tuple[int, ...]
     completion: Completion
+    rewritten: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
     replies: tuple[Message, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    state_key: str = ""
+    faults: tuple[str, ...] = ()
+    env_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sibling, played to its end. `truncated`: max tokens ended it; it is judged like any other."""
+    """One sibling, played to its end. It is judged like any other if it was truncated.
+
+    reason:  what truncated it: the tokens of a turn, the number of turns, the context window, the episode's time.
+    opening: the messages that the environment began with, if they aren't the prompt's.
+    boot_s:  time until the environment was open.
+    took_s:  time of the whole episode, sampling included.
+    env_failures: of earlier episodes of this sibling, which the environment failed.
+    """
 
     group_id: str
     sibling: int
     turns: tuple[Turn, ...]
     status: Literal["finished", "truncated"]
+    reason: TruncationReason = ""
+    opening: tuple[Message, ...] = ()
+    boot_s: float = 0.0
+    took_s: float = 0.0
+    env_failures: tuple[Failed, ...] = ()
 
     @property
     def text(self) -> str:
@@ -61,12 +96,20 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The text without thoughts: empty if the thought was truncated."""
-        return "\n".join(turn.completion.answer for turn in self.turns)
+        """The last turn without thoughts, which rules read: empty if the thought was truncated."""
+        return self.turns[-1].completion.answer
 
     def shown(self, *, thoughts: bool) -> str:
-        """What a judge sees of it."""
-        return self.text if thoughts else self.answer
+        """The policy's text of all turns, as a judge of single turns sees it."""
+        return self.text if thoughts else "\n".join(turn.completion.answer for turn in self.turns)
+
+    def prompts(self) -> Iterator[tuple[int, ...]]:
+        """The whole prompt of each turn, in order."""
+        so_far: tuple[int, ...] = ()
+        for turn in self.turns:
+            prompt_ids = turn.new_ids if turn.rewritten else so_far + turn.new_ids
+            yield prompt_ids
+            so_far = prompt_ids + turn.completion.token_ids
 
     @property
     def oldest_version(self) -> int:
@@ -75,6 +118,20 @@ class Rollout:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def env_s(self) -> float:
+        """Time in the environment, with its boot."""
+        return self.boot_s + sum(turn.env_s for turn in self.turns)
+
+    @property
+    def env_rewards(self) -> Mapping[str, float]:
+        """Sum over the turns of each of the environment's rewards."""
+        total: dict[str, float] = {}
+        for turn in self.turns:
+            for name, reward in turn.rewards.items():
+                total[name] = total.get(name, 0.0) + reward
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,17 +440,4 @@ class Judge(Protocol):
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         """Open the session of a group. `size`: the number of its siblings."""
-        ...
-
-
-@runtime_checkable
-class Env(Protocol):
-    """An environment: one episode. An instance is used once."""
-
-    def start(self) -> tuple[Message, ...]:
-        """The messages that the policy sees first."""
-        ...
-
-    async def step(self, text: str) -> tuple[Message, ...]:
-        """The environment's reply to the policy's turn; empty ends the episode."""
         ...

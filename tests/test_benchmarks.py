@@ -70,7 +70,7 @@ class RecordingParts:
         await self.lasting("rollout", 0.001 * (len(self.seats) % 4))
         spans = (VersionSpan(model="policy", version=self.log.count("sync ends"), start=0, end=2),)
         completion = Completion(token_ids=(1, 2), logprobs=(0, 0), text="", finish_reason="stop", versions=spans)
-        turn = Turn(prompt_ids=(1,), completion=completion)
+        turn = Turn(new_ids=(1,), completion=completion)
         return Rollout(group_id=seat.group_id, sibling=seat.sibling, turns=(turn,), status="finished")
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:

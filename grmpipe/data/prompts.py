@@ -6,26 +6,24 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeGuard
 
+from grmpipe.data.tiny_prompts import TINY, tiny_prompts
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 ROLES = ("system", "user", "assistant")
 Row = dict[str, object]
-Split = Literal["train", "held_out"]
-TINY = "tiny://"
 
 
 def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
-    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of tiny://train or tiny://held_out.
+    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a problem set such as tiny://train.
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
     number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are
     ignored. ValueError names file, line (Parquet: row), field and what was expected.
     """
     if path.startswith(TINY):
-        return made_prompts(path, num_tiny_prompts, seed)
+        return tiny_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
     prompts = tuple(prompt_of(row, where, id_of(row, where, file, number)) for number, where, row in rows_of(file))
     if not prompts:
@@ -61,27 +59,6 @@ def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple
 def asked(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     """The identity of a prompt: its roles and words."""
     return tuple((message.role, " ".join(message.content.casefold().split())) for message in prompt.messages)
-
-
-def made_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
-    from models.tiny.problems import make_problems  # imported only if used
-
-    split = path.removeprefix(TINY)
-    if not is_split(split):
-        raise ValueError(f"{path}: unknown problem set; known: tiny://train, tiny://held_out")
-    return tuple(
-        Prompt(
-            prompt_id=f"tiny-{split}-{index}",
-            messages=(Message(role="user", content=problem.question),),
-            source=path,
-            reference=str(problem.answer),
-        )
-        for index, problem in enumerate(make_problems(split, count, seed))
-    )
-
-
-def is_split(name: str) -> TypeGuard[Split]:
-    return name in ("train", "held_out")
 
 
 def rows_of(file: Path) -> Iterator[tuple[int, str, Row]]:

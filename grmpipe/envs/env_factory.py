@@ -1,4 +1,4 @@
-"""Constructs the environment of a rollout, of the class that the configuration names. Plays nothing."""
+"""Constructs the environment of an episode, of the class that the configuration names. Plays nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from typing import cast
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
-from grmpipe.types import Env, Prompt
+from grmpipe.envs.env import Env
+
+MakeEnv = Callable[[], Env]
 
 
-def env_factory(config: EnvConfig) -> Callable[[Prompt], Env]:
-    """A function that constructs a new environment for each rollout. Raises ValueError if the class can't be imported,
+def env_factory(config: EnvConfig) -> MakeEnv:
+    """A function that constructs a new environment for each episode. Raises ValueError if the class can't be imported,
     takes other arguments, or is no Env.
     """
     found = found_at(config.path, "target")
     if not inspect.isclass(found) or not issubclass(found, Env):
         raise ValueError(
-            f"target: {config.path} is no env: it needs `start(self)` that gives the first messages, and "
-            "`async def step(self, text)` that gives the replies, none at the end"
+            f"target: {config.path} is no env: it needs `async def open(self, episode)`, "
+            "`async def step(self, action)` and `async def close(self)`, as in grmpipe/envs/env.py"
         )
     make = cast(Callable[..., Env], found)
     try:
-        inspect.signature(make).bind("prompt", **config.options)
+        inspect.signature(make).bind(**config.arguments)
     except TypeError as error:
-        raise ValueError(f"options: {config.path} can't be made with a prompt and {config.options}: {error}") from error
-    return lambda prompt: make(prompt, **config.options)
+        raise ValueError(f"options: {config.path} can't be made with {config.arguments}: {error}") from error
+    return lambda: make(**config.arguments)

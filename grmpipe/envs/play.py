@@ -1,15 +1,32 @@
 """Plays one episode: one environment, one policy, until done. Tokens in, tokens out: sampled ids are never
 re-tokenized.
+
+    env.open -> render -> +-> sample -> parse -> env.step -> extend -+ ... done, or truncated by tokens, turns,
+                          +------------------------------------------+     context, time
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from grmpipe.types import Env, Prompt, Rollout, Turn
-from models.types import EngineDied, Generates, Message, RequestContext, SamplingParams, ignore_first_token
+from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
+from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
+from models.types import (
+    Completion,
+    EngineDied,
+    Generates,
+    Message,
+    ParsedTurn,
+    RequestContext,
+    SamplingParams,
+    ToolSpec,
+    ignore_first_token,
+)
+
+DECIMALS_S = 4  # of measured times
 
 
 class RolloutAborted(EngineDied):
@@ -19,23 +36,48 @@ class RolloutAborted(EngineDied):
 class TurnRenderer(Protocol):
     """The parts of a tokenizer with a chat template that playing needs."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """A conversation from its start, up to the policy's turn."""
         ...
 
-    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The text after the policy's turn: its end, the replies, up to the policy's next turn."""
+        ...
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        """A completion's text, apart from its calls of tools."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One rollout to play: a sibling of a group, and its seed."""
+    """One rollout to play: a sibling of a group, and its seed. attempt: episodes of it that failed before."""
 
     group_id: str
     sibling: int
     seed: int
     priority: int = 0
+    attempt: int = 0
+
+    @property
+    def trajectory_id(self) -> str:
+        """Names the episode, in the ids of its requests."""
+        return f"{self.group_id}/{self.sibling}" + (f"/a{self.attempt}" if self.attempt else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Limits on an episode, besides those of the environment itself.
+
+    context_tokens: the policy's window; 0: unknown, so that the engine refuses what doesn't fit.
+    episode_s:      no turn begins after this time.
+    timed:          whether the environment takes time that is worth measuring.
+    """
+
+    max_turns: int
+    context_tokens: int = 0
+    episode_s: float = float("inf")
+    timed: bool = False
 
 
 # An episode whose other parts are fixed: request, prompt, and the callback at the first token.
@@ -44,32 +86,141 @@ Play = Callable[[RolloutRequest, Prompt, Callable[[], None]], Awaitable[Rollout]
 
 async def play(
     request: RolloutRequest,
+    prompt: Prompt,
     env: Env,
     policy: Generates,
     renderer: TurnRenderer,
     params: SamplingParams,
-    max_turns: int,
+    limits: EpisodeLimits,
     on_first_token: Callable[[], None] = ignore_first_token,
 ) -> Rollout:
-    """Play one rollout. Raises EngineRefused, RolloutAborted or EngineDied, and what the environment raises."""
-    prompt_ids = renderer.render(env.start())
-    turns: list[Turn] = []
-    while True:
+    """Play one rollout, and close the environment. Raises EngineRefused, RolloutAborted, EngineDied or EnvFault."""
+    episode = _Episode(request, prompt, env, policy, renderer, params, limits, on_first_token)
+    try:
+        return await episode.played()
+    finally:
+        await env.close()
+
+
+@dataclass(slots=True)
+class _Episode:
+    """The state of an episode between two turns. Used once."""
+
+    request: RolloutRequest
+    prompt: Prompt
+    env: Env
+    policy: Generates
+    renderer: TurnRenderer
+    params: SamplingParams
+    limits: EpisodeLimits
+    on_first_token: Callable[[], None]
+    tools: tuple[ToolSpec, ...] = ()
+    state_key: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    async def played(self) -> Rollout:
+        clock, request = asyncio.get_running_loop(), self.request
+        begun_s = clock.time()
+        opening = await self.env.open(
+            Episode(
+                prompt=self.prompt,
+                group_id=request.group_id,
+                sibling=request.sibling,
+                attempt=request.attempt,
+                seed=request.seed,
+            )
+        )
+        boot_s = round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0
+        self.tools, self.state_key = tuple(opening.tools), opening.state_key
+        messages = tuple(opening.messages)
+        reason = await self._turns(messages, begun_s + self.limits.episode_s)
+        return Rollout(
+            group_id=request.group_id,
+            sibling=request.sibling,
+            turns=tuple(self.turns),
+            status="finished" if reason is None else "truncated",
+            reason=reason or "",
+            opening=() if messages == self.prompt.messages else messages,
+            boot_s=boot_s,
+            took_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
+        )
+
+    async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
+        """Play all turns. Returns what truncated the episode; None if it came to its own end."""
+        new_ids = prompt_ids = self.renderer.render(opening, self.tools)
+        while True:
+            room = self._room(prompt_ids)
+            completion = await self._sampled(prompt_ids, room)
+            turn = Turn(new_ids=new_ids, completion=completion, state_key=self.state_key)
+            if completion.finish_reason != "stop":
+                self.turns.append(turn)
+                return "context" if room < self.params.max_new_tokens else "tokens"
+            is_last = len(self.turns) + 1 == self.limits.max_turns
+            observation, turn = await self._stepped(turn, is_last)
+            self.turns.append(turn)
+            if observation.done:
+                return None
+            if is_last:
+                return "turns"
+            if asyncio.get_running_loop().time() >= end_s:
+                return "time"
+            new_ids = self.renderer.extend(turn.replies, self.tools)
+            prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
+            if self._room(prompt_ids) < 1:
+                return "context"
+
+    def _room(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens that the next turn may take. The first turn takes all, so that its engine refuses a long prompt."""
+        asked, window = self.params.max_new_tokens, self.limits.context_tokens
+        return min(asked, window - len(prompt_ids)) if window and self.turns else asked
+
+    async def _sampled(self, prompt_ids: tuple[int, ...], room: int) -> Completion:
+        number, request = len(self.turns), self.request
         context = RequestContext(
-            request_id=f"{request.group_id}/{request.sibling}/t{len(turns)}",
+            request_id=f"{request.trajectory_id}/t{number}",
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
         )
-        completion = await policy.generate(
-            prompt_ids, replace(params, seed=request.seed + len(turns)), context, on_first_token
-        )
+        params = replace(self.params, seed=request.seed + number, max_new_tokens=room)
+        completion = await self.policy.generate(prompt_ids, params, context, self.on_first_token)
         if completion.finish_reason == "abort":
             raise RolloutAborted(f"the request {context.request_id} was aborted")
-        replies = await env.step(completion.answer)
-        turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
-        truncated = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)
-        if truncated or not replies:
-            status: Literal["finished", "truncated"] = "truncated" if truncated else "finished"
-            return Rollout(group_id=request.group_id, sibling=request.sibling, turns=tuple(turns), status=status)
-        prompt_ids = (*prompt_ids, *completion.token_ids, *renderer.extend(replies))
+        return completion
+
+    async def _stepped(self, turn: Turn, is_last: bool) -> tuple[Observation, Turn]:
+        """The environment's answer to a turn, and the turn with it."""
+        text = turn.completion.answer
+        parsed = self.renderer.parse(text, self.tools) if self.tools else ParsedTurn(content=text)
+        action = Action(
+            text=text,
+            content=parsed.content,
+            tool_calls=parsed.tool_calls,
+            errors=parsed.errors,
+            turn=len(self.turns),
+            is_last=is_last,
+        )
+        clock = asyncio.get_running_loop()
+        begun_s = clock.time()
+        try:
+            observation = await self.env.step(action)
+        except PolicyFault as fault:
+            observation = shown_fault(action, fault)
+        if not observation.messages and not observation.done:
+            raise EnvFault("step returned no messages, and didn't end the episode: return done=True", "protocol")
+        self.state_key = observation.state_key
+        return observation, replace(
+            turn,
+            tool_calls=parsed.tool_calls,
+            replies=() if observation.done else tuple(observation.messages),
+            rewards=dict(observation.rewards),
+            faults=tuple(observation.faults),
+            env_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
+        )
+
+
+def shown_fault(action: Action, fault: PolicyFault) -> Observation:
+    """What the policy reads of its own fault: a tool's result after a call, else a message of the user."""
+    text, calls = str(fault), action.tool_calls
+    messages = [Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id) for call in calls]
+    return Observation(messages=messages or [Message(role="user", content=text)], faults=(fault.kind,))

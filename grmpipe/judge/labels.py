@@ -184,4 +184,4 @@ def hint_of(label: str) -> str:
 def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:
     """A critique with the prompt of the plain judging task, as if written without the hint."""
     (turn,) = rollout.turns
-    return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, prompt_ids=prompt_ids),))
+    return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, new_ids=prompt_ids),))

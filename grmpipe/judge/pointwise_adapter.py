@@ -86,7 +86,7 @@ NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
 def rollout_of_text(group_id: str, sibling: int, text: str) -> Rollout:
     """A text as a rollout. It has no tokens, so nothing can be trained on it."""
     completion = Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", versions=(NOBODY,))
-    turn = Turn(prompt_ids=(), completion=completion)
+    turn = Turn(new_ids=(), completion=completion)
     return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
 
 

@@ -22,10 +22,13 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, VersionSpan
+from models.types import Completion, Message, ToolCall, VersionSpan
 
 DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
+# Left out where they are empty.
+RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s")
+RARE_IN_ROLLOUT = ("reason", "boot_s", "took_s")
 RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted")  # of a completion; left out if empty
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
@@ -46,12 +49,27 @@ def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(np.asarray(values, dtype=np.float32).tolist())
 
 
+def encode_calls(calls: Sequence[ToolCall]) -> list[Record]:
+    return [{"name": call.name, "arguments": dict(call.arguments), "call_id": call.call_id} for call in calls]
+
+
+def decode_calls(records: Sequence[Record]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(**record) for record in records)
+
+
+def encode_message(message: Message) -> Record:
+    record: Record = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        record["tool_calls"] = encode_calls(message.tool_calls)
+    return record | {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key))}
+
+
 def encode_messages(messages: Sequence[Message]) -> list[Record]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [encode_message(message) for message in messages]
 
 
 def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
-    return tuple(Message(**record) for record in records)
+    return tuple(Message(**{**record, "tool_calls": decode_calls(record.get("tool_calls", ()))}) for record in records)
 
 
 def encode_completion(completion: Completion) -> Record:
@@ -82,9 +100,10 @@ def decode_completion(record: Record) -> Completion:
 
 def encode_prompt(prompt: Prompt) -> Record:
     flat = encode_flat(prompt)
-    del flat["rubric"]
+    del flat["rubric"], flat["info"]
     rubric = {"rubric": [encode_flat(criterion) for criterion in prompt.rubric]} if prompt.rubric else {}
-    return {**flat, "messages": encode_messages(prompt.messages), **rubric}
+    info = {"info": dict(prompt.info)} if prompt.info else {}
+    return {**flat, "messages": encode_messages(prompt.messages), **rubric, **info}
 
 
 def decode_prompt(record: Record) -> Prompt:
@@ -93,20 +112,43 @@ def decode_prompt(record: Record) -> Prompt:
 
 
 def encode_turn(turn: Turn) -> Record:
+    """The record of a turn: what is new in it, so that a long episode takes no more room than its tokens."""
+    rare: Record = {name: value for name in RARE_IN_TURN if (value := getattr(turn, name))}
+    if turn.tool_calls:
+        rare["tool_calls"] = encode_calls(turn.tool_calls)
+    if turn.rewards:
+        rare["rewards"] = dict(turn.rewards)
     replies = encode_messages(turn.replies)
-    return {**encode_completion(turn.completion), "prompt_ids": turn.prompt_ids, "replies": replies}
+    return {**encode_completion(turn.completion), "new_ids": turn.new_ids, "replies": replies, **rare}
 
 
 def decode_turn(record: Record) -> Turn:
     return Turn(
-        prompt_ids=tuple(record["prompt_ids"]),
+        new_ids=tuple(record["new_ids"]),
         completion=decode_completion(record),
+        tool_calls=decode_calls(record.get("tool_calls", ())),
         replies=decode_messages(record["replies"]),
+        rewards=record.get("rewards", {}),
+        rewritten=record.get("rewritten", False),
+        state_key=record.get("state_key", ""),
+        faults=tuple(record.get("faults", ())),
+        env_s=record.get("env_s", 0.0),
     )
 
 
 def encode_rollout(rollout: Rollout) -> Record:
-    return {**encode_flat(rollout), "turns": [encode_turn(turn) for turn in rollout.turns]}
+    rare: Record = {name: value for name in RARE_IN_ROLLOUT if (value := getattr(rollout, name))}
+    if rollout.opening:
+        rare["opening"] = encode_messages(rollout.opening)
+    if rollout.env_failures:
+        rare["env_failures"] = [encode_failed(failed) for failed in rollout.env_failures]
+    return {
+        "group_id": rollout.group_id,
+        "sibling": rollout.sibling,
+        "status": rollout.status,
+        **rare,
+        "turns": [encode_turn(turn) for turn in rollout.turns],
+    }
 
 
 def decode_rollout(record: Record) -> Rollout:
@@ -114,6 +156,11 @@ def decode_rollout(record: Record) -> Rollout:
         group_id=record["group_id"],
         sibling=record["sibling"],
         status=record["status"],
+        reason=record.get("reason", ""),
+        opening=decode_messages(record.get("opening", ())),
+        boot_s=record.get("boot_s", 0.0),
+        took_s=record.get("took_s", 0.0),
+        env_failures=tuple(decode_failed(failed) for failed in record.get("env_failures", ())),
         turns=tuple(decode_turn(turn) for turn in record["turns"]),
     )
 

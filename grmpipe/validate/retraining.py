@@ -71,7 +71,7 @@ def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> Non
     with section("data.retrain_from: "):
         first = recorded.batch(1)
     for group in first:
-        sent = group.rollouts[0].turns[0].prompt_ids
+        sent = group.rollouts[0].turns[0].new_ids
         sampled = [i for one in group.rollouts for turn in one.turns for i in turn.completion.token_ids]
         if max(*sent, *sampled) >= policy.renderer.vocab_size or policy.renderer.render(group.prompt.messages) != sent:
             raise ConfigError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from models.tiny.dialogues import Said
 from models.tiny.sft_examples import tokenizer_corpus
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -71,11 +74,31 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     """One user message, up to the assistant's turn. Content can't spell a special token."""
     return [
-        *tokenizer.encode(BEFORE_CONTENT, add_special_tokens=False),
+        *encode_markup(tokenizer, BEFORE_CONTENT),
         *encode_content(tokenizer, content),
-        *tokenizer.encode(AFTER_CONTENT, add_special_tokens=False),
+        *encode_markup(tokenizer, AFTER_CONTENT),
     ]
 
 
 def encode_content(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     return tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+
+
+def encode_markup(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_message(tokenizer: PreTrainedTokenizerFast, message: Said, *, is_first: bool) -> tuple[list[int], list[int]]:
+    """The markup before a message, then its content with the end of turn."""
+    before = f"{TURN_START}{message.role}\n"
+    content = [*encode_content(tokenizer, message.text), *encode_markup(tokenizer, TURN_END)]
+    return encode_markup(tokenizer, before if is_first else f"\n{before}"), content
+
+
+def encode_opening(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Said]) -> list[int]:
+    """Messages, up to the assistant's turn."""
+    ids: list[int] = []
+    for message in messages:
+        before, content = encode_message(tokenizer, message, is_first=not ids)
+        ids += [*before, *content]
+    return [*ids, *encode_markup(tokenizer, f"\n{TURN_START}assistant\n")]

@@ -16,6 +16,7 @@ from grmpipe.algorithm.advantages import outcomes, over_tokens
 from grmpipe.algorithm.losses import PolicyLoss
 from grmpipe.config.algorithm_tables import EstimatorKind
 from grmpipe.config.judge_protocols import JudgeProtocol
+from grmpipe.envs.env import Observation, Opening
 from grmpipe.judge.protocols.pointwise import PointwiseSession
 
 CALLED = set()  # in the driver
@@ -39,15 +40,17 @@ def alone(scored):
 
 
 class Echo:
-    def __init__(self, prompt, ending):
-        self.messages = prompt.messages
+    def __init__(self, ending):
         CALLED.add(f"env {ending}")
 
-    def start(self):
-        return self.messages
+    async def open(self, episode):
+        return Opening(messages=episode.prompt.messages)
 
-    async def step(self, text):
-        return ()
+    async def step(self, action):
+        return Observation(done=True)
+
+    async def close(self):
+        CALLED.add("closed")
 
 
 class Session(PointwiseSession):
@@ -80,7 +83,7 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         "judge.protocol=users_kinds.PROTOCOL",
     )
     assert files.summary["status"] == "completed"
-    assert {"estimator of 4 groups", "env soon", "protocol"} == importlib.import_module("users_kinds").CALLED
+    assert {"estimator of 4 groups", "env soon", "closed", "protocol"} == importlib.import_module("users_kinds").CALLED
     (step,) = files.steps()
     assert step["train/clip_share"] == 1
 
@@ -100,10 +103,13 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
         ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
-        ("env.target=users_kinds.Echo", r"^env\.target: is for an env of your own; type env\.kind=custom"),
-        ("env=custom env.target=users_kinds.alone", r"^env\.target: users_kinds\.alone is no env: it needs `start"),
-        ("env=custom env.target=users_kinds.Echo", r"^env\.options: .* can't be made with a prompt and {}: .*ending"),
-        ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows no env of yours"),
+        ("env.target=users_kinds.Echo", r"^env\.target: is for env\.kind=custom; type that"),
+        (
+            "env=custom env.target=users_kinds.alone",
+            r"^env\.target: users_kinds\.alone is no env: it needs `async",
+        ),
+        ("env=custom env.target=users_kinds.Echo", r"^env\.options: .* can't be made with {}: .*ending"),
+        ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows only single turns"),
     ],
 )
 def test_what_can_not_be_used_is_refused_by_its_key(

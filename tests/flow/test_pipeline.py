@@ -20,8 +20,8 @@ import pytest
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.play import RolloutRequest, play
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
@@ -47,7 +47,7 @@ from grmpipe.types import (
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.settings import OpenAIConfig
-from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
+from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams, ToolSpec
 from scheduler.events import NoEvents
 from scheduler.routing.rate_limits import RateLimits
 from scheduler.routing.router import Router
@@ -57,7 +57,7 @@ from scheduler.weights.weight_sync import SyncReport
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (1, 2, 3)
 
     extend = render
@@ -223,7 +223,7 @@ class Bench:
 
     async def play(self, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         params = SamplingParams(max_new_tokens=64)
-        rollout = await play(request, SingleTurn(prompt), self.policy, Renderer(), params, 1, on_first_token)
+        rollout = await play_single_turn(request, prompt, self.policy, Renderer(), params, on_first_token)
         self.ended_rollouts.append(asyncio.get_running_loop().time())
         return rollout
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.play import RolloutRequest, play
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
@@ -39,6 +39,7 @@ from models.types import (
     OnDevice,
     RequestContext,
     SamplingParams,
+    ToolSpec,
     WeightBucket,
     WeightReceipt,
     WeightTensor,
@@ -253,7 +254,7 @@ class Prompts:
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return PROMPT_IDS
 
     extend = render
@@ -373,7 +374,7 @@ class Run:
             on_first_token()
 
         params = SamplingParams(max_new_tokens=HUNG)
-        return await play(request, SingleTurn(prompt), self.routers["policy"], Renderer(), params, 1, began)
+        return await play_single_turn(request, prompt, self.routers["policy"], Renderer(), params, began)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         async with asyncio.TaskGroup() as tasks:

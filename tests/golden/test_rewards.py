@@ -18,7 +18,7 @@ def rollout(*lengths: int) -> Rollout:
     """One turn of each length."""
     turns = tuple(
         Turn(
-            prompt_ids=(1,),
+            new_ids=(1,),
             completion=Completion(
                 token_ids=(7,) * length,
                 logprobs=(-1.0,) * length,

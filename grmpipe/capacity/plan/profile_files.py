@@ -50,10 +50,20 @@ def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
     """`group/sibling` -> its turns."""
     return {
         f"{line['group_id']}/{line['sibling']}": [
-            Sizes(prompt_tokens=len(turn["prompt_ids"]), new_tokens=len(turn["token_ids"])) for turn in line["turns"]
+            Sizes(prompt_tokens=length, new_tokens=len(turn["token_ids"]))
+            for length, turn in zip(prompt_lengths(line["turns"]), line["turns"], strict=True)
         ]
         for line in json_lines(run_dir / "rollouts.jsonl")
     }
+
+
+def prompt_lengths(turns: Sequence[Record]) -> list[int]:
+    """Tokens of the whole prompt of each turn."""
+    lengths, so_far = [], 0
+    for turn in turns:
+        lengths.append(len(turn["new_ids"]) + (0 if turn.get("rewritten") else so_far))
+        so_far = lengths[-1] + len(turn["token_ids"])
+    return lengths
 
 
 def judgement_sizes(

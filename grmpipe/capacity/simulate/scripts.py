@@ -17,7 +17,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judging import JUDGE, POLICY
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
-from models.types import FinishReason, Message, RequestContext, SamplingParams
+from models.types import FinishReason, Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
 
 FILLER = 7  # the id of every sampled token except a judgement's last one
 FIRST_SCORE = 1000  # a judgement ends with the first id of its writer + its score - the scale's low end
@@ -170,14 +170,18 @@ class CountingRenderer:
     def __init__(self, chars_per_token: float) -> None:
         self._chars_per_token = chars_per_token
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        assert not tools, "a simulated environment has none"
         text = "\0".join(message.content for message in messages)
         sampled = text.count(TOKEN)
         count = sampled + math.ceil((len(text) - sampled) / self._chars_per_token)
         return (PROMPT_ID + zlib.crc32(text.encode()), *zeros(max(0, count - 1)))
 
-    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
-        return self.render(replies)
+    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        return self.render(replies, tools)
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        return ParsedTurn(content=text)
 
 
 # Shared by all answers of a length: otherwise 100 000 in flight would not fit.

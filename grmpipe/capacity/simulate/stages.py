@@ -13,8 +13,8 @@ from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.envs.play import Play, RolloutRequest, play
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
@@ -45,7 +45,9 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
-    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed)
+    flow = FlowConfig.of(
+        config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
+    )
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
@@ -57,7 +59,7 @@ def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Pl
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         await driver.attend()
-        rollout = await play(request, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
+        rollout = await play_single_turn(request, prompt, policy, renderer, params, on_first_token)
         await driver.attend()
         return rollout
 

@@ -65,14 +65,14 @@ class Needs:
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         needs = self._open.setdefault(rollout.group_id, _Needs())
         played_s = 0.0
-        for turn in rollout.turns:
-            speed, asked = self._costs.engines[POLICY], (len(turn.prompt_ids), turn.completion.num_tokens)
+        lengths = [len(prompt_ids) for prompt_ids in rollout.prompts()]
+        for length, turn in zip(lengths, rollout.turns, strict=True):
+            speed, asked = self._costs.engines[POLICY], (length, turn.completion.num_tokens)
             played_s += alone_s(speed, *asked)
             needs.work_s[DRIVER] += self._costs.driver_request_s
             needs.work_s[POLICY] += least_s(speed, *asked, rows=self._rows[POLICY], sharers=self._group_size)
         needs.played_s[rollout.sibling] = played_s
-        last = rollout.turns[-1]
-        num_tokens = len(last.prompt_ids) + last.completion.num_tokens
+        num_tokens = lengths[-1] + rollout.turns[-1].completion.num_tokens
         needs.work_s[LEARNER] += num_tokens * self._costs.learner.token_s
         if self._costs.critic is not None:
             needs.work_s[CRITIC] += num_tokens * VALUED * self._costs.critic.token_s

@@ -14,9 +14,9 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.envs.play import Play, RolloutRequest, play
+from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.reasoning_engine import ReasoningEngine
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
@@ -92,7 +92,7 @@ def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
     sampler = ReasoningEngine(grm.engines, renderer)
 
     async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(request, SingleTurn(judging_task), sampler, renderer, params, 1, on_first_token)
+        return await play_single_turn(request, judging_task, sampler, renderer, params, on_first_token)
 
     return judged
 

@@ -85,7 +85,7 @@ def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingS
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     by_turn = np.split(advantages_N, ends[:-1])
     samples, first = [], 0
-    for segment, turns in enumerate(_segments(rollout.turns)):
+    for segment, turns in enumerate(segments_of(rollout)):
         samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
         first += len(turns)
     return tuple(samples)
@@ -107,33 +107,33 @@ def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
     return sorted({sample.group_id for sample in samples if not np.isfinite(sample.advantages).all()})
 
 
-def _segments(turns: Sequence[Turn]) -> list[list[Turn]]:
+PromptedTurn = tuple[tuple[int, ...], Turn]  # a turn, after its whole prompt
+
+
+def segments_of(rollout: Rollout) -> list[list[PromptedTurn]]:
     """Runs of turns that can be trained as one sequence: each prompt continues where the turn before it ended.
 
-    A chat template that rewrites history (for example drops reasoning) breaks the sequence: the turn was sampled after
-    other tokens than those of the turns before it, so it starts a new segment.
+    A history that was rewritten (a chat template that drops reasoning, an agent that sums up) breaks the sequence: the
+    turn was sampled after other tokens than those of the turns before it, so it starts a new segment.
     """
-    segments: list[list[Turn]] = []
-    so_far: tuple[int, ...] = ()
-    for turn in turns:
-        if segments and turn.prompt_ids[: len(so_far)] == so_far:
-            segments[-1].append(turn)
-        else:
-            segments.append([turn])
-        so_far = turn.prompt_ids + turn.completion.token_ids
+    segments: list[list[PromptedTurn]] = []
+    for prompt_ids, turn in zip(rollout.prompts(), rollout.turns, strict=True):
+        if turn.rewritten or not segments:
+            segments.append([])
+        segments[-1].append((prompt_ids, turn))
     return segments
 
 
 def _sample(
-    rollout: Rollout, segment: int, turns: Sequence[Turn], advantages_by_turn: Sequence[np.ndarray]
+    rollout: Rollout, segment: int, turns: Sequence[PromptedTurn], advantages_by_turn: Sequence[np.ndarray]
 ) -> TrainingSample:
     token_ids: tuple[int, ...] = ()
     mask: list[int] = []
     logprobs: list[float] = []
     advantages: list[float] = []
     versions: list[VersionSpan] = []
-    for turn, advantages_N in zip(turns, advantages_by_turn, strict=True):
-        start, sampled = len(turn.prompt_ids), turn.completion
+    for (prompt_ids, turn), advantages_N in zip(turns, advantages_by_turn, strict=True):
+        start, sampled = len(prompt_ids), turn.completion
         mask += [0] * (start - len(token_ids)) + mask_of(sampled)
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
         advantages += [0.0] * (start - len(token_ids)) + (advantages_N * mask_of(sampled)).tolist()
@@ -141,7 +141,7 @@ def _sample(
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions
         ]
-        token_ids = turn.prompt_ids + sampled.token_ids
+        token_ids = prompt_ids + sampled.token_ids
     return TrainingSample(
         group_id=rollout.group_id,
         sibling=rollout.sibling,
@@ -151,7 +151,7 @@ def _sample(
         sampler_logprobs=tuple(logprobs),
         advantages=tuple(advantages),
         versions=tuple(versions),
-        experts_TLK=_experts(turns, len(token_ids)),
+        experts_TLK=_experts([turn for _, turn in turns], len(token_ids)),
     )
 
 

@@ -88,7 +88,7 @@ def completion(text: str, finish_reason: FinishReason = "stop", model: str = "po
 
 
 def rollout(text: str, sibling: int = 0, group_id: str = "g7") -> Rollout:
-    turn = Turn(prompt_ids=(1, 2), completion=completion(text))
+    turn = Turn(new_ids=(1, 2), completion=completion(text))
     return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
 
 

@@ -58,7 +58,7 @@ def test_a_reference_that_is_no_label_is_refused() -> None:
 
 def judgement(text: str, status: str = "finished") -> Rollout:
     completion = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), text=text, finish_reason="stop", versions=())
-    turn = Turn(prompt_ids=(5,), completion=completion)
+    turn = Turn(new_ids=(5,), completion=completion)
     return Rollout(group_id="g", sibling=0, turns=(turn,), status=status)  # type: ignore[arg-type]
 
 

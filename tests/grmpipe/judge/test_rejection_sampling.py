@@ -11,7 +11,7 @@ from models.types import Completion, Message
 
 def critique(sibling: int) -> Rollout:
     completion = Completion(token_ids=(7, 8), logprobs=(0.0, 0.0), text="", finish_reason="stop", versions=())
-    turn = Turn(prompt_ids=(1, 2, 3), completion=completion)
+    turn = Turn(new_ids=(1, 2, 3), completion=completion)
     return Rollout(group_id="g", sibling=sibling, turns=(turn,), status="finished")
 
 
@@ -48,5 +48,5 @@ def test_a_hint_tells_the_label_at_the_end_of_the_lesson(label: str, hint: str) 
 def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_lesson() -> None:
     told = critique(3)
     plain = without_hint(told, (1, 2))
-    assert plain.turns[0].prompt_ids == (1, 2)
+    assert plain.turns[0].new_ids == (1, 2)
     assert plain.turns[0].completion is told.turns[0].completion

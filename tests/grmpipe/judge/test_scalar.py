@@ -63,7 +63,7 @@ def two_turns() -> Rollout:
         span = VersionSpan(model="policy", version=0, start=0, end=1)
         completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", versions=(span,))
         return Turn(
-            prompt_ids=(),
+            new_ids=(),
             completion=completion,
             replies=tuple(Message(role="user", content=reply) for reply in replies),
         )

@@ -65,7 +65,7 @@ def characters(token_ids: Any) -> str:
 
 def thinking_rollout(bench: Any, text: str, sibling: int = 0) -> Rollout:
     plain = bench.rollout(text, sibling)
-    turns = tuple(Turn(prompt_ids=turn.prompt_ids, completion=marked(turn.completion)) for turn in plain.turns)
+    turns = tuple(Turn(new_ids=turn.new_ids, completion=marked(turn.completion)) for turn in plain.turns)
     return dataclasses.replace(plain, turns=turns)
 
 

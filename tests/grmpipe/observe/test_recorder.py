@@ -58,7 +58,7 @@ COMPLETIONS = st.builds(
 )
 RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
-TURNS = st.builds(Turn, prompt_ids=IDS, completion=COMPLETIONS, replies=MESSAGES)
+TURNS = st.builds(Turn, new_ids=IDS, completion=COMPLETIONS, replies=MESSAGES)
 ROLLOUTS = st.builds(
     Rollout,
     group_id=TEXT,
@@ -134,7 +134,7 @@ def plain_rollout(group_id: str = "g0", num_tokens: int = 3) -> Rollout:
         versions=(VersionSpan(model="policy", version=4, start=0, end=num_tokens),),
     )
     return Rollout(
-        group_id=group_id, sibling=1, turns=(Turn(prompt_ids=(1, 2), completion=completion),), status="truncated"
+        group_id=group_id, sibling=1, turns=(Turn(new_ids=(1, 2), completion=completion),), status="truncated"
     )
 
 

@@ -72,7 +72,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
     rollout = Rollout(
         group_id=group_id,
         sibling=0,
-        turns=(Turn(prompt_ids=(1,), completion=completion(answer), replies=()),),
+        turns=(Turn(new_ids=(1,), completion=completion(answer), replies=()),),
         status="finished",
     )
     prompt = Prompt(
@@ -102,7 +102,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
 def record_of_two(run_dir: Path, group_id: str) -> None:
     """A rollout that the judge scored and that a second judge could not read: a jury went on without it."""
     rollout = Rollout(
-        group_id=group_id, sibling=0, turns=(Turn(prompt_ids=(1,), completion=completion("an answer")),),
+        group_id=group_id, sibling=0, turns=(Turn(new_ids=(1,), completion=completion("an answer")),),
         status="finished",
     )  # fmt: skip
     judgement = Judgement(

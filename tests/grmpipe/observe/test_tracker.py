@@ -102,7 +102,7 @@ def judged_sibling(verdict: Verdict | Failed) -> SampleRow:
     messages = (Message(role="system", content="Be brief."), Message(role="user", content="1 + 1?"))
     return sample_row(
         Prompt(prompt_id="p", messages=messages, reference="2"),
-        Rollout(group_id="g", sibling=3, turns=(Turn(prompt_ids=(1,), completion=answer),), status="finished"),
+        Rollout(group_id="g", sibling=3, turns=(Turn(new_ids=(1,), completion=answer),), status="finished"),
         JudgeReport(verdict=verdict, judgements=(judgement,)),
         truth=1.0,
     )

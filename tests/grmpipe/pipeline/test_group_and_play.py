@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from grmpipe.config.data import RolloutConfig
-from grmpipe.envs.play import RolloutAborted, RolloutRequest, play
+from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
+from models.types import Completion, Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 LOST = Failed(stage="judge", cause="truncated", attempts=2)
@@ -21,9 +22,7 @@ LOST = Failed(stage="judge", cause="truncated", attempts=2)
 def rollout(sibling: int, version: int = 0) -> Rollout:
     span = VersionSpan(model="policy", version=version, start=0, end=1)
     completion = Completion(token_ids=(1,), logprobs=(-1.0,), text="", finish_reason="stop", versions=(span,))
-    return Rollout(
-        group_id="g", sibling=sibling, turns=(Turn(prompt_ids=(0,), completion=completion),), status="finished"
-    )
+    return Rollout(group_id="g", sibling=sibling, turns=(Turn(new_ids=(0,), completion=completion),), status="finished")
 
 
 def verdict(score: float = 5.0) -> Verdict:
@@ -94,24 +93,33 @@ class Tape:
 
     def __init__(self, *replies: str) -> None:
         self._replies = list(replies)
-        self.heard: list[str] = []
+        self.read: list[str] = []
+        self.num_closed = 0
 
-    def start(self) -> tuple[Message, ...]:
-        return PROMPT.messages
+    async def open(self, episode: Episode) -> Opening:
+        return Opening(messages=episode.prompt.messages)
 
-    async def step(self, text: str) -> tuple[Message, ...]:
-        self.heard.append(text)
-        return (Message(role="user", content=self._replies.pop(0)),) if self._replies else ()
+    async def step(self, action: Action) -> Observation:
+        self.read.append(action.text)
+        if not self._replies:
+            return Observation(done=True)
+        return Observation(messages=(Message(role="user", content=self._replies.pop(0)),))
+
+    async def close(self) -> None:
+        self.num_closed += 1
 
 
 class Letters:
     """Renders a message as its characters' codes."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return tuple(ord(letter) for message in messages for letter in message.content)
 
-    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (0, *self.render(replies), 0)
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        return ParsedTurn(content=text)
 
 
 def played(env: Tape, max_turns: int, finish_reason: str = "stop") -> Rollout:
@@ -121,7 +129,8 @@ def played(env: Tape, max_turns: int, finish_reason: str = "stop") -> Rollout:
 
         engine = SimulatedEngine("policy", author)
         request = RolloutRequest(group_id="g", sibling=1, seed=50)
-        return await play(request, env, engine, Letters(), SamplingParams(max_new_tokens=4), max_turns)
+        limits = EpisodeLimits(max_turns=max_turns)
+        return await play(request, PROMPT, env, engine, Letters(), SamplingParams(max_new_tokens=4), limits)
 
     return asyncio.run(go())
 
@@ -129,11 +138,13 @@ def played(env: Tape, max_turns: int, finish_reason: str = "stop") -> Rollout:
 def test_a_later_prompt_is_the_earlier_one_the_sampled_ids_and_the_reply_untouched() -> None:
     env = Tape("ab")
     result = played(env, max_turns=5)
-    first, second = result.turns
-    assert first.prompt_ids == (ord("?"),)
-    assert second.prompt_ids == (*first.prompt_ids, *first.completion.token_ids, 0, ord("a"), ord("b"), 0)
+    first = result.turns[0]
+    assert first.new_ids == (ord("?"),)
+    _, prompt_ids = result.prompts()
+    assert prompt_ids == (*first.new_ids, *first.completion.token_ids, 0, ord("a"), ord("b"), 0)
+    assert env.num_closed == 1
     assert [turn.completion.token_ids[1] for turn in result.turns] == [50, 51], "each turn has a seed of its own"
-    assert env.heard == ["g/1/t0", "g/1/t1"]
+    assert env.read == ["g/1/t0", "g/1/t1"]
     assert result.status == "finished"
 
 
@@ -147,4 +158,4 @@ def test_an_aborted_request_is_no_rollout() -> None:
     env = Tape("more")
     with pytest.raises(RolloutAborted, match="request g/1/t0 was aborted"):
         played(env, max_turns=2, finish_reason="abort")
-    assert env.heard == []
+    assert env.read == []

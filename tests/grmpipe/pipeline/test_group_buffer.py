@@ -96,7 +96,7 @@ class Bench:
 def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
     span = VersionSpan(model="policy", version=version, start=0, end=1)
     completion = Completion(token_ids=(1,), logprobs=(-1.0,), text="", finish_reason="stop", versions=(span,))
-    turn = Turn(prompt_ids=(0,), completion=completion)
+    turn = Turn(new_ids=(0,), completion=completion)
     return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
 
 

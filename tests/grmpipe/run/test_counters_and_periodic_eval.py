@@ -45,7 +45,7 @@ def completion(num_tokens: int, version: int = 0, text: str = "") -> Completion:
 
 
 def rollout(sibling: int, num_tokens: int = 4, version: int = 0, text: str = "", status: str = "finished") -> Rollout:
-    turn = Turn(prompt_ids=(1,), completion=completion(num_tokens, version, text))
+    turn = Turn(new_ids=(1,), completion=completion(num_tokens, version, text))
     return Rollout(group_id="g", sibling=sibling, turns=(turn,), status=status)  # type: ignore[arg-type]
 
 

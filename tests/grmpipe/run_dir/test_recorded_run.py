@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
     spans = (VersionSpan(model="policy", version=version, start=0, end=2),)
     completion = Completion(token_ids=(7, 8), logprobs=(-0.5, -0.25), text="x", finish_reason="stop", versions=spans)
-    turn = Turn(prompt_ids=(1, 2), completion=completion)
+    turn = Turn(new_ids=(1, 2), completion=completion)
     return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
 
 

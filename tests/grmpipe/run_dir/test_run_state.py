@@ -26,7 +26,7 @@ def rollout(group_id: str, sibling: int, *versions: int) -> Rollout:
         token_ids=(5,) * len(versions), logprobs=(-0.5,) * len(versions), text="x", finish_reason="stop", versions=spans
     )
     return Rollout(
-        group_id=group_id, sibling=sibling, turns=(Turn(prompt_ids=(1,), completion=completion),), status="finished"
+        group_id=group_id, sibling=sibling, turns=(Turn(new_ids=(1,), completion=completion),), status="finished"
     )
 
 

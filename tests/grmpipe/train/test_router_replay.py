@@ -50,7 +50,7 @@ def sampled(policy_path: str) -> MicroBatch:
     engine.close()
     samples = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        rollout = rollout_of(Turn(prompt_ids=prompt, completion=completion), sibling=index)
+        rollout = rollout_of(Turn(new_ids=prompt, completion=completion), sibling=index)
         samples += split_rollout(rollout, np.ones(rollout.num_sampled_tokens))
     return pack(samples)
 
@@ -80,7 +80,7 @@ def turn(prompt: Sequence[int], answer: Sequence[int], experts: Sequence[int] | 
         versions=(VersionSpan(model="policy", version=0, start=0, end=len(answer)),),
         experts_TLK=None if experts is None else np.array(experts, dtype=np.uint8)[:, None, None],
     )
-    return Turn(prompt_ids=tuple(prompt), completion=completion)
+    return Turn(new_ids=tuple(prompt), completion=completion)
 
 
 def mismatch_of(learner: Learner, batch: MicroBatch) -> np.ndarray:

@@ -79,7 +79,7 @@ def made_by_hand(
                 timeline.span("grm-0", "grm", ends_s, judged_s, request=request, num_tokens=2 * new)
                 now_s = max(now_s, judged_s)
                 seat = {"group_id": group_id, "sibling": sibling}
-                turn = {"prompt_ids": [1] * PROMPT, "token_ids": [2] * new}
+                turn = {"new_ids": [1] * PROMPT, "token_ids": [2] * new}
                 judgement = {"prompt_ids": [1] * 60, "completion": {"token_ids": [3] * 2 * new}}
                 journals["rollouts"].append({**seat, "turns": [turn]})
                 report: dict = {"judgements": [judgement], "failures": []}

@@ -114,7 +114,7 @@ def test_steps_cover_every_token_once_and_none_but_an_only_one_is_blank(
     ids = tuple(map(ord, text))
     span = VersionSpan(model="policy", version=0, start=0, end=len(ids))
     sampled = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))
-    rollout = Rollout(group_id="g", sibling=0, turns=(Turn(prompt_ids=(1,), completion=sampled),), status="finished")
+    rollout = Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=sampled),), status="finished")
     steps = steps_of(rollout, step_end, max_steps, characters)
     assert 1 <= len(steps) <= max_steps
     assert "".join(step.text for step in steps) == text

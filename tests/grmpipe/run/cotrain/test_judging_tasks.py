@@ -18,7 +18,7 @@ STORED = Prompt(prompt_id="stored", messages=(Message(role="user", content="judg
 
 def rollout(text: str, sibling: int = 0) -> Rollout:
     completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", versions=())
-    turn = Turn(prompt_ids=(5,), completion=completion)
+    turn = Turn(new_ids=(5,), completion=completion)
     return Rollout(group_id="g", sibling=sibling, turns=(turn,), status="finished")
 
 

@@ -36,8 +36,15 @@ def completion(ids: tuple[int, ...], version: int = 0) -> Completion:
 
 
 def rollout(sibling: int, *turns: tuple[tuple[int, ...], tuple[int, ...]]) -> Rollout:
-    played = tuple(Turn(prompt_ids=prompt, completion=completion(ids, i)) for i, (prompt, ids) in enumerate(turns))
-    return Rollout(group_id="g", sibling=sibling, turns=played, status="finished")
+    """Turns by their whole prompts, and sampled tokens."""
+    played: list[Turn] = []
+    so_far: tuple[int, ...] = ()
+    for i, (prompt, ids) in enumerate(turns):
+        rewritten = bool(played) and prompt[: len(so_far)] != so_far
+        new_ids = prompt if rewritten else prompt[len(so_far) :]
+        played.append(Turn(new_ids=new_ids, completion=completion(ids, i), rewritten=rewritten))
+        so_far = prompt + ids
+    return Rollout(group_id="g", sibling=sibling, turns=tuple(played), status="finished")
 
 
 def group(rollouts: list[Rollout], verdicts: list[Verdict | Failed]) -> JudgedGroup:
@@ -192,7 +199,7 @@ def test_a_sample_without_trained_tokens_is_no_sequence() -> None:
 def test_inserted_tokens_are_never_trained() -> None:
     """A thinking budget inserts the end of a thought: the learner sees it, and gets no gradient from it."""
     thought = replace(completion((5, 6, 7, 8, 9)), inserted=(1, 3))
-    (sample,) = split_rollout(replace(rollout(0), turns=(Turn(prompt_ids=(1, 2), completion=thought),)), np.ones(5))
+    (sample,) = split_rollout(replace(rollout(0), turns=(Turn(new_ids=(1, 2), completion=thought),)), np.ones(5))
     assert sample.token_ids == (1, 2, 5, 6, 7, 8, 9)
     assert sample.loss_mask == (0, 0, 1, 0, 0, 1, 1)
     assert sample.advantages == (0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)

@@ -98,7 +98,7 @@ def judged(number: int, *rewards: float | Failed) -> JudgedGroup:
             token_ids=(10 * number + sibling,) * 2, logprobs=(-1.0,) * 2, text="", finish_reason="stop",
             versions=(VersionSpan(model="policy", version=0, start=0, end=2),),
         )  # fmt: skip
-        turn = Turn(prompt_ids=(1, 5), completion=completion)
+        turn = Turn(new_ids=(1, 5), completion=completion)
         rollouts.append(Rollout(group_id=f"g{number}", sibling=sibling, turns=(turn,), status="finished"))
     verdicts = tuple(
         reward
@@ -249,7 +249,7 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
             group = judged(1, 0.25, 1.0, placeholder)
             if placeholder.cause == "unparseable":  # also its own text
                 failed = group.rollouts[2]
-                longer = replace(failed.turns[0], prompt_ids=(1, 2, 3))
+                longer = replace(failed.turns[0], new_ids=(1, 2, 3))
                 group = replace(group, rollouts=(*group.rollouts[:2], replace(failed, turns=(longer,))))
             batch = [group, judged(2, -1.0, 0.0)]
             for group in batch:

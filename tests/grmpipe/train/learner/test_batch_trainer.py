@@ -77,7 +77,7 @@ def judged(number: int, *rewards: float) -> JudgedGroup:
             finish_reason="stop",
             versions=(VersionSpan(model="policy", version=0, start=0, end=3),),
         )
-        turn = Turn(prompt_ids=(1,), completion=completion)
+        turn = Turn(new_ids=(1,), completion=completion)
         rollouts.append(Rollout(group_id=f"g{number}", sibling=sibling, turns=(turn,), status="finished"))
     verdicts = tuple(
         Verdict(rewards=(RewardSpan(turn=0, start=0, end=3, value=reward),), score=0.0, breakdown={}, score_std=0.0,
@@ -234,9 +234,7 @@ def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
         finish_reason="stop",
         versions=(VersionSpan(model="policy", version=0, start=0, end=1),),
     )
-    short = Rollout(
-        group_id="g1", sibling=1, turns=(Turn(prompt_ids=(1,), completion=completion),), status=second.status
-    )
+    short = Rollout(group_id="g1", sibling=1, turns=(Turn(new_ids=(1,), completion=completion),), status=second.status)
     verdicts = tuple(
         Verdict(rewards=(RewardSpan(turn=0, start=0, end=end, value=1.0),), score=0.0, breakdown={}, score_std=0.0,
                 num_judgements=1)

@@ -10,7 +10,7 @@ from models.types import Completion, VersionSpan
 def group(name: str, version: int) -> JudgedGroup:
     spans = (VersionSpan(model="policy", version=version, start=0, end=1),)
     completion = Completion(token_ids=(1,), logprobs=(-1.0,), text="", finish_reason="stop", versions=spans)
-    turn = Turn(prompt_ids=(1,), completion=completion)
+    turn = Turn(new_ids=(1,), completion=completion)
     rollout = Rollout(group_id=name, sibling=0, turns=(turn,), status="finished")
     return JudgedGroup(group_id=name, prompt=Prompt(prompt_id=name, messages=()), rollouts=(rollout,), verdicts=())
 

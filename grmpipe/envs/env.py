@@ -1,0 +1,122 @@
+"""The interface of environments, for those who write one: what they get, what they return, how they fail.
+
+    class Shop:                                     one instance plays one episode
+        async def open(self, episode) -> Opening    boots; the first messages
+        async def step(self, action) -> Observation after each turn of the policy
+        async def close(self) -> None               once, whatever happened
+
+Two ways of failing: `PolicyFault` is shown to the policy, `EnvFault` never is, and never becomes a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from grmpipe.types import EnvCause, Prompt
+from models.types import Message, ToolCall, ToolSpec
+
+
+class PolicyFault(Exception):
+    """The policy did something wrong: it reads the text, and the episode goes on. Raised by `step`.
+
+    kind: what is counted: malformed, unknown_tool, arguments, tool, or a word of your own.
+    """
+
+    def __init__(self, text: str, kind: str = "tool") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class EnvFault(Exception):
+    """The environment failed, through no fault of the policy: the whole episode is played again in a new one.
+
+    Any other exception of an environment is an EnvFault with the cause `broken`.
+    """
+
+    def __init__(self, detail: str, cause: EnvCause = "broken") -> None:
+        super().__init__(detail)
+        self.cause: EnvCause = cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """The task of an environment.
+
+    prompt:  the row of the data; `prompt.info` holds what the row says to the environment.
+    attempt: number of failed episodes of this sibling before. Each has its own seed.
+    """
+
+    prompt: Prompt
+    group_id: str = ""
+    sibling: int = 0
+    attempt: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The beginning of an episode. `messages`: what the policy sees first. `tools`: what it may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec] = ()
+    state_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """A turn of the policy.
+
+    text:       all that it wrote, without its thoughts.
+    content:    the text around tool calls; the same as `text` where there are no tools.
+    tool_calls: its calls, as the model's own format has them. Their arguments are not checked.
+    errors:     what is wrong with calls that couldn't be read, in words for the policy.
+    turn:       number of this turn, from 0.
+    is_last:    whether the policy gets no further turn.
+    """
+
+    text: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+    turn: int = 0
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The environment's answer to a turn.
+
+    messages:  what the policy reads next. None and not `done`: it is an error.
+    done:      whether the episode is over.
+    rewards:   for this turn, by name.
+    state_key: names the state after the turn; equal for siblings in the same state.
+    faults:    what the policy did wrong in this turn, by kind.
+    """
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    state_key: str = ""
+    faults: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Env(Protocol):
+    """An environment: one episode. An instance is used once, by one task at a time."""
+
+    async def open(self, episode: Episode) -> Opening:
+        """Boot. Raises EnvFault."""
+        ...
+
+    async def step(self, action: Action) -> Observation:
+        """Act on the policy's turn. Raises PolicyFault or EnvFault.
+
+        A turn that was truncated by its number of tokens never comes here: half a call must not be executed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free everything. Called once, at any end, also if `open` failed."""
+        ...
