@@ -302,7 +302,10 @@ class Renderer:
 
     def _encode_content(self, content: str) -> list[int]:
         """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
-        token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        try:
+            token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        except TypeError:  # half a character, as the output of a tool may have it
+            return self._encode_content(content.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
         middle = len(content) // 2
@@ -311,7 +314,10 @@ class Renderer:
 
 def _has_calls(messages: Sequence[Message]) -> bool:
     """Whether there are calls of tools, or results."""
-    return any(message.tool_calls or message.role == TOOL for message in messages)
+    for message in messages:  # noqa: SIM110 (any() takes twice as long, and each turn asks)
+        if message.tool_calls or message.role == TOOL:
+            return True
+    return False
 
 
 def _shapes_of(messages: Sequence[Message]) -> tuple[tuple[MessageShape, ...], list[tuple[str, ...]]]:
