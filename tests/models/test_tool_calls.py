@@ -134,6 +134,9 @@ PLAIN = [
     r"\boxed{42}",
     '{"score": 1}',
     "[1](https://x.y)",
+    '{"name": "Ida", "coins": 7}',
+    '[{"name": "Ida"}]',
+    '{"name": [1]}',
     "f(x)",
 ]
 
