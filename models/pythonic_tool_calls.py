@@ -28,7 +28,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
     vLLM reads only the list, and only if it is the whole text. Values without a name are those of the tool's
     parameters, in their order. A word without quotes is a text where the tool's parameter is one.
     """
-    text = MARKERS.sub("", text)
+    completion, text = text, MARKERS.sub("", text)
     names = "|".join(re.escape(tool.name) for tool in tools)
     starts = re.compile(rf"^[ \t]*(?:(?P<list>{LIST_START})|(?:{names or '(?!)'})\()", re.MULTILINE)
     reading, place, known = Reading(), 0, {tool.name: tool for tool in tools}
@@ -45,7 +45,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
             reading.texts.append(text[end:line_end] if end is not None else "")
         place = line_end
     reading.texts.append(text[place:])
-    return reading.turn(text)
+    return reading.turn(completion)
 
 
 def end_of_brackets(text: str, start: int) -> int | None:

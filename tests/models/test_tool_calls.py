@@ -137,6 +137,7 @@ PLAIN = [
     '{"name": "Ida", "coins": 7}',
     '[{"name": "Ida"}]',
     '{"name": [1]}',
+    "<|python_tag|>1",
     "f(x)",
 ]
 
