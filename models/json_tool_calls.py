@@ -15,8 +15,10 @@ from models.types import ParsedTurn, ToolCall, ToolSpec
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MISTRAL_START, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL_START = "[TOOL_CALLS]"
 LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
+# Possessive: a long run of spaces would be tried in all ways else.
+NAMED_CALL = re.compile(r"\s*+([^\s\[{]*+)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 MAX_CALLS = 128  # of one turn
 MAX_OBJECTS = 1024  # of one turn that are looked into
 
@@ -137,8 +139,7 @@ def _read_list(reading: Reading, calls: str) -> None:
 def _read_named(reading: Reading, calls: str) -> None:
     """`name[ARGS]{..}` or `name[CALL_ID]id[ARGS]{..}`, each but the first after its own marker or none."""
     place = 0
-    head = re.compile(r"\s*([^\s\[{]*)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-    while place < len(calls) and (match := head.match(calls, place)):
+    while place < len(calls) and (match := NAMED_CALL.match(calls, place)):
         value, after = json_at(calls, match.end())
         if isinstance(value, JsonProblem):
             name = match[1]

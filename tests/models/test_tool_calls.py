@@ -252,12 +252,16 @@ def test_garbage_never_raises_and_never_becomes_more_than_literal_values(name: s
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    "bomb", ['{"name":', '{"name": {', "<tool_call>", "<function=a>", "[add(", "add(1)\n", "add(", '"']
+    "begin", ["", "<tool_call>", "<function=a>", "[TOOL_CALLS]", "[TOOL_CALLS]add", "[", "add(", "{"]
 )
-def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, bomb: str) -> None:
+@pytest.mark.parametrize(
+    "bomb",
+    ['{"name":', '{"name": {', "<tool_call>", "<function=a>", "[add(", "add(1)\n", "add(", '"', " ", "\n", "{ ", "a"],
+)
+def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, begin: str, bomb: str) -> None:
     started_s = time.process_time()
-    read(name, bomb * (200_000 // len(bomb)))
-    assert time.process_time() - started_s < 1.0
+    read(name, begin + bomb * (50_000 // len(bomb)))
+    assert time.process_time() - started_s < 0.5
 
 
 @pytest.mark.parametrize(
