@@ -20,6 +20,7 @@ LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:
 # Possessive: a long run of spaces would be tried in all ways else.
 NAMED_CALL = re.compile(r"\s*+([^\s\[{]*+)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 MAX_CALLS = 128  # of one turn
+MAX_ERRORS = 16  # of one turn: each is shown to the model
 MAX_OBJECTS = 1024  # of one turn that are looked into
 
 
@@ -39,7 +40,7 @@ class Reading:
             self.calls.append(found)
             return
         self.texts.append(text)
-        if found not in self.errors:
+        if found not in self.errors and len(self.errors) < MAX_ERRORS:
             self.errors.append(found)
 
     def turn(self, text: str) -> ParsedTurn:

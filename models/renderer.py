@@ -151,7 +151,10 @@ class Renderer:
         """
         if self._tool_parser != AUTO_PARSER:
             return self._tool_parser
-        return format_of(self.tokenizer.get_chat_template(tools=[{}])) if self.takes_tools else None
+        if not self.takes_tools:
+            return None
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return format_of(self.tokenizer.get_chat_template(tools=[{}]), special)
 
     @cached_property
     def _parse_calls(self) -> ToolParser:

@@ -297,6 +297,16 @@ def test_every_shipped_model_takes_tools_and_calls_them_in_lines(name: str) -> N
     assert prompt == f"{listed}<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_tokenizer_that_hides_the_markers_of_calls_has_them_read_without() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")])
+    tokenizer.chat_template = (TEMPLATES / "qwen3_tools.jinja").read_text(encoding="utf-8")
+    renderer = Renderer(tokenizer, context_tokens=512, vocab_size=600, stop_token_ids=(2,))
+    sampled = renderer.encode_markup('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    parsed = renderer.parse(renderer.decode(sampled), TOOLS)
+    assert parsed == ParsedTurn(content="", tool_calls=(ToolCall(name="now", arguments={}),))
+
+
 def test_a_declared_parser_is_used_instead_of_the_found_one() -> None:
     renderer = renderer_of("deepseek_r1_tools", tool_parser="pythonic")
     assert renderer.parse("now()", TOOLS).tool_calls == (ToolCall(name="now", arguments={}),)
