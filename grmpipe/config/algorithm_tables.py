@@ -38,6 +38,8 @@ class EstimatorKind:
     compares:     which values of siblings must differ for a group to have a gradient.
     by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
     needs_critic: it uses a critic's values.
+    targets:      dotted path of (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
+                  the critic learns, if there is one.
     uses_pass_k:  it compares subsets of `algorithm.pass_k` siblings, so a group must have several.
     """
 
@@ -46,6 +48,7 @@ class EstimatorKind:
     compares: Literal["outcomes", "steps"] = "outcomes"
     by_token: bool = False
     needs_critic: bool = False
+    targets: str = "grmpipe.algorithm.advantages.gae_of"
     uses_pass_k: bool = False
 
 
@@ -71,6 +74,15 @@ ESTIMATORS: dict[str, EstimatorKind] = {
         function="grmpipe.algorithm.advantages.gae_whitened", need="batch", by_token=True, needs_critic=True
     ),
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
+    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", compares="steps"),
+    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", compares="steps"),
+    "gae_turns": EstimatorKind(
+        function="grmpipe.algorithm.turn_advantages.gae_turns",
+        need="batch",
+        by_token=True,
+        needs_critic=True,
+        targets="grmpipe.algorithm.turn_advantages.gae_of_turns",
+    ),
 }
 
 # The policy that the ratio of the loss is taken against: TokenLogprobs -> log pi_prox.

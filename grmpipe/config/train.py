@@ -15,7 +15,7 @@ from grmpipe.config.algorithm_tables import (
 )
 from models.settings import AUTO, DTYPES
 
-STD_KINDS = ("population", "sample")
+STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -39,13 +39,19 @@ class AlgorithmConfig:
     # How advantages are estimated: a row of docs/algorithms.md, which has the formulas, or the dotted path of your own
     # function. GAE needs a critic.
     estimator: str = "grpo"
-    std: str = "population"  # Standard deviation that advantages are divided by.
+    std: str = "population"  # Standard deviation that advantages are divided by; none: by nothing.
     # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
     min_group_std: float = 1e-6
-    # Discount per step of a process reward; per token for gae, gae_raw and for reinforce_pp with a KL in the reward.
+    # Discount per step of a process reward; per turn for gigpo; per token for gae, gae_raw, gae_turns and for
+    # reinforce_pp with a KL in the reward.
     gamma: float = 1.0
-    # For gae and gae_raw: weight of later steps; 1 uses the full return, 0 only the critic's next value.
+    # For gae, gae_raw and gae_turns: weight of later steps; 1 uses the full return, 0 only the critic's next value.
     gae_lambda: float = 1.0
+    high_level_gamma: float = 0.95  # For gae_turns: discount per turn (VAGEN, arXiv 2510.16907).
+    # For gigpo: weight of the advantage among turns of equal state (arXiv 2505.10978).
+    step_advantage_w: float = 1.0
+    # For mt_grpo: weight of a turn's own advantage next to the outcome's (arXiv 2505.11821).
+    turn_advantage_coef: float = 1.0
     pass_k: int = 4  # [siblings] For pass_at_k: siblings that share one success; below train.group_size.
     negative_weight: float = 1.0  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
@@ -153,7 +159,7 @@ class AlgorithmConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         for key in (
             "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "dynamic_sampling_batches",
-            "replay_buffer_groups", "reset_every",
+            "replay_buffer_groups", "reset_every", "step_advantage_w", "turn_advantage_coef",
         ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
@@ -165,7 +171,7 @@ class AlgorithmConfig:
         for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
-        for key in ("gamma", "gae_lambda", "overlong_buffer_share"):
+        for key in ("gamma", "gae_lambda", "high_level_gamma", "overlong_buffer_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
         if self.weight_half_std is not None and not self.weight_half_std > 0:
