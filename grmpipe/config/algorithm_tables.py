@@ -21,10 +21,12 @@ class LossKind:
 
     function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
     has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
+    by_token:  no token's loss depends on other tokens. If one does, all samples of a rollout are in one micro-batch.
     """
 
     function: str
     has_ratio: bool = True
+    by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,12 @@ class EstimatorKind:
 
 
 LOSSES: dict[str, LossKind] = {
-    "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip"),
-    "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip"),
+    "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip", by_token=True),
+    "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip", by_token=True),
     "gspo": LossKind(function="grmpipe.algorithm.losses.gspo"),
     "gspo_token": LossKind(function="grmpipe.algorithm.losses.gspo_token"),
-    "cispo": LossKind(function="grmpipe.algorithm.losses.cispo"),
-    "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False),
+    "cispo": LossKind(function="grmpipe.algorithm.losses.cispo", by_token=True),
+    "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False, by_token=True),
 }
 
 ESTIMATORS: dict[str, EstimatorKind] = {
@@ -109,6 +111,9 @@ AGGREGATIONS = PathTable(
     "algorithm.aggregation", (), "grmpipe.algorithm.losses",
     {"token_mean": "TOKEN_MEAN", "sequence_mean": "SEQUENCE_MEAN", "constant": "CONSTANT"},
 )  # fmt: skip
+# These weigh a token by itself. All others, a user's own too, may use sums over the tokens of its rollout.
+CORRECTIONS_BY_TOKEN = frozenset({"none", "tis", "icepop", "decoupled"})
+AGGREGATIONS_BY_TOKEN = frozenset({"token_mean", "constant"})
 ONE_OF_EACH = (AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, PROXIMALS)  # an algorithm names one
 
 Kind = TypeVar("Kind", LossKind, EstimatorKind)

@@ -85,7 +85,7 @@ def turn(prompt: Sequence[int], answer: Sequence[int], experts: Sequence[int] | 
 
 def mismatch_of(learner: Learner, batch: MicroBatch) -> np.ndarray:
     """|log pi - log mu| of the trained tokens."""
-    return np.abs(learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T > 0]
+    return np.abs(learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_E)[batch.loss_mask_E > 0]
 
 
 # -- what the learner gets -----------------------------------------------------------------------------------------

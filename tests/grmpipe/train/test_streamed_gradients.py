@@ -59,9 +59,7 @@ ALGORITHMS = [
 def logprobs_of(table_VV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each token given the one before it in its sample; 0 for the first."""
     ids = torch.from_numpy(batch.token_ids_T)
-    prefixes = Prefixes(
-        starts_S=torch.from_numpy(batch.prefix_starts_S), lengths_S=torch.from_numpy(batch.prefix_lengths_S)
-    )
+    prefixes = Prefixes(parents_S=torch.from_numpy(batch.parents_S), lengths_S=torch.from_numpy(batch.prefix_lengths_S))
     before = Packing(torch.from_numpy(batch.sample_lengths_S), prefixes).before_T
     log_softmax = table_VV[ids[before]].log_softmax(-1)
     inner = torch.from_numpy(batch.position_ids_T) > 0
@@ -78,24 +76,27 @@ def gradient(
         torch.randn(VOCABULARY, VOCABULARY, generator=draw, dtype=torch.float64) * scale for scale in (1.0, 0.3, 0.3)
     )
     table.requires_grad_()
-    packer = Packer(max_tokens, 1, shared)
+    packer = Packer(max_tokens, 1, shared, algorithm.needs_whole_rollouts)
     rounds = packer.add(samples) + packer.flush()
     for round_ in rounds:
         (batch,) = round_.micro_batches
+        places_E = torch.from_numpy(batch.places_E)
         current_T, entropy_T = logprobs_of(table, batch)
         logprobs = TokenLogprobs(
-            current_T=current_T,
-            entropy_T=entropy_T,
-            old_T=logprobs_of(table.detach() + old, batch)[0],
-            sampler_T=torch.from_numpy(batch.sampler_logprobs_T).double(),
-            reference_T=logprobs_of(table.detach() + reference, batch)[0] if algorithm.kl_coefficient else None,
-            ages_T=3 - torch.from_numpy(batch.versions_T),
+            current_T=current_T[places_E],
+            entropy_T=entropy_T[places_E],
+            old_T=logprobs_of(table.detach() + old, batch)[0][places_E],
+            sampler_T=torch.from_numpy(batch.sampler_logprobs_E).double(),
+            reference_T=logprobs_of(table.detach() + reference, batch)[0][places_E]
+            if algorithm.kl_coefficient
+            else None,
+            ages_T=3 - torch.from_numpy(batch.versions_E),
         )
         loss = summed_loss(
             logprobs,
-            torch.from_numpy(batch.advantages_T).double(),
-            torch.from_numpy(batch.loss_mask_T),
-            torch.from_numpy(batch.sample_lengths_S),
+            torch.from_numpy(batch.advantages_E).double(),
+            torch.from_numpy(batch.loss_mask_E),
+            torch.from_numpy(batch.rollout_lengths_R),
             algorithm,
         )
         loss.total.backward()

@@ -48,7 +48,7 @@ class RecordingRanks:
             self.accumulated += batches  # type: ignore[arg-type]
             return [{}, {}]
         # type: ignore[attr-defined]
-        return [np.where(batch.loss_mask_T > 0, -2.0, 0.0).astype(np.float32) for batch in batches]
+        return [np.where(batch.loss_mask_E > 0, -2.0, 0.0).astype(np.float32) for batch in batches]
 
     async def close(self) -> None: ...
 
@@ -58,7 +58,7 @@ class RecordingRanks:
             float(advantage)
             for batch in self.accumulated
             for token_id, trained, advantage in zip(
-                batch.token_ids_T, batch.loss_mask_T, batch.advantages_T, strict=True
+                batch.token_ids_T, batch.loss_mask_E, batch.advantages_E, strict=True
             )
             if trained and token_id == token
         }
@@ -125,7 +125,7 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
     asyncio.run(run())
     assert rounds == [0, 0, 1]
-    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
+    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_E > 0] for batch in ranks.accumulated])
     assert sorted(trained.tolist()) == sorted([10, 11, 20, 21, 30, 31] * 3)
 
 
@@ -145,7 +145,7 @@ def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_the_whole_batch_is_trained_once(name: str) -> None:
     ranks, _ = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 5.0, 7.0))
-    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
+    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_E > 0] for batch in ranks.accumulated])
     assert sorted(trained.tolist()) == sorted([10, 11, 20, 21] * 3)
     assert ranks.calls[-1] == "step" and "old_pass" not in ranks.calls
 
