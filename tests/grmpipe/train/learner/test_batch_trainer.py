@@ -12,9 +12,9 @@ import pytest
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.bin_packing import work
-from grmpipe.train.batching.packer import MicroBatchRound, pack_prefix_groups
+from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
+from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.batching.samples import count
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
@@ -293,13 +293,13 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
 
 def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
-    long = SharedPrefixGroup.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
-    alone = [SharedPrefixGroup.of([trained(0, 2048, 14_336)])]
+    long = PrefixTree.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
+    alone = [PrefixTree.of([trained(0, 2048, 14_336)])]
     ranks = RecordingRanks()
 
     async def run() -> float:
         learner = LearnerGroup(ranks)
-        await learner.accumulate(MicroBatchRound(micro_batches=(pack_prefix_groups([long]), pack_prefix_groups(alone))))
+        await learner.accumulate(MicroBatchRound(micro_batches=(pack_trees([long]), pack_trees(alone))))
         return (await learner.step(count(long.samples, 0)))["train/rank_imbalance"]
 
     works = [work(12_288) + work(4096, 8192), work(16_384)]
