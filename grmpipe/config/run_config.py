@@ -298,8 +298,10 @@ class RunConfig:
         """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
         if self.task != "simulate":
             return
-        if self.env.is_custom:
-            raise ValueError("env.kind: task=simulate knows no env of yours; to see the rest type env=single_turn")
+        if not self.env.env_kind.is_single:
+            raise ValueError(
+                "env.kind: task=simulate knows only single turns; to see the rest of the run type env=single_turn"
+            )
         for name, judge in self.judging.judges.items():
             key = key_of_judge(name)
             if judge.kind == "custom":

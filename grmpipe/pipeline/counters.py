@@ -13,9 +13,10 @@ from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.rule import Rule
+from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import StepReport
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+from grmpipe.types import Failed, FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
 
 
@@ -86,6 +87,7 @@ class Counters:
     judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
     by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
     cascades: dict[str, CascadeCounts] = field(default_factory=dict)
+    envs: EnvCounts = field(default_factory=EnvCounts)
     stalls: StallTimes = field(default_factory=StallTimes)
 
     def report(self, report: JudgeReport) -> None:
@@ -105,6 +107,7 @@ class Counters:
             self.by_judge.setdefault(name, JudgeCounts()).add(counts)
         for name, cascade in other.cascades.items():
             self.cascades.setdefault(name, CascadeCounts()).add(cascade)
+        self.envs.add(other.envs)
         self.stalls = self.stalls.plus(other.stalls)
 
     def saved(self) -> dict[str, object]:
@@ -113,6 +116,7 @@ class Counters:
             "judging": self.judging.saved(),
             "by_judge": {name: counts.saved() for name, counts in self.by_judge.items()},
             "cascades": {name: asdict(cascade) for name, cascade in self.cascades.items()},
+            "envs": self.envs.saved(),
             "stalls": asdict(self.stalls),
         }
 
@@ -124,6 +128,7 @@ class Counters:
             judging=JudgeCounts.restored(saved.get("judging", saved)),
             by_judge={name: JudgeCounts.restored(counts) for name, counts in saved.get("by_judge", {}).items()},
             cascades={name: CascadeCounts(**cascade) for name, cascade in saved.get("cascades", {}).items()},
+            envs=EnvCounts.restored(saved.get("envs", {})),
             stalls=StallTimes(**saved.get("stalls", {})),
         )
 
@@ -142,6 +147,11 @@ class FlowCounters:
         self.step.rollouts += 1
         self.step.truncated += rollout.status == "truncated"
         self.step.policy_tokens += rollout.num_sampled_tokens
+        self.step.envs.rollout(rollout)
+
+    def episode_failed(self, failures: Sequence[Failed]) -> None:
+        """Count a sibling whose environment failed in every attempt."""
+        self.step.envs.episode_failed(failures)
 
     def report(self, report: JudgeReport) -> None:
         self.step.report(report)
@@ -234,6 +244,7 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "judge/tokens_per_s": counts.judging.judge_tokens / seconds,
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
+        **counts.envs.metrics(),
     }
     if counts.judging.forced:
         metrics["judge/forced_verdicts"] = float(counts.judging.forced)
