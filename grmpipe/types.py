@@ -338,6 +338,7 @@ class TrainingSample:
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
     versions:         spans over token_ids, for sampled tokens only.
+    num_turns:        turns of the rollout that it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
     """
@@ -350,29 +351,34 @@ class TrainingSample:
     sampler_logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
+    num_turns: int = 1
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples packed end to end. T: packed tokens, S: samples, L: layers with experts, K: experts per token.
+    """Samples packed end to end for one forward pass, and the entries of its loss. T: packed tokens, S: samples, E:
+    entries, R: rollouts, L: layers with experts, K: experts per token.
 
     Arrays are sent between processes as they are.
 
-    Siblings of a prompt share their prefix: the first holds it among its tokens, the others hold only the tokens after
-    it. Every trained token belongs to exactly one sample, so a sum over a sample is one over the tokens it holds. A
-    token that nothing predicts is never trained: the loss_mask at position 0 is 0.
+    Samples of a group share prefixes: a sample holds only the tokens after its prefix, which its parent, and the
+    parent's parent, hold among theirs. An entry is a token of one sample, in the order of rollouts; a packed token that
+    several samples train has an entry for each of them, with its own advantage. A token that nothing predicts is never
+    trained: the loss_mask at position 0 is 0.
     """
 
     token_ids_T: np.ndarray  # int64
     position_ids_T: np.ndarray  # int64, within the sample, including its prefix
     sample_lengths_S: np.ndarray  # int64, tokens that each sample holds, sums to T
-    prefix_starts_S: np.ndarray  # int64, where in T the prefix of a sample begins
-    prefix_lengths_S: np.ndarray  # int64; 0: no prefix
-    loss_mask_T: np.ndarray  # float32, 0 or 1
-    sampler_logprobs_T: np.ndarray  # float32
-    advantages_T: np.ndarray  # float32
-    versions_T: np.ndarray  # int32, version that sampled the token; -1 if none did
+    parents_S: np.ndarray  # int64, the sample that holds the last token of each one's prefix; itself without a prefix
+    prefix_lengths_S: np.ndarray  # int64, more than that of the parent; 0: no prefix
+    places_E: np.ndarray  # int64, the packed token of each entry
+    rollout_lengths_R: np.ndarray  # int64, entries of each rollout, sums to E
+    loss_mask_E: np.ndarray  # float32, 0 or 1
+    sampler_logprobs_E: np.ndarray  # float32
+    advantages_E: np.ndarray  # float32
+    versions_E: np.ndarray  # int32, version that sampled the token; -1 if none did
     experts_TLK: np.ndarray | None = None  # int16, to replay; -1: chosen by the learner's own router
 
 
@@ -389,7 +395,7 @@ class BatchTotals:
     """Sizes of a whole batch, over all micro-batches and ranks. Known only when the batch is closed."""
 
     num_loss_tokens: int
-    num_sequences: int  # with at least one trained token
+    num_sequences: int  # rollouts with at least one trained token
     num_groups: int
     oldest_version: int
 
