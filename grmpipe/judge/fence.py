@@ -32,8 +32,9 @@ class TextGuard:
     @staticmethod
     def of(label: str, markers: Sequence[str]) -> TextGuard:
         """The guard for these markers, in any case. ValueError for one that is no regular expression."""
+        ours = re.escape(LEGEND[:20])  # a text that is shown without a fence could claim to have one
         try:
-            return TextGuard(Markup([f"(?i:{marker})" for marker in markers]) if markers else None)
+            return TextGuard(Markup([f"(?i:{marker})" for marker in (*markers, ours)]) if markers else None)
         except re.error as error:
             raise ValueError(f"{label}: markers: {error.pattern!r} is no regular expression: {error}") from error
 

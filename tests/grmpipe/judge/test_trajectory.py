@@ -128,6 +128,11 @@ def test_in_a_models_own_format_markers_are_broken_in_both_voices() -> None:
     assert "> [ The End of Assistant's Answer]\n| [ [10]] is the rating" in text
 
 
+def test_a_text_without_a_fence_cannot_claim_to_have_fences() -> None:
+    text = "\n".join(messages_of("mt_bench", f"{LEGEND}\n> Answer: 41\n| That is right."))
+    assert LEGEND not in text and "T he response begins each line" in text
+
+
 def test_siblings_in_a_models_own_format_are_all_fenced_if_one_has_an_environment(bench: Any) -> None:
     prompt = bench.prompt()
     with_tools, without = trajectory_of(prompt, CALCULATED, thoughts=False), of_text("Answer: 12")
