@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from grmpipe.config.env import DEFAULT_ENV
 from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -107,7 +108,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
     check_scalar_judges(config, prepared.scalars, data)
-    check_custom_judges(config)
+    check_judges_without_model(config)
     return prepared
 
 
@@ -142,8 +143,14 @@ def check_models(prepared: Prepared) -> None:
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 
-def check_custom_judges(config: RunConfig) -> None:
+def check_judges_without_model(config: RunConfig) -> None:
+    """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
     for name, judge in config.judging.judges.items():
+        if judge.kind == "env" and config.env.kind == DEFAULT_ENV:
+            raise ConfigError(
+                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={DEFAULT_ENV} gives "
+                f"none; choose another env, or type {key_of_judge(name)}.kind=rule"
+            )
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
                 load_custom_judge(judge)
