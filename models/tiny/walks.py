@@ -84,34 +84,31 @@ def draw_entry(rng: random.Random, others: list[str]) -> Entry:
 
 
 def shown(name: str, entries: Mapping[str, Entry]) -> str:
-    """A name's entries as text: "Ida has coins from Tom; 17 books."."""
-    return f"{name} has {'; '.join(shown_entry(thing, entry) for thing, entry in entries.items())}."
+    """A name's entries as text: "Ida: coins Tom; books 17."."""
+    return f"{name}: {'; '.join(f'{thing} {entry}' for thing, entry in entries.items())}."
 
 
-def shown_entry(thing: str, entry: Entry) -> str:
-    return f"{entry} {thing}" if isinstance(entry, int) else f"{thing} from {entry}"
+def taken(thing: str, entry: Entry) -> str:
+    """The turn that takes an entry: a name is visited, a number is the answer."""
+    return f" {thing} {entry}"
 
 
-def visit(name: str) -> str:
-    return f" get {name}"
-
-
-VISIT = re.compile(rf" get ({'|'.join(PEOPLE)})")
+TURN = re.compile(r" ?[a-z]+ (?:(?P<name>[A-Z][a-z]+)|(?P<number>\d+))", re.ASCII)
 
 
 def name_visited(turn: str) -> str | None:
-    """The name that a turn asks for; None if it asks for none."""
-    match = VISIT.fullmatch(turn)
-    return match[1] if match else None
+    """The name that a turn takes; None if it takes none."""
+    match = TURN.fullmatch(turn)
+    return match["name"] if match and match["name"] in PEOPLE else None
 
 
 def final(walk: Walk) -> str:
-    return f"Answer: {walk.answer}"
+    return taken(walk.thing, walk.answer)
 
 
 def right_turns(walk: Walk) -> tuple[str, ...]:
     """What a careful policy writes, turn by turn."""
-    return (*(visit(name) for name in walk.path[1:]), final(walk))
+    return (*(taken(walk.thing, name) for name in walk.path[1:]), final(walk))
 
 
 def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]:
@@ -119,15 +116,16 @@ def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]
     at = walk.path[0]
     turns: list[str] = []
     while True:
-        entry = entry_taken(walk.graph[at], walk.thing, haste, rng)
+        thing, entry = choice(walk.graph[at], walk.thing, haste, rng)
+        turns.append(taken(thing, entry))
         if isinstance(entry, int):
-            return (*turns, f"Answer: {entry}")
-        turns.append(visit(entry))
+            return tuple(turns)
         at = entry
 
 
-def entry_taken(entries: Mapping[str, Entry], thing: str, haste: Haste, rng: random.Random) -> Entry:
+def choice(entries: Mapping[str, Entry], thing: str, haste: Haste, rng: random.Random) -> tuple[str, Entry]:
     if rng.random() < haste.guess:
-        return rng.randint(*NUMBERS)
-    first = next(iter(entries.values()))
-    return first if rng.random() < haste.first_entry else entries[thing]
+        return thing, rng.randint(*NUMBERS)
+    first = next(iter(entries))
+    found = first if rng.random() < haste.first_entry else thing
+    return found, entries[found]

@@ -51,9 +51,9 @@ def test_splits_share_no_question_and_walks_are_all_different() -> None:
 
 
 def test_entries_are_shown_in_words_and_a_turn_names_whom_it_visits() -> None:
-    assert shown("Ida", {"coins": "Tom", "books": 17}) == "Ida has coins from Tom; 17 books."
-    assert name_visited(" get Tom") == "Tom"
-    assert name_visited("get Tom") is None and name_visited(" get Bob") is None and name_visited("Answer: 17") is None
+    assert shown("Ida", {"coins": "Tom", "books": 17}) == "Ida: coins Tom; books 17."
+    assert name_visited(" coins Tom") == "Tom"
+    assert [name_visited(turn) for turn in (" coins Bob", " coins 17", " Tom", "Ida: coins Tom.")] == [None] * 4
 
 
 def test_without_haste_a_walk_is_right_and_with_haste_most_often_wrong() -> None:

@@ -16,14 +16,14 @@ from models.tiny.walks import make_walks, right_turns
 from models.types import Message
 
 STORE = {
-    "Ida": "Ida has coins from Tom.",
-    "Tom": "Tom has 12 books; coins from Zoe.",
-    "Zoe": "Zoe has 17 coins.",
-    "Max": "Max has 20 coins.",
+    "Ida": "Ida: coins Tom.",
+    "Tom": "Tom: books 12; coins Zoe.",
+    "Zoe": "Zoe: coins 17.",
+    "Max": "Max: coins 20.",
 }
 PROMPT = Prompt(
     prompt_id="0",
-    messages=(Message(role="user", content="Ida has coins from Tom. How many coins does Ida have?"),),
+    messages=(Message(role="user", content="Ida: coins Tom. How many coins does Ida have?"),),
     reference="17",
     info={"store": STORE, "path": ["Ida", "Tom", "Zoe"]},
 )
@@ -47,22 +47,22 @@ def test_a_walk_is_an_env() -> None:
 
 
 def test_each_name_shows_its_text_and_is_the_state() -> None:
-    first, second = walked(" get Tom", " get Max")
+    first, second = walked(" coins Tom", " coins Max")
     assert [message.content for message in (*first.messages, *second.messages)] == [STORE["Tom"], STORE["Max"]]
     assert (first.state_key, second.state_key) == ("Tom", "Max")
 
 
 def test_hops_of_the_right_walk_are_rewarded_once_and_in_order() -> None:
-    rewards = [one.rewards for one in walked(" get Tom", " get Tom", " get Max", " get Zoe", "Answer: 17")]
+    rewards = [one.rewards for one in walked(" coins Tom", " coins Tom", " coins Max", " coins Zoe", " coins 17")]
     assert rewards == [{"hop": 0.5}, {}, {}, {"hop": 0.5}, {"answer": 1.0}]
-    assert [one.rewards for one in walked(" get Zoe", "Answer: 71")] == [{}, {"answer": 0.0}]
+    assert [one.rewards for one in walked(" coins Zoe", " coins 71")] == [{}, {"answer": 0.0}]
 
 
 def test_only_an_answer_ends_a_walk() -> None:
-    assert [one.done for one in walked(" get Tom", "Answer: 12")] == [False, True]
+    assert [one.done for one in walked(" coins Tom", " coins 12")] == [False, True]
 
 
-@pytest.mark.parametrize(("turn", "kind"), [(" get Bob", "unknown_name"), ("Answer: ", "malformed"), ("", "malformed")])
+@pytest.mark.parametrize(("turn", "kind"), [(" coins Bob", "unknown_name"), (" coins ", "malformed"), ("", "malformed")])
 def test_what_is_no_visit_and_no_answer_is_the_policys_fault(turn: str, kind: str) -> None:
     with pytest.raises(PolicyFault) as caught:
         walked(turn)
