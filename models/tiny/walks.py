@@ -62,8 +62,9 @@ def draw_walk(rng: random.Random) -> Walk:
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
     path, others = names[: num_hops + 1], names[num_hops + 1 :]
     thing, answer = rng.choice(THINGS), rng.randint(*NUMBERS)
+    nexts: list[str | int] = [*path[1:], answer]
     graph = {
-        name: draw_entries(rng, thing, after, others) for name, after in zip(path, [*path[1:], answer], strict=True)
+        name: draw_entries(rng, thing, after, others) for name, after in zip(path, nexts, strict=True)
     }
     for place, name in enumerate(others):
         graph[name] = draw_entries(rng, thing, draw_entry(rng, others[place + 1 :]), others[place + 1 :])
