@@ -1,4 +1,4 @@
-"""A walk through a key-value store, as an environment of one's own: `coins Tom` shows what Tom has. Calls no model.
+"""A walk through a key-value store, as an environment of one's own: `Tom` shows the entries of Tom. Calls no model.
 
 env=custom env.target=grmpipe.envs.walk.Walk data.path=tiny://walk/train
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
 from models.types import Message
 
-TURN = re.compile(r"\w+ (?:(?P<number>\d+)|(?P<name>\w+))", re.ASCII)
+TURN = re.compile(r"(?P<number>\d+)|(?P<name>\w+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Store:
 
 
 class Walk:
-    """The policy takes an entry by its thing and its value: a name is visited, a number is the answer.
+    """The policy takes one of the entries shown: a name is visited, a number is the answer.
 
     Rewards: `hop`, an equal share of 1 for each name of the right walk at its first visit in order; `answer`, 1 for
     the right answer. The state is the name where the policy is.

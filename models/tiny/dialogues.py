@@ -20,9 +20,9 @@ from models.tiny.calculator import (
     right_episode,
 )
 from models.tiny.malformed_views import malformed_view
-from models.tiny.problems import THINGS, Problem
+from models.tiny.problems import Problem
 from models.tiny.sft_examples import SftExample
-from models.tiny.walks import NUMBERS, Haste, Walk, hasty_turns, name_visited, right_turns, shown, taken
+from models.tiny.walks import Haste, Walk, hasty_turns, name_visited, right_turns, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +85,6 @@ def walk_hastily(walk: Walk, rng: random.Random) -> Dialogue:
     return in_store(walk, hasty_turns(walk, Haste(), rng))
 
 
-def name_entries(walk: Walk, rng: random.Random) -> Dialogue:
-    """A drill: one name's entries in another order. Without it a policy takes any of the entries."""
-    things = rng.sample(THINGS, rng.randint(2, len(THINGS)))
-    entries = {thing: rng.choice((rng.choice(walk.path), rng.randint(*NUMBERS))) for thing in things}
-    rng.shuffle(things)
-    answer = ";".join(taken(thing, entries[thing]) for thing in things)
-    return Dialogue(
-        messages=(Said(role="user", text=shown(walk.path[0], entries)), Said(role="assistant", text=answer))
-    )
-
-
 def right_view(problem: Problem, rng: random.Random) -> str:
     return right_episode(problem).view
 
@@ -130,7 +119,6 @@ CALCULATOR_TASKS: dict[str, Callable[[Problem, random.Random], SftExample | Dial
     "judge_malformed_calls": partial(judge_calls, malformed_view),
 }
 WALK_TASKS: dict[str, Callable[[Walk, random.Random], Dialogue]] = {
-    "name_entries": name_entries,
     "walk_rightly": walk_rightly,
     "walk_hastily": walk_hastily,
 }

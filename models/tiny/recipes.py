@@ -276,7 +276,7 @@ GRM_TOOLS = Recipe(
 )
 WALKER = Recipe(
     name="walker",
-    lessons=(SftTask(kind="name_entries", weight=0.5), SftTask(kind="walk_rightly", weight=0.5)),
+    lessons=(SftTask(kind="walk_rightly", weight=1.0),),
     num_steps=400,
     batch_size=32,
     lr=5e-3,
