@@ -40,8 +40,8 @@ def check_tools(config: RunConfig, policy: Model) -> None:
         )
     if policy.renderer.tool_parser_name is None:
         raise ConfigError(
-            f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that isn't known "
-            f"here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
+            f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that is not "
+            f"known here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
         )
     if config.rollout.max_turns < 2:
         raise ConfigError(
