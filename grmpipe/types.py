@@ -104,11 +104,6 @@ class Rollout:
         """The policy's text of all turns, as a judge of single turns sees it."""
         return self.text if thoughts else "\n".join(turn.completion.answer for turn in self.turns)
 
-    @property
-    def attempt(self) -> int:
-        """Number of the episode among those of this sibling, from 0; the environment failed in all before."""
-        return len(self.env_failures)
-
     def prompts(self) -> Iterator[tuple[int, ...]]:
         """The whole prompt of each turn, in order."""
         so_far: tuple[int, ...] = ()

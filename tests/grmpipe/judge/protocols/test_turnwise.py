@@ -180,7 +180,7 @@ def test_judged_turns_of_an_episode_that_failed_count_for_nothing(bench: Any) ->
 
     judge, engine = bench.generative(author, **TURNS)
     failed = episode(bench, ("look", "fall", "die"))
-    again = replace(episode(bench), env_failures=(Failed(stage="env", cause="died", attempts=1),))
+    again = replace(episode(bench), attempt=1)
 
     async def go() -> Any:
         session = judge.open(bench.prompt(), "g7", 1)
