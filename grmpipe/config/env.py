@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmpipe.config.isolation import IsolationConfig
+
 # Kind -> its class, which is constructed with each rollout's prompt. A new one is a file in grmpipe/envs/, a row here,
 # a YAML in conf/env/ and a test.
 DEFAULT_ENV = "single_turn"
@@ -21,6 +23,7 @@ class EnvConfig:
     )
     target: str = ""  # For custom: dotted path of the class.
     options: dict[str, Any] = field(default_factory=dict)  # For custom: arguments of the class after the prompt.
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
 
     def __post_init__(self) -> None:
         if self.kind not in (*ENVS, CUSTOM):
