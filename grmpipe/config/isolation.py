@@ -24,7 +24,7 @@ class IsolationConfig:
     require: bool = False
     # [MB] Address space of each process; kind=process: beyond what the environment's code takes when it is imported.
     memory_mb: int = 512
-    cpu_s: float = 60.0  # [seconds] CPU time of each process of an episode.
+    cpu_s: int = 60  # [seconds] CPU time of each process of an episode.
     max_processes: int = 32  # [processes] Processes and threads of an episode.
     max_files: int = 256  # [files] Open files of each process.
     file_mb: int = 64  # [MB] Files in the episode's folder, which is deleted at its end.
