@@ -156,12 +156,12 @@ def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
     own_proc = had.processes and take("own /proc", mount_proc)
     kept = (kernel.CAP_DAC_READ_SEARCH,) if had.users and user is not None else ()
     if had.users or user is not None:
-        take("no new capabilities", kernel.forbid_capabilities)
+        take("no new capabilities", lambda: kernel.forbid_capabilities(*kept))
     if user is not None:
         take("user of its own", lambda: kernel.become(user))
     take("no capabilities", lambda: kernel.keep_capabilities(*kept))
     is_counted = os.getuid() != 0 and (had.users or user is not None)
-    set_limits(bounds, is_counted=is_counted)
+    set_limits(bounds, is_counted=is_counted, shares_user=user is None)
     if not is_counted:
         had.parts.missing.append(Missing(part="process count", reason="it needs a user namespace, or root"))
     take("no new privileges", kernel.set_no_new_privileges)
@@ -179,8 +179,8 @@ def restrict_files(bounds: Bounds, had: Namespaces, own_proc: bool) -> None:
     landlock.restrict(read, (bounds.folder, *DEVICES), tcp=bounds.network or had.network)
 
 
-def set_limits(bounds: Bounds, *, is_counted: bool) -> None:
-    """Limits of each process, besides the number of all of them, in which the supervisor counts too."""
+def set_limits(bounds: Bounds, *, is_counted: bool, shares_user: bool) -> None:
+    """Limits of each process, and on the number of all of them: the supervisor counts too, if it has the same user."""
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: bounds.cpu_s,
@@ -189,7 +189,7 @@ def set_limits(bounds: Bounds, *, is_counted: bool) -> None:
         resource.RLIMIT_AS: bounds.memory_mb * MEGABYTE + bounds.mapped_bytes,
     }
     if is_counted:
-        limits[resource.RLIMIT_NPROC] = bounds.max_processes + 1
+        limits[resource.RLIMIT_NPROC] = bounds.max_processes + shares_user
     for limit, value in limits.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)

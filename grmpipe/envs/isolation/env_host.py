@@ -7,18 +7,21 @@ async with open_env_host(config.env, run_dir=..., limits=...) as host:
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.isolation import INPROCESS
+from grmpipe.config.isolation import CONTAINER, INPROCESS, IsolationConfig
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.isolation.container_host import ContainerHost
 from grmpipe.envs.isolation.inprocess_host import InprocessHost
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.isolation.report import answers, isolation_report
 from grmpipe.envs.isolation.stages import FaultInjection, SeatCounts, StageLimits
 
 
@@ -46,14 +49,29 @@ async def open_env_host(
     Raises ValueError if the environment can't be made, or a part of the isolation is missing and required.
     """
     await asyncio.to_thread(sweep, run_dir)
-    if config.isolation.kind == INPROCESS:
+    isolation = config.isolation
+    if isolation.kind == INPROCESS:
         yield InprocessHost(env_factory(config), limits, faults)
         return
-    left = noted(run_dir)
-    host = ProcessHost(config, left, limits, faults)
+    await asyncio.to_thread(check_isolation, isolation)
+    left = noted(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
+    host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits, faults)
     try:
         await host.start()
         yield host
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
+
+
+def check_isolation(config: IsolationConfig) -> None:
+    """Raises ValueError if this machine lacks what a configuration can't do without."""
+    if config.kind == CONTAINER:
+        if not answers(config.runtime):
+            raise ValueError(f"isolation.runtime: {config.runtime} does not answer here; task=doctor shows what does")
+        return
+    if sys.platform != "linux":
+        raise ValueError(f"isolation.kind: {config.kind} needs Linux; type env.isolation.kind={INPROCESS}")
+    if config.require and (lacks := isolation_report(config).weaknesses):
+        parts = "; ".join(f"{each.part} ({each.reason})" for each in lacks)
+        raise ValueError(f"isolation.require: this machine lacks: {parts}; set it to false to run without")

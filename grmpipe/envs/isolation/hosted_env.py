@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.fault_plan import OPENING, FaultMoment, fault_moment
 from grmpipe.envs.isolation.messages import (
     BadFrame,
@@ -45,7 +46,6 @@ from grmpipe.types import EnvCause
 log = logging.getLogger(__name__)
 
 ENDING_S = 5.0  # until a killed seat has ended
-CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
 
 
 class SeatLink(Protocol):
@@ -78,7 +78,7 @@ class SeatEnded(Exception):
 class HostedEnv:
     """One episode in one seat, which `open` takes, and any end gives back.
 
-    take_seat: starts a seat. Raises EnvFault. cpu_s: CPU time after which the kernel kills the environment's process.
+    take_seat: starts a seat, and leaves nothing if it is cancelled. Raises EnvFault.
     """
 
     def __init__(
@@ -86,19 +86,18 @@ class HostedEnv:
         take_seat: Callable[[], Awaitable[SeatLink]],
         *,
         limits: StageLimits,
-        cpu_s: float,
         seats: SeatCounts,
         faults: FaultInjection | None = None,
     ) -> None:
         self._take_seat = take_seat
         self._limits = limits
-        self._cpu_s = cpu_s
         self._seats = seats
         self._injection = faults
         self._moment: FaultMoment | None = None
         self._seat: SeatLink | None = None
         self._began = False
         self._owes_reply = False
+        self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
 
     async def open(self, episode: Episode) -> Opening:
         self._moment = fault_moment(self._injection, episode)
@@ -195,18 +194,16 @@ class HostedEnv:
                 raise SeatEnded
             elif isinstance(report, Ended):
                 raise BadFrame("the environment spoke for its supervisor")
-            elif not isinstance(report, Seated):
+            elif isinstance(report, Seated):
+                self.missing = report.missing
+            else:
                 return report
 
     def _ended_in_step(self, ended: Ended | None) -> Observation:
         """A limit of the kernel is the policy's, if its program ran. Raises EnvFault for any other end."""
-        if self._began and self._moment is None and ended is not None and self._used_up(ended):
-            return stopped_at_limit(f"stopped after {self._cpu_s:g} s of CPU time", ended)
+        if self._began and self._moment is None and ended is not None and ended.limit:
+            return stopped_at_limit(f"stopped after {ended.limit}", ended)
         raise fault_of("died", "its process ended in a step", ended)
-
-    def _used_up(self, ended: Ended) -> bool:
-        by_limit = (signal.SIGKILL, signal.SIGXCPU)
-        return ended.signal in by_limit and ended.cpu_s >= self._cpu_s - CPU_MARGIN_S
 
     async def _said_goodbye(self, seat: SeatLink) -> bool:
         """Whether the environment has closed in time."""
@@ -248,7 +245,7 @@ def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
     how = ""
     if ended is not None:
         by = f"by {signal.Signals(ended.signal).name}" if ended.signal else f"with exit code {ended.exit_code}"
-        how = f" ({by}, after {ended.cpu_s:.1f} s of CPU time)"
+        how = f" ({by}{f', after {ended.cpu_s:.1f} s of CPU time' if ended.cpu_s else ''})"
         how += f"; its last output:\n{ended.output}" if ended.output else ""
     return EnvFault(f"{text}{how}", cause)
 

@@ -88,10 +88,10 @@ def become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def forbid_capabilities() -> None:
-    """No program that is started from here gains a capability by its file. Needs the right to say so."""
+def forbid_capabilities(*kept: int) -> None:
+    """No program that is started from here gains another capability by its file. Needs the right to say so."""
     for capability in range(64):
-        if libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+        if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             if not capability:
                 checked(-1)
             return  # beyond the last one that this kernel knows

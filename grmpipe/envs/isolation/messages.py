@@ -79,13 +79,15 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """All processes of the seat have ended.
 
     signal: of the environment's process; 0: it exited with `exit_code`.
-    cpu_s:  CPU time of that process, with its children that it waited for.
+    cpu_s:  CPU time of that process, with its children that it waited for; 0: unknown.
+    limit:  which limit ended it, in words, or empty.
     output: the end of what they wrote to stdout and stderr.
     """
 
     signal: int
     exit_code: int
-    cpu_s: float
+    cpu_s: float = 0.0
+    limit: str = ""
     output: str = ""
 
 

@@ -86,13 +86,7 @@ class ProcessHost:
         self._taken = 0
 
     def env(self) -> HostedEnv:
-        return HostedEnv(
-            self._take_seat,
-            limits=self._limits,
-            cpu_s=self._config.isolation.cpu_s,
-            seats=self.seats,
-            faults=self._faults,
-        )
+        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, faults=self._faults)
 
     async def start(self) -> None:
         """Start the fork server. Raises ValueError if it can't make the environment."""

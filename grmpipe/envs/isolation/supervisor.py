@@ -26,6 +26,7 @@ MAPPED, REFUSED = b"y", b"n"  # answers of the host
 MAX_OUTPUT = 8192  # bytes of stdout and stderr that are kept
 MAX_LEFT = 2**20  # bytes of output that are read after the end
 PIECE = 2**16  # bytes, as many as a pipe holds
+CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
 KILLING_S = 5.0  # until the descendants of a seat without process namespace have ended
 
 
@@ -56,7 +57,7 @@ def supervise(
         become_seat(bounds, had, inherited, live)
     os.close(inherited)
     env.close()
-    supervisor = _Supervisor(seat, output, run)
+    supervisor = _Supervisor(seat, output, run, bounds.cpu_s)
     signal.signal(signal.SIGTERM, lambda number, frame: supervisor.kill())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     supervisor.stay()
@@ -105,8 +106,9 @@ def become_seat(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tu
 class _Supervisor:
     """One seat, from its fork to its end."""
 
-    def __init__(self, seat: int, output: int, run: socket.socket) -> None:
+    def __init__(self, seat: int, output: int, run: socket.socket, cpu_limit_s: int) -> None:
         self._seat = seat
+        self._cpu_limit_s = cpu_limit_s
         self._process = os.pidfd_open(seat)
         self._output = output
         self._run = run
@@ -160,8 +162,13 @@ class _Supervisor:
 
     def _report(self, status: int, cpu_s: float) -> None:
         code = os.waitstatus_to_exitcode(status)
+        used_up = -code in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= self._cpu_limit_s - CPU_MARGIN_S
         ended = Ended(
-            signal=max(-code, 0), exit_code=max(code, 0), cpu_s=cpu_s, output=self._kept.decode("utf-8", "replace")
+            signal=max(-code, 0),
+            exit_code=max(code, 0),
+            cpu_s=cpu_s,
+            limit=f"{self._cpu_limit_s} s of CPU time" if used_up else "",
+            output=self._kept.decode("utf-8", "replace"),
         )
         with contextlib.suppress(OSError):  # the run has ended
             self._run.sendall(frame(ended))
