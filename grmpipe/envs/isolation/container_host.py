@@ -134,15 +134,20 @@ class ContainerHost:
         self._limits = limits
         self._faults = faults
         self._taken = 0
+        self._seated: set[HostedEnv] = set()
 
     def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, faults=self._faults)
+        return HostedEnv(
+            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
+        )
 
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""
 
     async def stop(self) -> None:
-        """Nothing: each seat is given back by its environment, and what is left is removed by its label."""
+        """End the containers that are still there."""
+        for env in tuple(self._seated):
+            await env.kill()
 
     async def _take_seat(self) -> ContainerSeat:
         """Start a container. Raises EnvFault if the command can't be started."""

@@ -79,6 +79,7 @@ class HostedEnv:
     """One episode in one seat, which `open` takes, and any end gives back.
 
     take_seat: starts a seat, and leaves nothing if it is cancelled. Raises EnvFault.
+    taken:     holds this environment while it has its seat.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class HostedEnv:
         *,
         limits: StageLimits,
         seats: SeatCounts,
+        taken: set[HostedEnv],
         faults: FaultInjection | None = None,
     ) -> None:
         self._take_seat = take_seat
         self._limits = limits
         self._seats = seats
+        self._taken = taken
         self._injection = faults
         self._moment: FaultMoment | None = None
         self._seat: SeatLink | None = None
@@ -106,13 +109,14 @@ class HostedEnv:
             async with asyncio.timeout(boot_s):
                 self._seat = await self._take_seat()
                 self._seats.opened += 1
+                self._taken.add(self)
                 reply = await self._asked(Open(episode), OPENING)
         except TimeoutError:
-            raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self._stopped()) from None
+            raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
         except BadFrame as error:
-            raise fault_of("protocol", str(error), await self._stopped()) from None
+            raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            raise fault_of("died", "its process ended in open", await self._stopped()) from None
+            raise fault_of("died", "its process ended in open", await self.kill()) from None
         if isinstance(reply, Opened):
             return reply.opening
         raise blamed(reply)
@@ -125,20 +129,20 @@ class HostedEnv:
             async with asyncio.timeout(step_s):
                 reply = await self._asked(Step(action), action.turn)
         except TimeoutError:
-            ended = await self._stopped()
+            ended = await self.kill()
             if self._began:
                 return stopped_at_limit(f"stopped after {step_s:g} s", ended)
             raise fault_of("timeout", f"the step did not begin in {step_s:g} s", ended) from None
         except BadFrame as error:
-            raise fault_of("protocol", str(error), await self._stopped()) from None
+            raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            return self._ended_in_step(await self._stopped())
+            return self._ended_in_step(await self.kill())
         if isinstance(reply, BlamedPolicy) and reply.ends:
-            return stopped_at_limit(reply.text, await self._stopped())
+            return stopped_at_limit(reply.text, await self.kill())
         if not isinstance(reply, Observed):
             raise blamed(reply)
         if self._moment is not None and reply.observation.done:
-            raise fault_of("died", "its process ended", await self._stopped())
+            raise fault_of("died", "its process ended", await self.kill())
         return reply.observation
 
     async def close(self) -> None:
@@ -153,13 +157,24 @@ class HostedEnv:
                 is_closed = await self._said_goodbye(seat)
             if not is_closed:
                 seat.terminate()
-            ended = await self._end_within(close_s)
+            ended = await end_within(seat, close_s)
             if ended is None:
                 is_closed = False
                 seat.kill()
-                ended = await self._end_within(ENDING_S)
+                ended = await end_within(seat, ENDING_S)
         finally:
             self._give_back(is_closed=is_closed and ended is not None)
+
+    async def kill(self) -> Ended | None:
+        """Kill the seat, if there is one, and give it back."""
+        seat = self._seat
+        if seat is None:
+            return None
+        try:
+            seat.kill()
+            return await end_within(seat, ENDING_S)
+        finally:
+            self._give_back(is_closed=False)
 
     async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""
@@ -214,30 +229,21 @@ class HostedEnv:
         except (TimeoutError, SeatEnded, BadFrame):
             return False
 
-    async def _end_within(self, limit_s: float) -> Ended | None:
-        assert self._seat is not None
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._seat.ended()
-        except TimeoutError:
-            return None
-
-    async def _stopped(self) -> Ended | None:
-        """Kill the seat, if there is one, and give it back."""
-        if self._seat is None:
-            return None
-        try:
-            self._seat.kill()
-            return await self._end_within(ENDING_S)
-        finally:
-            self._give_back(is_closed=False)
-
     def _give_back(self, *, is_closed: bool) -> None:
         if self._seat is not None:
             self._seat.release()
             self._seat = None
+            self._taken.discard(self)
             self._seats.closed += is_closed
             self._seats.killed += not is_closed
+
+
+async def end_within(seat: SeatLink, limit_s: float) -> Ended | None:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await seat.ended()
+    except TimeoutError:
+        return None
 
 
 def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:

@@ -69,10 +69,15 @@ class ProcessSeat:
 
 
 class ProcessHost:
-    """The fork server, and the seats that it forked."""
+    """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests."""
 
     def __init__(
-        self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits, faults: FaultInjection | None
+        self,
+        config: EnvConfig,
+        leftovers: Leftovers,
+        limits: StageLimits,
+        faults: FaultInjection | None,
+        without: tuple[str, ...] = (),
     ) -> None:
         self.seats = SeatCounts()
         self._config = config
@@ -80,13 +85,17 @@ class ProcessHost:
         self._leftovers = leftovers
         self._limits = limits
         self._faults = faults
+        self._without = without
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._seated: set[HostedEnv] = set()
         self._starting = asyncio.Lock()
         self._taken = 0
 
     def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, faults=self._faults)
+        return HostedEnv(
+            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
+        )
 
     async def start(self) -> None:
         """Start the fork server. Raises ValueError if it can't make the environment."""
@@ -111,7 +120,9 @@ class ProcessHost:
             raise ValueError(ready.error)
 
     async def stop(self) -> None:
-        """End the fork server, and with it all seats that are still there."""
+        """End the seats that are still there, and the fork server."""
+        for env in tuple(self._seated):
+            await env.kill()
         server, control, self._server, self._control = self._server, self._control, None, None
         if control is not None:
             control.close()
@@ -135,7 +146,7 @@ class ProcessHost:
             for each in (env, supervisor):
                 undo.callback(each.close)
             with env_there, supervisor_there:
-                message = msgspec.msgpack.encode(Fork(bounds=bounds_of(self._config.isolation, folder)))
+                message = msgspec.msgpack.encode(Fork(bounds=bounds_of(self._config.isolation, folder, self._without)))
                 try:
                     socket.send_fds(control, [message], [env_there.fileno(), supervisor_there.fileno()])
                 except OSError as error:
@@ -163,7 +174,7 @@ async def stream_of(connected: socket.socket) -> tuple[asyncio.StreamReader, asy
     return await asyncio.open_unix_connection(sock=connected, limit=2**20)
 
 
-def bounds_of(config: IsolationConfig, folder: Path) -> Bounds:
+def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -> Bounds:
     """What a seat may do, with its own folder."""
     return Bounds(
         folder=str(folder),
@@ -174,6 +185,7 @@ def bounds_of(config: IsolationConfig, folder: Path) -> Bounds:
         file_mb=config.file_mb,
         network=config.network,
         read=readable(config.read),
+        without=without,
     )
 
 
