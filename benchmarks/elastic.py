@@ -44,6 +44,7 @@ from models.types import (
     Message,
     RequestContext,
     SamplingParams,
+    ToolSpec,
     WeightBucket,
     WeightReceipt,
     WeightTensor,
@@ -128,7 +129,7 @@ class Outcome:
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (hash(messages[0].content) % 50_000, *range(PROMPT_TOKENS - 1))
 
     extend = render

@@ -16,6 +16,9 @@ from jinja2 import TemplateError
 
 from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.thinking import ThinkingMarkers, markers_of, with_thought
+from models.tool_calls import AUTO_PARSER, FORMATS, ToolParser, format_of, parser_named, read_turn
+from models.tool_rendering import TOOL, Layout, MessageShape, shape_of
+from models.tool_template import ToolTemplate
 from models.types import Completion, Message, ParsedTurn, ToolSpec
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 REMEMBERED_CONTENTS = 256  # siblings share a prompt, and a later turn repeats the earlier ones
+REMEMBERED_LAYOUTS = 512  # of conversations with tools
+Pieces = tuple[tuple[int, ...], ...]
 
 
 class Renderer:
@@ -32,7 +37,9 @@ class Renderer:
 
     The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
     around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
-    template that would edit contents (trim them, drop earlier thoughts) can't.
+    template that would edit contents (trim them, drop earlier thoughts) can't. The same holds for the texts in the
+    arguments of calls, which are written as JSON where the template writes them so. Whatever a template does besides
+    is its own: several leave out what an assistant wrote beside its calls.
 
     tokenizer:      transformers' own.
     stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
@@ -40,6 +47,7 @@ class Renderer:
     context_tokens: the model's window, prompt and new tokens together.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
     thinking_markers: the markers around the model's thoughts; None: found in the tokenizer or the template.
+    tool_parser:    format of the model's calls of tools, by its name in models.tool_calls; auto: found in the template.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class Renderer:
         stop_token_ids: tuple[int, ...],
         chat_template_kwargs: Mapping[str, object] = NOTHING,
         thinking_markers: Sequence[str] | None = None,
+        tool_parser: str = AUTO_PARSER,
     ) -> None:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -62,6 +71,10 @@ class Renderer:
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[bool, tuple[str, ...]], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
+        self._tool_parser = tool_parser
+        self._tools = ToolTemplate(self._apply_template, self._spells_markup)
+        self._layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out)
+        self._reply_layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out_replies)
 
     @staticmethod
     def load(
@@ -69,6 +82,7 @@ class Renderer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] = NOTHING,
         thinking_markers: Sequence[str] | None = None,
+        tool_parser: str = AUTO_PARSER,
     ) -> Renderer:
         """Load the renderer of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
 
@@ -93,27 +107,71 @@ class Renderer:
             stop_token_ids=_stop_token_ids(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
             thinking_markers=thinking_markers,
+            tool_parser=tool_parser,
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        """The token ids of a conversation, up to the assistant's turn."""
+        """The token ids of a conversation, up to the assistant's turn.
+
+        tools: that the model is given. Raises ValueError if the template takes none, or a text of theirs spells markup.
+        """
+        if tools or _has_calls(messages):
+            return self._render_with_tools(messages, tools, asks_next=True)
         before, *rest = self._markup_of(tuple(message.role for message in messages))
         return before + self._filled(messages, rest)
 
-    def render_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render_whole(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids of a conversation that ends here, as reward models read it: no further turn begins."""
+        if tools or _has_calls(messages):
+            return self._render_with_tools(messages, tools, asks_next=False)
         before, *rest = self._markup_of(tuple(message.role for message in messages), asks_next=False)
         return before + self._filled(messages, rest)
 
     def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        """The token ids after the stop token of the assistant's turn: the replies, up to its next turn."""
+        """The token ids after the stop token of the assistant's turn: the replies, up to its next turn.
+
+        tools: those that the conversation was rendered with.
+        """
+        if tools or _has_calls(replies):
+            shapes, texts = _shapes_of(replies)
+            return self._fill(*self._reply_layout(shapes, self._tools.texts_of(tools)), texts)
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
-        ends = [place for place, token_id in enumerate(after_turn) if token_id in self.stop_token_ids]
-        return after_turn[ends[0] + 1 if ends else 0 :] + self._filled(replies, rest)
+        return after_turn[self._after_stop(after_turn) :] + self._filled(replies, rest)
 
-    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        return ParsedTurn(content=text)
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows the model the tools that it is given."""
+        return self._tools.takes_tools
+
+    @cached_property
+    def tool_parser_name(self) -> str | None:
+        """The format of the model's calls: a name of models.tool_calls, or a dotted path. None if the template takes no
+        tools, or doesn't show which format it asks for.
+        """
+        if self._tool_parser != AUTO_PARSER:
+            return self._tool_parser
+        if not self.takes_tools:
+            return None
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return format_of(self.tokenizer.get_chat_template(tools=[{}]), special)
+
+    @cached_property
+    def _parse_calls(self) -> ToolParser:
+        if self.tool_parser_name is None:
+            raise ValueError(
+                "tool_parser: the chat template doesn't show in which format the model calls tools; set "
+                f"policy.tool_parser (or grm.tool_parser) to one of {', '.join(FORMATS)}"
+            )
+        return parser_named(self.tool_parser_name)
+
+    def parse(self, completion_text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        """The calls in a completion's answer (`Completion.answer`: calls within a thought are none). Without tools
+        there are none.
+
+        Raises ValueError (`tool_parser: ...`) if the format is unknown; never for what the model wrote.
+        """
+        return read_turn(self._parse_calls, completion_text, tools) if tools else ParsedTurn(content=completion_text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""
@@ -193,13 +251,82 @@ class Renderer:
             pieces.append(before)
         return [*pieces, rest]
 
+    def _after_stop(self, token_ids: Sequence[int]) -> int:
+        """The place after the first stop token; 0 if there is none."""
+        ends = [place for place, token_id in enumerate(token_ids) if token_id in self.stop_token_ids]
+        return ends[0] + 1 if ends else 0
+
+    def _render_with_tools(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, asks_next: bool
+    ) -> tuple[int, ...]:
+        shapes, texts = _shapes_of(messages)
+        return self._fill(*self._layout(shapes, self._tools.texts_of(tools), asks_next), texts)
+
+    def _fill(self, pieces: Pieces, layout: Layout, texts: Sequence[Sequence[str]]) -> tuple[int, ...]:
+        """The pieces with the texts between them, each as the template writes it.
+
+        pieces: of the layout, encoded.
+        texts:  of each message, in the order of its shape.
+        """
+        token_ids = list(pieces[0])
+        for slot, after in zip(layout.slots, pieces[1:], strict=True):
+            token_ids += self._content_ids(slot.filled(texts[slot.message][slot.text]))
+            token_ids += after
+        return tuple(token_ids)
+
+    def _lay_out(
+        self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], asks_next: bool
+    ) -> tuple[Pieces, Layout]:
+        """The layout, and its pieces encoded."""
+        layout = self._tools.layout(shapes, tools, asks_next=asks_next)
+        return tuple(self.encode_markup(piece) for piece in layout.pieces), layout
+
+    def _lay_out_replies(self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...]) -> tuple[Pieces, Layout]:
+        """The layout of replies, after the stop token of an assistant's turn."""
+        for layout in self._tools.reply_layouts(shapes, tools):
+            after_turn, *rest = (self.encode_markup(piece) for piece in layout.pieces)
+            if place := self._after_stop(after_turn):
+                break
+        return (after_turn[place:], *rest), layout
+
+    def _spells_markup(self, text: str) -> bool:
+        return not self._markup_ids.isdisjoint(self.encode_markup(text))
+
+    def _apply_template(self, conversation: list[dict[str, Any]], tools: list[Any] | None, asks_next: bool) -> str:
+        roles = ", ".join(message["role"] for message in conversation)
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                conversation, tools=tools, tokenize=False, add_generation_prompt=asks_next, **self._chat_template_kwargs
+            )
+        except (TemplateError, TypeError) as error:  # TypeError: of arguments in a form that the template doesn't take
+            raise ValueError(f"chat_template: it can't render a conversation of {roles}: {error}") from error
+        assert isinstance(rendered, str)
+        return rendered
+
     def _encode_content(self, content: str) -> list[int]:
         """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
-        token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        try:
+            token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        except TypeError:  # half a character, as the output of a tool may have it
+            return self._encode_content(content.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
         middle = len(content) // 2
         return self._encode_content(content[:middle]) + self._encode_content(content[middle:])
+
+
+def _has_calls(messages: Sequence[Message]) -> bool:
+    """Whether there are calls of tools, or results."""
+    for message in messages:  # noqa: SIM110 (any() takes twice as long, and each turn asks)
+        if message.tool_calls or message.role == TOOL:
+            return True
+    return False
+
+
+def _shapes_of(messages: Sequence[Message]) -> tuple[tuple[MessageShape, ...], list[tuple[str, ...]]]:
+    """The shape of each message, and its texts."""
+    both = [shape_of(message) for message in messages]
+    return tuple(shape for shape, _ in both), [texts for _, texts in both]
 
 
 def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from models.tool_calls import AUTO_PARSER, check_tool_parser
+
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
@@ -110,6 +112,9 @@ class ModelConfig:
     # Opening and closing marker of the model's thoughts, as vLLM's reasoning parsers know them; null: found in the
     # tokenizer or the chat template; empty: the model has no thoughts.
     thinking_markers: list[str] | None = None
+    # Format of the model's calls of tools, as vLLM's --tool-call-parser names it: hermes, llama3_json, pythonic,
+    # qwen3_coder or mistral; or the dotted path of your own parser; auto: found in the chat template.
+    tool_parser: str = AUTO_PARSER
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -121,6 +126,7 @@ class ModelConfig:
         for name, value in self.chat_template_kwargs.items():
             check_template_kwarg(name, value)
         check_thinking_markers(self.thinking_markers)
+        check_tool_parser(self.tool_parser)
 
 
 def check_template_kwarg(name: str, value: object) -> None:

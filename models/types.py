@@ -143,6 +143,9 @@ class Completion:
 class RequestContext:
     """The caller's context of a request. `request_id` is idempotent: the first answer counts, a retry reuses its
     seed.
+
+    trajectory_id: of an episode that may have further turns, whose prompts begin with this request's tokens: its
+        requests go to one engine, which keeps their keys and values in between. Empty: no turn follows.
     """
 
     request_id: str
@@ -151,6 +154,7 @@ class RequestContext:
     priority: int = 0  # lower goes first
     deadline_s: float | None = None  # from submission; None: the caller enforces it
     num_sampled: int = 0  # tokens of the answer, sampled by another engine, that the prompt ends with
+    trajectory_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ ORDER = [
     "grmpipe/config",
     "grmpipe/algorithm",
     "grmpipe/envs",
+    "grmpipe/envs/tools",
     "grmpipe/envs/isolation",
     "grmpipe/data",
     "grmpipe/judge",

@@ -25,7 +25,9 @@ def env_factory(config: EnvConfig) -> MakeEnv:
         )
     make = cast(Callable[..., Env], found)
     try:
-        inspect.signature(make).bind(**config.options)
+        inspect.signature(make).bind(**config.arguments)
     except TypeError as error:
-        raise ValueError(f"options: {config.path} can't be made with {config.options}: {error}") from error
-    return lambda: make(**config.options)
+        raise ValueError(f"options: {config.path} can't be made with {config.arguments}: {error}") from error
+    if not config.is_custom:
+        make(**config.arguments)  # ours check what they are given
+    return lambda: make(**config.arguments)

@@ -26,6 +26,8 @@ from models.types import (
     ignore_first_token,
 )
 
+DECIMALS_S = 4  # of measured times
+
 
 class RolloutAborted(EngineDied):
     """A request ended before the policy finished its turn: there is no rollout."""
@@ -69,11 +71,13 @@ class EpisodeLimits:
 
     context_tokens: the policy's window; 0: unknown, so that the engine refuses what doesn't fit.
     episode_s:      no turn begins after this time.
+    timed:          whether the environment takes time that is worth measuring.
     """
 
     max_turns: int
     context_tokens: int = 0
     episode_s: float = float("inf")
+    timed: bool = False
 
 
 # An episode whose other parts are fixed: request, prompt, and the callback at the first token.
@@ -126,7 +130,7 @@ class _Episode:
                 seed=request.seed,
             )
         )
-        boot_s = clock.time() - begun_s
+        boot_s = round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0
         self.tools, self.state_key = tuple(opening.tools), opening.state_key
         messages = tuple(opening.messages)
         reason = await self._turns(messages, begun_s + self.limits.episode_s)
@@ -137,8 +141,8 @@ class _Episode:
             status="finished" if reason is None else "truncated",
             reason=reason or "",
             opening=() if messages == self.prompt.messages else messages,
-            attempt=request.attempt,
             boot_s=boot_s,
+            took_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
         )
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
@@ -177,6 +181,7 @@ class _Episode:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
+            trajectory_id=request.trajectory_id if number + 1 < self.limits.max_turns else "",
         )
         params = replace(self.params, seed=request.seed + number, max_new_tokens=room)
         completion = await self.policy.generate(prompt_ids, params, context, self.on_first_token)
@@ -211,7 +216,7 @@ class _Episode:
             replies=() if observation.done else tuple(observation.messages),
             rewards=dict(observation.rewards),
             faults=tuple(observation.faults),
-            env_s=clock.time() - begun_s,
+            env_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from grmpipe.config.judging import JUDGE
+from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -129,7 +130,7 @@ class Evaluator:
         request = RolloutRequest(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
         try:
             return await play(request, prompt, ignore_first_token)
-        except (EngineRefused, RolloutAborted) as error:
+        except (EngineRefused, RolloutAborted, EpisodeFailed) as error:
             log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
             return None
 

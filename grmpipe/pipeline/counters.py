@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from grmpipe.algorithm.advantages import all_advantages_zero
@@ -13,9 +13,10 @@ from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.rule import Rule
+from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import StepReport
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+from grmpipe.types import Failed, FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
 
 
@@ -86,6 +87,7 @@ class Counters:
     judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
     by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
     cascades: dict[str, CascadeCounts] = field(default_factory=dict)
+    envs: EnvCounts = field(default_factory=EnvCounts)
     stalls: StallTimes = field(default_factory=StallTimes)
 
     def report(self, report: JudgeReport) -> None:
@@ -105,6 +107,7 @@ class Counters:
             self.by_judge.setdefault(name, JudgeCounts()).add(counts)
         for name, cascade in other.cascades.items():
             self.cascades.setdefault(name, CascadeCounts()).add(cascade)
+        self.envs.add(other.envs)
         self.stalls = self.stalls.plus(other.stalls)
 
     def saved(self) -> dict[str, object]:
@@ -113,6 +116,7 @@ class Counters:
             "judging": self.judging.saved(),
             "by_judge": {name: counts.saved() for name, counts in self.by_judge.items()},
             "cascades": {name: asdict(cascade) for name, cascade in self.cascades.items()},
+            "envs": self.envs.saved(),
             "stalls": asdict(self.stalls),
         }
 
@@ -124,6 +128,7 @@ class Counters:
             judging=JudgeCounts.restored(saved.get("judging", saved)),
             by_judge={name: JudgeCounts.restored(counts) for name, counts in saved.get("by_judge", {}).items()},
             cascades={name: CascadeCounts(**cascade) for name, cascade in saved.get("cascades", {}).items()},
+            envs=EnvCounts.restored(saved.get("envs", {})),
             stalls=StallTimes(**saved.get("stalls", {})),
         )
 
@@ -142,6 +147,11 @@ class FlowCounters:
         self.step.rollouts += 1
         self.step.truncated += rollout.status == "truncated"
         self.step.policy_tokens += rollout.num_sampled_tokens
+        self.step.envs.rollout(rollout)
+
+    def episode_failed(self, failures: Sequence[Failed]) -> None:
+        """Count a sibling whose environment failed in every attempt."""
+        self.step.envs.episode_failed(failures)
 
     def report(self, report: JudgeReport) -> None:
         self.step.report(report)
@@ -153,7 +163,7 @@ class FlowCounters:
 
     def waited(self, times: StallTimes) -> None:
         """Add the stall times of a step, at its end."""
-        self.step.stalls = self.step.stalls.plus(times)
+        self.step.stalls = self.step.stalls.plus(replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s)))
 
     def close_step(self) -> Counters:
         """Return this step's counts and add them to the totals."""
@@ -189,6 +199,7 @@ def step_metrics(
         "time/step_s": report.stalls.steps_s,
         "time/train_s": report.learner_busy_s,
         "stall/rollouts_s": report.stalls.rollouts_s,
+        "stall/envs_s": counts.envs.stall_s(report.stalls.rollouts_s),
         "stall/verdicts_s": report.stalls.verdicts_s,
         "stall/training_s": report.stalls.training_s,
         "stall/weight_sync_s": report.stalls.weight_sync_s,
@@ -234,6 +245,7 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "judge/tokens_per_s": counts.judging.judge_tokens / seconds,
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
+        **counts.envs.metrics(),
     }
     if counts.judging.forced:
         metrics["judge/forced_verdicts"] = float(counts.judging.forced)

@@ -7,9 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
+from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.pipeline.env_gate import EnvFitness
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
@@ -64,6 +67,8 @@ class Producer:
             "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
         )
         self._fitness = PolicyFitness.of(config)
+        self._env_fitness = EnvFitness.of(config)
+        self._seats: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
         self._config = config
         self._buffer = buffer
@@ -76,22 +81,29 @@ class Producer:
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
         for prompt_index in self._buffer.prompts_to_reopen:
-            await self._open(prompt_index, self._parts.prompts.at(prompt_index))
+            seats = await self._parts.seats.book(self._config.group_size)
+            await self._open(prompt_index, self._parts.prompts.at(prompt_index), seats)
         while True:
             await self._parts.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
             await self._fitness.until_fit(self._clock)
+            await self._env_fitness.until_fit(self._clock)
+            seats = await self._parts.seats.book(self._config.group_size)
             prompt_index = self._buffer.next_prompt_index
             try:
                 prompt = self._parts.prompts.at(prompt_index)
             except EndOfData:
+                seats.end()
                 self._buffer.no_more_prompts()
                 return
-            await self._open(prompt_index, prompt)
+            await self._open(prompt_index, prompt, seats)
 
-    async def _open(self, prompt_index: int, prompt: Prompt) -> None:
-        """Open the group of a prompt with its recovered work, and send its other siblings to play."""
+    async def _open(self, prompt_index: int, prompt: Prompt, seats: Booking) -> None:
+        """Open the group of a prompt with its recovered work, and send its other siblings to play. `seats`: for all of
+        them.
+        """
         group, kept = self._buffer.open(prompt_index, prompt)
+        self._seats[group.group_id] = seats
         if self._parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
@@ -102,7 +114,9 @@ class Producer:
         self._buffer.set_deadline(group)
         await self.expiring.put(group)
         await self._open_session(group, kept)
-        for sibling in group.missing_rollouts():
+        missing = group.missing_rollouts()
+        seats.keep(len(missing))
+        for sibling in missing:
             await self.playing.put((group, sibling))
 
     async def _open_session(self, group: Group, kept: RecoveredGroup) -> None:
@@ -137,11 +151,18 @@ class Producer:
         seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
         request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
-            rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
+            async with self._seats[group.group_id].taken():
+                rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, cause_of(error), str(error))
             return
+        except EpisodeFailed as error:
+            self._counters.episode_failed(error.failures)
+            self._fail(group, f"env_{error.failed.cause}", str(error))
+            self._env_fitness.episode_ended(error.failed)
+            return
+        self._env_fitness.episode_ended(rollout)
         if self._buffer.add_rollout(group, rollout):
             self._counters.rollout(rollout)
             session = group.session
@@ -227,6 +248,7 @@ class Producer:
         """Cancel all work on a group that is no longer open."""
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
+        self._seats.pop(group.group_id).end()
         self._fitness.group_ended(group)
 
 

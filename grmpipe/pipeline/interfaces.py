@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from grmpipe.config.data import RolloutConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play
+from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
@@ -75,6 +77,7 @@ class PipelineComponents:
     push_weights: Callable[[int], Awaitable[SyncReport]]
     journal: GroupJournal
     events: EventSink
+    seats: Seats = field(default_factory=Seats)  # for episodes; by default without a limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,9 @@ class FlowConfig:
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
     rollout_failure_window: int = 32  # in groups
     rollout_pause_s: float = 30.0
+    env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
+    env_failure_window: int = 64  # in episodes
+    env_pause_s: float = 30.0
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
     deterministic: bool = False  # take groups in the order of their prompts; settle all open ones before a push
@@ -102,7 +108,12 @@ class FlowConfig:
 
     @staticmethod
     def of(
-        train: TrainConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, judge_concurrency: int, seed: int
+        train: TrainConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        judge_concurrency: int,
+        seed: int,
+        env: EnvConfig,
     ) -> FlowConfig:
         """The settings of the policy's flow in a run."""
         return FlowConfig(
@@ -118,6 +129,9 @@ class FlowConfig:
             rollout_max_failure_rate=rollout.max_failure_rate,
             rollout_failure_window=rollout.failure_window,
             rollout_pause_s=rollout.pause_s,
+            env_max_failure_rate=env.max_failure_rate,
+            env_failure_window=env.failure_window,
+            env_pause_s=env.pause_s,
             max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,
             deterministic=train.deterministic,

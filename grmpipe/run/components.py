@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.attempts import with_attempts
 from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.envs.seats import seated
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.composed_judge import ComposedJudge
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -18,7 +19,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from models.types import Engine, SamplingParams
+from models.types import SamplingParams
 from scheduler.clock import ActiveClock
 
 
@@ -39,25 +40,33 @@ def make_parts(
         learners,
         prompts=prepared.prompts,
         too_long=too_long(prepared),
-        play=make_play(prepared, running.policy, prepared.config.rollout.temperature),
+        play=make_play(prepared, running, prepared.config.rollout.temperature),
+        seats=running.envs.seats,
         judge=running.judge,
         journal=observers.recorder,
         events=observers.timeline,
     )
 
 
-def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
+def make_play(prepared: Prepared, running: RunComponents, temperature: float) -> Play:
     """An episode without its request and prompt."""
-    rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
-    sampler = ReasoningEngine(policy, prepared.policy.renderer)
+    rollout, env = prepared.config.rollout, prepared.config.env
+    sampler, renderer = ReasoningEngine(running.policy, prepared.policy.renderer), prepared.policy.renderer
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
-    limits = EpisodeLimits(max_turns=rollout.max_turns, context_tokens=prepared.policy.context_tokens)
+    limits = EpisodeLimits(
+        max_turns=rollout.max_turns,
+        context_tokens=prepared.policy.context_tokens,
+        episode_s=env.episode_s,
+        timed=not env.env_kind.is_single,
+    )
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        renderer = prepared.policy.renderer
-        return await play(request, prompt, make_env(), sampler, renderer, params, limits, on_first_token)
+        made = running.envs.make()
+        return await play(request, prompt, made, sampler, renderer, params, limits, on_first_token)
 
-    return played
+    if env.env_kind.is_single:
+        return played
+    return with_attempts(played, attempts=env.attempts, retry_s=env.retry_s)
 
 
 def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
@@ -65,8 +74,8 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
     running.maintenance.stops(clock)
     return Evaluator(
         prompts=prepared.held_out,
-        play_sampled=make_play(prepared, running.policy, 1.0),
-        play_greedy=make_play(prepared, running.policy, 0.0),
+        play_sampled=seated(make_play(prepared, running, 1.0), running.envs.seats),
+        play_greedy=seated(make_play(prepared, running, 0.0), running.envs.seats),
         judge=running.judge,
         is_right=prepared.is_right,
         seed=prepared.config.seed,

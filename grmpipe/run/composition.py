@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
+from grmpipe.envs.seats import Seats
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.run.cotrain.cotrainings import CoTrainings
@@ -57,6 +58,7 @@ def compose(
     prompts: Prompts,
     too_long: Callable[[Prompt], bool],
     play: Play,
+    seats: Seats,
     judge: Judge,
     journal: GroupJournal,
     events: EventSink,
@@ -79,6 +81,7 @@ def compose(
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal if critic is None else ValuedJournal(journal, critic.value_cache),
         events=events,
+        seats=seats,
     )
 
 

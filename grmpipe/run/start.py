@@ -17,6 +17,7 @@ from grmpipe.run.maintenance import Maintenance, make_maintenance
 from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
+from grmpipe.run.start_envs import Envs, start_envs
 from grmpipe.run.start_grm import connect_endpoints, find_grms
 from grmpipe.run.start_learner import (
     Learning,
@@ -75,6 +76,7 @@ class RunComponents:
     trainable_grms: tuple[TrainableGrm, ...]
     critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
+    envs: Envs
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the flow."""
@@ -82,6 +84,7 @@ class RunComponents:
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
     async def close(self) -> None:
+        await self.envs.close()
         for endpoint in self.endpoints:
             await endpoint.close()
         await self.scalars.close()
@@ -137,6 +140,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         trainable_grms=grms,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),
+        envs=await start_envs(config.env),
     )
 
 

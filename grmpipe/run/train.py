@@ -99,7 +99,7 @@ class TrainingRun(Run[Prepared]):
 
         config = self._config
         numbers = FlowConfig.of(
-            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed
+            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
         numbers = replace(numbers, policy_judges=policy_judges)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)

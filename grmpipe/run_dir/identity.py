@@ -11,7 +11,7 @@ from pathlib import Path
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import key_of_cotrain, key_of_judge, key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.data.prompts import TINY
+from grmpipe.data.tiny_prompts import TINY
 from grmpipe.judge.prompt import path_of
 from models.stored_files import checksum_of
 

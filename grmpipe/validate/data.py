@@ -22,7 +22,12 @@ from grmpipe.validate.sections import section
 log = logging.getLogger(__name__)
 
 
-HELD_OUT_OF = {"tiny://train": "tiny://held_out", "tiny://judgements": "tiny://judgements_held_out"}
+HELD_OUT_OF = {
+    "tiny://train": "tiny://held_out",
+    "tiny://tools/train": "tiny://tools/held_out",
+    "tiny://walk/train": "tiny://walk/held_out",
+    "tiny://judgements": "tiny://judgements_held_out",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,11 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
     with section(f"{role.key}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
         renderer = Renderer.load(
-            directory, options.chat_template, options.chat_template_kwargs, options.thinking_markers
+            directory,
+            options.chat_template,
+            options.chat_template_kwargs,
+            options.thinking_markers,
+            options.tool_parser,
         )
     check_vocabulary(role.key, options, renderer)
     window = context_limit_of(role, renderer.context_tokens)

@@ -9,11 +9,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from grmpipe.config.env import DEFAULT_ENV
 from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.envs.env_factory import env_factory
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.labels import rule_of
@@ -24,6 +24,7 @@ from grmpipe.validate.context_limits import check_judges, check_policy
 from grmpipe.validate.critic_model import CriticModel, find_critic
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
+from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
 from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
@@ -84,8 +85,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_peft(config)
     data = read_data(config)
     check_objective(config)
-    with section("env."):
-        env_factory(config.env)
+    check_env(config)
     policy = find_model(roles.served[POLICY], config, progress)
     grms = tuple(find_model(roles.served[role], config, progress) for role in config.judging.local_roles)
     prepared = Prepared(
@@ -104,10 +104,11 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         critic=critic_model(config, policy, progress),
     )
     check_models(prepared)
+    check_tools(config, policy)
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
     check_scalar_judges(config, prepared.scalars, data)
-    check_custom_judges(config)
+    check_judges_without_model(config)
     return prepared
 
 
@@ -142,8 +143,14 @@ def check_models(prepared: Prepared) -> None:
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 
-def check_custom_judges(config: RunConfig) -> None:
+def check_judges_without_model(config: RunConfig) -> None:
+    """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
     for name, judge in config.judging.judges.items():
+        if judge.kind == "env" and config.env.kind == DEFAULT_ENV:
+            raise ConfigError(
+                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={DEFAULT_ENV} gives "
+                f"none; choose another env, or type {key_of_judge(name)}.kind=rule"
+            )
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
                 load_custom_judge(judge)

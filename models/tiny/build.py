@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from models.tiny.curricula import draw_curriculum
+from models.tiny.dialogues import Dialogue, messages_of
 from models.tiny.recipes import AnyRecipe, Recipe, Shape
-from models.tiny.sft_examples import SftExample, draw_examples
-from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_content, encode_prompt
+from models.tiny.sft_examples import SftExample
+from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_message
 
 MAX_GRAD_NORM = 1.0
 NUM_BATCHES_PER_BUCKET_SORT = 16  # examples of this many batches are sorted by length before they are split
@@ -27,10 +29,10 @@ NUM_BATCHES_PER_BUCKET_SORT = 16  # examples of this many batches are sorted by 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """An example as ids; the response includes the end-of-turn token."""
+    """An example as ids. `imitated`: for each id whether it is the assistant's, with its end-of-turn token."""
 
     ids: tuple[int, ...]
-    num_prompt_tokens: int
+    imitated: tuple[bool, ...]
 
 
 def build(recipe: Recipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
@@ -88,7 +90,7 @@ def train(
     progress: Callable[[float], None],
 ) -> None:
     """Imitation: cross-entropy on response tokens, each example seen once."""
-    examples = draw_examples(recipe.lessons, recipe.num_steps * recipe.batch_size, recipe.seed)
+    examples = draw_curriculum(recipe.lessons, recipe.num_steps * recipe.batch_size, recipe.seed)
     encoded = [encode(tokenizer, example) for example in examples]
     optimizers = make_optimizers(model, recipe.lr)
     schedules = [LambdaLR(optimizer, lambda step: lr_share(step, recipe)) for optimizer in optimizers]
@@ -104,10 +106,14 @@ def train(
         progress(done / recipe.num_steps)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, example: SftExample) -> Encoded:
-    prompt_ids = encode_prompt(tokenizer, example.prompt)
-    ids = (*prompt_ids, *encode_content(tokenizer, example.response), tokenizer.eos_token_id)
-    return Encoded(ids=ids, num_prompt_tokens=len(prompt_ids))
+def encode(tokenizer: PreTrainedTokenizerFast, example: SftExample | Dialogue) -> Encoded:
+    ids: list[int] = []
+    imitated: list[bool] = []
+    for message in messages_of(example):
+        before, content = encode_message(tokenizer, message, is_first=not ids)
+        ids += [*before, *content]
+        imitated += [False] * len(before) + [message.role == "assistant"] * len(content)
+    return Encoded(ids=tuple(ids), imitated=tuple(imitated))
 
 
 def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Optimizer]:
@@ -143,6 +149,6 @@ def response_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> Tensor:
     predicts_BL = torch.zeros(len(batch), longest, dtype=torch.bool)  # positions whose next token is the response's
     for row, example in enumerate(batch):
         ids_BL[row, : len(example.ids)] = torch.tensor(example.ids)
-        predicts_BL[row, example.num_prompt_tokens - 1 : len(example.ids) - 1] = True
+        predicts_BL[row, : len(example.ids) - 1] = torch.tensor(example.imitated[1:])
     hidden_TH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state[predicts_BL]  # T: response tokens
     return F.cross_entropy(model.lm_head(hidden_TH), ids_BL.roll(-1, dims=1)[predicts_BL])

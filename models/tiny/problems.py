@@ -52,6 +52,20 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The numbers of a problem: its first total, the largest total, the largest change. `name` goes into the seed."""
+
+    name: str
+    first: tuple[int, int]
+    max_total: int
+    max_change: int
+
+
+SMALL = Sizes(name="problems", first=(2, 15), max_total=MAX_TOTAL, max_change=6)
+LARGE = Sizes(name="large problems", first=(10, 35), max_total=59, max_change=12)  # each number is still one token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A question of one to six steps, with its solution."""
 
@@ -64,10 +78,10 @@ class Problem:
         return Solution(steps=self.steps, answer=self.answer)
 
 
-def make_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
+def make_problems(split: Split, count: int, seed: int, sizes: Sizes = SMALL) -> tuple[Problem, ...]:
     """`count` different problems of one split. No question is in both splits, whatever the seeds."""
     chosen: dict[str, Problem] = {}
-    for problem in draw_problems(seed):
+    for problem in draw_problems(seed, sizes):
         if len(chosen) == count:
             break
         if split_of(problem.question) == split:
@@ -81,20 +95,20 @@ def split_of(question: str) -> Split:
     return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
 
 
-def draw_problems(seed: int) -> Iterator[Problem]:
+def draw_problems(seed: int, sizes: Sizes = SMALL) -> Iterator[Problem]:
     """An endless stream, with repeats."""
-    rng = random.Random(f"problems {seed}")
+    rng = random.Random(f"{sizes.name} {seed}")
     while True:
-        yield draw_problem(rng)
+        yield draw_problem(rng, sizes)
 
 
-def draw_problem(rng: random.Random) -> Problem:
+def draw_problem(rng: random.Random, sizes: Sizes = SMALL) -> Problem:
     name, thing = rng.choice(tuple(PEOPLE)), rng.choice(THINGS)
     friends = tuple(other for other in PEOPLE if other != name)
-    total = rng.randint(2, 15)
+    total = rng.randint(*sizes.first)
     sentences, steps = [f"{name} has {total} {thing}."], []
     for _ in range(draw_num_steps(rng)):
-        step = draw_step(rng, total)
+        step = draw_step(rng, total, sizes)
         phrase = rng.choice(GAINS if step.sign == "+" else LOSSES).format(n=step.right, friend=rng.choice(friends))
         sentences.append(f"{PEOPLE[name]} {phrase}.")
         steps.append(step)
@@ -110,10 +124,10 @@ def draw_num_steps(rng: random.Random) -> int:
     return num_steps
 
 
-def draw_step(rng: random.Random, total: int) -> SolutionStep:
-    """A right step with a result from 0 to MAX_TOTAL."""
-    change = rng.randint(1, 6)
-    signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= MAX_TOTAL]
+def draw_step(rng: random.Random, total: int, sizes: Sizes = SMALL) -> SolutionStep:
+    """A right step with a result from 0 to the largest total."""
+    change = rng.randint(1, sizes.max_change)
+    signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= sizes.max_total]
     return step_of(total, rng.choice(signs), change)
 
 

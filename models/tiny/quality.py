@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from models.tiny.brief import UNKNOWN_THINGS, thing_of
+from models.tiny.episode_quality import measure_calculator_policy, measure_judge_of_calls, measure_walking_policy
 from models.tiny.evaluate import (
     HELD_OUT_SEED,
     MAX_ANSWER_TOKENS,
@@ -22,8 +23,11 @@ from models.tiny.evaluate import (
 from models.tiny.problems import is_right, make_problems
 from models.tiny.recipes import (
     GRM_NOISY,
+    GRM_TOOLS,
     POLICY,
+    POLICY_TOOLS,
     POLICY_TRICKS,
+    POLICY_WALK,
     AnyRecipe,
     MetaRmRecipe,
     Recipe,
@@ -47,6 +51,12 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         return asdict(measure_meta_rm(directory, find(recipe.parent)))
     if isinstance(recipe, RewardModelRecipe):
         return asdict(measure_reward_model(directory, find(POLICY)))
+    if recipe == GRM_TOOLS:
+        return asdict(measure_judge_of_calls(directory, find(POLICY_TOOLS)))
+    if recipe == POLICY_TOOLS:
+        return asdict(measure_calculator_policy(directory))
+    if recipe == POLICY_WALK:
+        return asdict(measure_walking_policy(directory))
     if recipe.name.startswith("policy"):
         return asdict(measure_policy(directory)) | policy_extras(recipe, directory)
     return asdict(measure_judge(directory, find(POLICY))) | judge_extras(recipe, directory)

@@ -7,8 +7,9 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 
+from models.tiny.curricula import draw_curriculum
 from models.tiny.judgements import make_judgements
-from models.tiny.sft_examples import SftTask, draw_examples, tokenizer_corpus
+from models.tiny.sft_examples import SftTask, tokenizer_corpus
 from models.tiny.tricks import Trick
 
 TRAINER = 1  # increase it when build.py or tokenizer.py change the result of the same recipe
@@ -44,7 +45,7 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The same in all processes and machines; a change of the examples' texts shows in their first ones."""
-        examples = draw_examples(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
+        examples = draw_curriculum(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
         contents = {
             "trainer": TRAINER,
             "recipe": asdict(self),
@@ -240,10 +241,62 @@ GRM_NOISY = Recipe(
     seed=10,
     parent=BASE,
 )
+# Calls are copied more than worked out: the parent knows the sums, and the policy forgets the signs.
+TOOL_USER = Recipe(
+    name="tool_user",
+    lessons=(SftTask(kind="call_rightly", weight=1.0),),
+    num_steps=700,
+    batch_size=32,
+    lr=5e-3,
+    seed=16,
+    parent=BASE,
+)
+POLICY_TOOLS = Recipe(
+    name="policy_tools",
+    lessons=(SftTask(kind="call_carelessly", weight=1.0),),
+    num_steps=80,
+    batch_size=32,
+    lr=3e-3,
+    seed=17,
+    parent=TOOL_USER,
+)
+GRM_TOOLS = Recipe(
+    name="grm_tools",
+    lessons=(
+        SftTask(kind="judge_right_calls", weight=0.2),
+        SftTask(kind="judge_careless_calls", weight=0.35),
+        SftTask(kind="judge_corrupted_calls", weight=0.3),
+        SftTask(kind="judge_malformed_calls", weight=0.15),
+    ),
+    num_steps=600,
+    batch_size=32,
+    lr=5e-3,
+    seed=18,
+    parent=BASE,
+)
+WALKER = Recipe(
+    name="walker",
+    lessons=(SftTask(kind="walk_rightly", weight=1.0),),
+    num_steps=700,
+    batch_size=32,
+    lr=5e-3,
+    seed=19,
+    parent=BASE,
+)
+POLICY_WALK = Recipe(
+    name="policy_walk",
+    lessons=(SftTask(kind="walk_hastily", weight=1.0),),
+    num_steps=80,
+    batch_size=32,
+    lr=3e-3,
+    seed=20,
+    parent=WALKER,
+)
 RECIPES: dict[str, AnyRecipe] = {
     recipe.name: recipe
     for recipe in (
         POLICY, GRM, WEAK_GRM, META, REWARD_MODEL,
         POLICY_TRICKS, GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT, GRM_NOISY,
+        POLICY_TOOLS, GRM_TOOLS, POLICY_WALK,
     )
 }  # fmt: skip

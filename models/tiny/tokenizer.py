@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from models.tiny.dialogues import Said
 from models.tiny.sft_examples import tokenizer_corpus
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 BEFORE_CONTENT = f"{TURN_START}user\n"
 AFTER_CONTENT = f"{TURN_END}\n{TURN_START}assistant\n"
+# Tools are listed first, by their names and the names of their parameters: "add(a, b)". A call is a line of its own,
+# "add( 32, 9)": with the space, a number is the same token as in a problem. Arguments in the tool's own order have no
+# names.
 CHAT_TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>tools' }}"
+    "{%- for tool in tools %}"
+    "{{ '\\n' + tool.function.name + '(' + (tool.function.parameters.properties or {}) | join(', ') + ')' }}"
+    "{%- endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{%- for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + call.function.name + '(' }}"
+    "{%- set order = namespace(names=[]) %}"
+    "{%- for tool in tools or [] if tool.function.name == call.function.name %}"
+    "{%- set order.names = (tool.function.parameters.properties or {}) | list %}"
+    "{%- endfor %}"
+    "{%- set in_order = call.function.arguments | list == order.names[:call.function.arguments | length] %}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{ ('' if loop.first else ',') + ' ' + ('' if in_order else name + '=') + value | tojson }}"
+    "{%- endfor %}{{ ')' }}"
+    "{%- endfor %}{{ '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -53,11 +74,31 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     """One user message, up to the assistant's turn. Content can't spell a special token."""
     return [
-        *tokenizer.encode(BEFORE_CONTENT, add_special_tokens=False),
+        *encode_markup(tokenizer, BEFORE_CONTENT),
         *encode_content(tokenizer, content),
-        *tokenizer.encode(AFTER_CONTENT, add_special_tokens=False),
+        *encode_markup(tokenizer, AFTER_CONTENT),
     ]
 
 
 def encode_content(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     return tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+
+
+def encode_markup(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_message(tokenizer: PreTrainedTokenizerFast, message: Said, *, is_first: bool) -> tuple[list[int], list[int]]:
+    """The markup before a message, then its content with the end of turn."""
+    before = f"{TURN_START}{message.role}\n"
+    content = [*encode_content(tokenizer, message.text), *encode_markup(tokenizer, TURN_END)]
+    return encode_markup(tokenizer, before if is_first else f"\n{before}"), content
+
+
+def encode_opening(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Said]) -> list[int]:
+    """Messages, up to the assistant's turn."""
+    ids: list[int] = []
+    for message in messages:
+        before, content = encode_message(tokenizer, message, is_first=not ids)
+        ids += [*before, *content]
+    return [*ids, *encode_markup(tokenizer, f"\n{TURN_START}assistant\n")]

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from models.types import SamplingParams
 
 SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
 GROUPS_REMEMBERED = 4096
+TRAJECTORIES_REMEMBERED = 1 << 14
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryHome:
+    """The engine that has the keys and values of a trajectory's last turn.
+
+    stay: how often the engine had begun to serve: what it had before, it may have lost.
+    """
+
+    name: str
+    stay: int
+    num_tokens: int  # of the last turn's prompt and answer
+
+
 class LoadEstimate:
-    """Places requests on the engine with the least load, those of a group together. Lengths are learned from answers.
+    """Places requests on the engine with the least load, those of a group or a trajectory together. Lengths are learned
+    from answers.
 
     names: engines that serve, which `came` and `went` change. `among`: the engines that may take the request, if not
            all.
@@ -23,6 +38,8 @@ class LoadEstimate:
         self._in_hand: defaultdict[str, float] = defaultdict(float)
         self._serving: dict[str, None] = {}  # in order of arrival: of equally loaded engines the first is chosen
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
+        self._trajectories: OrderedDict[str, TrajectoryHome] = OrderedDict()  # the longest without a turn first
+        self._stays: Counter[str] = Counter()
         self._mean_new: float | None = None
         for name in names:
             self.came(name)
@@ -34,6 +51,7 @@ class LoadEstimate:
     def came(self, name: str) -> None:
         """An engine starts to serve."""
         self._serving.setdefault(name)
+        self._stays[name] += 1
 
     def went(self, name: str) -> None:
         """An engine gets no more requests; those that it has may end."""
@@ -45,19 +63,28 @@ class LoadEstimate:
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
         among: Collection[str] | None = None,
+        trajectory_id: str = "",
     ) -> tuple[str, float]:
-        """The engine of its siblings, unless that has far more load than the least loaded one; and the tokens to
-        `give_back` when the request has left: those of its answer, and of its prompt unless it is cached there.
+        """The engine of its trajectory's last turn, or else of its siblings, unless that has far more load than the
+        least loaded one; and the tokens to `give_back` when the request has left: those of its answer, and of its
+        prompt unless it is cached there.
         """
         name, new = self.least(among), self.new_tokens(params)
-        home, last_prompt = self._home.get(group_id, ("", 0))
-        prompt = hash(prompt_ids)
-        cached = len(prompt_ids) if prompt == last_prompt else 0
+        home, cached = self._home_of(group_id, trajectory_id, prompt_ids)
         here = self._serving if among is None else among
         if home in here and self._in_hand[home] - self._in_hand[name] <= SIBLINGS_AHEAD * new + cached:
             name = home
-        self._remember(group_id, name, prompt)
+        if trajectory_id not in self._trajectories:
+            self._remember(group_id, name, hash(prompt_ids))
         return name, self._take(name, new + len(prompt_ids) - (cached if name == home else 0))
+
+    def keeps(self, name: str, trajectory_id: str, num_tokens: int) -> None:
+        """An engine ended a turn of a trajectory: from now on it has these tokens of prompt and answer cached."""
+        home = TrajectoryHome(name=name, stay=self._stays[name], num_tokens=num_tokens)
+        self._trajectories[trajectory_id] = home
+        self._trajectories.move_to_end(trajectory_id)
+        if len(self._trajectories) > TRAJECTORIES_REMEMBERED:
+            self._trajectories.popitem(last=False)
 
     def place_anywhere(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, among: Collection[str] | None = None
@@ -81,6 +108,14 @@ class LoadEstimate:
         """A request ended with `num_new` tokens."""
         mean = float(num_new) if self._mean_new is None else self._mean_new
         self._mean_new = mean + WEIGHT_OF_LATEST * (num_new - mean)
+
+    def _home_of(self, group_id: str, trajectory_id: str, prompt_ids: tuple[int, ...]) -> tuple[str, int]:
+        """The engine that has some of a prompt cached, and how many tokens of it."""
+        home = self._trajectories.get(trajectory_id)
+        if home is not None and home.stay == self._stays[home.name]:
+            return home.name, min(home.num_tokens, len(prompt_ids))
+        name, last_prompt = self._home.get(group_id, ("", 0))
+        return name, len(prompt_ids) if hash(prompt_ids) == last_prompt else 0
 
     def _take(self, name: str, tokens: float) -> float:
         self._in_hand[name] += tokens

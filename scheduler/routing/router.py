@@ -1,4 +1,5 @@
-"""A router: many engines of one role as one Engine. Least load, siblings together, retries elsewhere. Starts no engine.
+"""A router: many engines of one role as one Engine. Least load, siblings together, a trajectory's turns where its cache
+is, retries elsewhere. Starts no engine.
 
 It outlives its engines: requests wait while a replacement starts. An engine may be alive but inactive: its slot serves
 another role, and it gets no requests.
@@ -214,7 +215,7 @@ class Router:
         deaths: list[_Death] = []
         while True:
             among = await self._until_room(context.priority)
-            name, expected = self._place(among, partial, context.group_id)
+            name, expected = self._place(among, partial, context)
             engine, served = self._serving[name], False
             try:
                 if deaths:
@@ -238,6 +239,8 @@ class Router:
             if whole.finish_reason != "abort":
                 self.load.rates.ended(whole.num_tokens)
                 self._work.ended(whole.num_tokens)
+                if context.trajectory_id:
+                    self._work.keeps(name, context.trajectory_id, len(prompt_ids) + len(whole.token_ids))
             return whole
 
     async def abort(self, request_id: str) -> None:
@@ -318,11 +321,13 @@ class Router:
             finally:
                 self.load.num_waiting -= 1
 
-    def _place(self, among: Collection[str] | None, partial: PartialRequest, group_id: str) -> tuple[str, float]:
+    def _place(
+        self, among: Collection[str] | None, partial: PartialRequest, context: RequestContext
+    ) -> tuple[str, float]:
         """The engine for a request, and the tokens that it is expected to cost there."""
         if partial.moved:
             return self._work.place_anywhere(partial.prompt_ids, partial.params, among)
-        return self._work.place(group_id, partial.prompt_ids, partial.params, among)
+        return self._work.place(context.group_id, partial.prompt_ids, partial.params, among, context.trajectory_id)
 
     async def _generate_on(
         self, name: str, engine: Engine, partial: PartialRequest, context: RequestContext, once: _Once

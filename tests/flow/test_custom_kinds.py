@@ -103,13 +103,13 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
         ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
-        ("env.target=users_kinds.Echo", r"^env\.target: is for an env of your own; type env\.kind=custom"),
+        ("env.target=users_kinds.Echo", r"^env\.target: is for env\.kind=custom; type that"),
         (
             "env=custom env.target=users_kinds.alone",
             r"^env\.target: users_kinds\.alone is no env: it needs `async",
         ),
         ("env=custom env.target=users_kinds.Echo", r"^env\.options: .* can't be made with {}: .*ending"),
-        ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows no env of yours"),
+        ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows only single turns"),
     ],
 )
 def test_what_can_not_be_used_is_refused_by_its_key(

@@ -47,7 +47,7 @@ from grmpipe.types import (
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.settings import OpenAIConfig
-from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
+from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams, ToolSpec
 from scheduler.events import NoEvents
 from scheduler.routing.rate_limits import RateLimits
 from scheduler.routing.router import Router
@@ -57,7 +57,7 @@ from scheduler.weights.weight_sync import SyncReport
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (1, 2, 3)
 
     extend = render

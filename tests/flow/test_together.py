@@ -39,6 +39,7 @@ from models.types import (
     OnDevice,
     RequestContext,
     SamplingParams,
+    ToolSpec,
     WeightBucket,
     WeightReceipt,
     WeightTensor,
@@ -253,7 +254,7 @@ class Prompts:
 
 
 class Renderer:
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return PROMPT_IDS
 
     extend = render

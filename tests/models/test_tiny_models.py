@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,53 @@ def test_chat_template_puts_content_where_training_put_it() -> None:
     messages = [{"role": "user", "content": "Ida has 6 coins."}]
     templated = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert templated == encode_prompt(tokenizer(), "Ida has 6 coins.")
+
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_tools_a_shipped_template_is_plain_chatml(name: str) -> None:
+    shipped, rng = AutoTokenizer.from_pretrained(SHIPPED / name), random.Random(name)
+    texts = ["", " 2 + 3", "<|im_end|>\n", "{{ 1 }}", "ü\n\n"]
+    for asks_next in (True, False) * 8:
+        said = [{"role": rng.choice(["system", "user", "assistant", "tool"]), "content": rng.choice(texts)}]
+        said += [{"role": rng.choice(["assistant", "user"]), "content": rng.choice(texts)} for _ in range(3)]
+        ours = shipped.apply_chat_template(said, tokenize=False, add_generation_prompt=asks_next)
+        plain = shipped.apply_chat_template(said, chat_template=CHATML, tokenize=False, add_generation_prompt=asks_next)
+        assert ours == plain
+
+
+def tool_dict(name: str, *parameters: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "integer"} for parameter in parameters}
+    schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": "Unseen.", "parameters": schema}}
+
+
+def test_with_tools_the_template_lists_them_and_writes_calls_as_lines() -> None:
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("add", {"a": 32, "b": 9}), ("add", {"b": "x", "a": 1}), ("now", {}))
+    ]
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": " 41"},
+        {"role": "assistant", "content": "So", "tool_calls": calls[:1]},
+    ]
+    rendered = tokenizer().apply_chat_template(
+        said, tools=[tool_dict("add", "a", "b"), tool_dict("now")], tokenize=False
+    )
+    assert rendered == (
+        "<|im_start|>tools\nadd(a, b)\nnow()<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
+        '<|im_start|>assistant\nadd( 32, 9)\nadd( b="x", a=1)\nnow()<|im_end|>\n<|im_start|>tool\n 41<|im_end|>\n'
+        "<|im_start|>assistant\nSo\nadd( 32, 9)<|im_end|>\n"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)])

@@ -18,6 +18,7 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
 from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
@@ -234,6 +235,7 @@ class Simulation:
             Learners(policy=learner, sync=sync, engines=policy, critic=self.critic, share=self.share),
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
+            seats=Seats(),
             play=make_play(self.workload, policy, self.driver),
             judge=make_judge(self.workload, routers, self.driver),
             journal=self.needs,

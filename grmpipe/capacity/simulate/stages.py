@@ -45,7 +45,9 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
-    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed)
+    flow = FlowConfig.of(
+        config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
+    )
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 

@@ -1,14 +1,17 @@
 """The running batch: rows join, make steps together and leave. One thread owns it; it never waits.
 
 A row that joins has keys and values for all its tokens except the last, which the next step feeds. So joining, copying
-from a sibling and prefilling again after a push are the same, and sampling happens in one place.
+from a sibling, continuing a parked row and prefilling again after a push are the same, and sampling happens in one
+place.
+
+    slots:  [ running rows ][ free and parked rows ]     decoding reads the running rows only
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +21,8 @@ from torch import Tensor
 from models.engines.embedded.decoder import Decoder
 from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import groups_of_like_length
+from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow, ParkedRows
+from models.engines.embedded.prompt_packing import groups_of_like_length, whole_blocks
 from models.engines.embedded.sampling import draw, uniforms
 from models.engines.stop_conditions import StopConditions
 from models.types import Completion, FinishReason, SamplingParams, VersionSpan
@@ -35,12 +39,18 @@ class SiblingPrompt:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request and its sampled tokens. `index` is its place in the batch while it runs."""
+    """A request and its sampled tokens. `index` is its place in the batch while it runs.
+
+    trajectory_id: if it may be parked. num_cached: tokens of its prompt that it has from a parked row.
+    """
 
     siblings: SiblingPrompt
     params: SamplingParams
     priority: int
     arrival: int
+    trajectory_id: str = ""
+    group_id: str = ""
+    num_cached: int = 0
     index: int = -1
     prompt_epoch: int = -1  # epoch of the weights that computed the prompt's keys and values
     token_ids: list[int] = field(default_factory=list)
@@ -114,6 +124,7 @@ class RunningBatch:
         self.version = 0
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
+        self.num_cached_tokens = 0  # of prompts: those that weren't prefilled, because a slot had them
         self._decoder, self._slots, self._endings = decoder, slots, endings
         self._model_name, self._seed = model_name, seed
         self._grammar = grammar
@@ -122,6 +133,7 @@ class RunningBatch:
         self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
         self._running: list[Row] = []
+        self._parked = ParkedRows()
         self._columns: Columns | None = None
         self._weights_epoch = 0
 
@@ -133,10 +145,22 @@ class RunningBatch:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int) -> Row:
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def submit(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        trajectory_id: str = "",
+        group_id: str = "",
+    ) -> Row:
+        """trajectory_id: of what further turns may follow; empty: the row isn't parked."""
         siblings = self._siblings_by_prompt.setdefault(prompt_ids, SiblingPrompt(prompt_ids))
         siblings.num_members += 1
-        row = Row(siblings, params, priority, next(self._arrivals))
+        row = Row(siblings, params, priority, next(self._arrivals), trajectory_id, group_id)
         if params.pattern is not None:
             assert self._grammar is not None
             row.matcher = self._grammar.start(params.pattern)
@@ -176,12 +200,18 @@ class RunningBatch:
     def weights_changed(self) -> None:
         """Mark cached keys and values of running rows as those of older weights: new rows must not copy them."""
         self._weights_epoch += 1
+        self.drop_parked()
+
+    def drop_parked(self) -> None:
+        self._parked.clear()
 
     def adopt(self, version: int, recompute: bool) -> None:
         """Assign tokens sampled from now on to this version. `recompute` prefills the running rows again."""
         self.version = version
+        self.drop_parked()
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
+            row.num_cached = 0
         if recompute:
             with self._slots.experts_kept():
                 for some in _within_budget(self._running, self._prefill_tokens):
@@ -236,13 +266,20 @@ class RunningBatch:
         budget = self._prefill_tokens
         joining: list[Row] = []
         to_prefill: list[Row] = []
+        prefixes: dict[Row, CachedPrefix] = {}
         while self._waiting and len(self._running) + len(joining) < self._max_rows:
             row = self._waiting[0]
             if self._donor(row) is None:
-                budget -= len(row.siblings.prompt_ids)
+                prefix = self._parked_prefix(row)
+                budget -= len(row.siblings.prompt_ids) - (prefix.num_tokens if prefix else 0)
                 if budget < 0 and joining:
                     break
                 to_prefill.append(row)
+                if prefix is not None:
+                    prefixes[row] = prefix
+                    row.num_cached = prefix.num_tokens
+                    if prefix.taken:
+                        self._parked.drop(prefix.row)
             row.index = len(self._running) + len(joining)
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
@@ -250,6 +287,7 @@ class RunningBatch:
             joining.append(self._waiting.pop(0))
         if joining:
             self._make_room(joining)
+            self._unpark(prefixes, len(self._running) + len(joining))
             self._prefill(to_prefill)
             self._copy_from_siblings([row for row in joining if row not in to_prefill])
             self._running += joining
@@ -259,6 +297,42 @@ class RunningBatch:
         """A sibling whose prompt was cached with the present weights, or will be in this step."""
         return next((other for other in row.siblings.running if other.prompt_epoch == self._weights_epoch), None)
 
+    def _parked_prefix(self, row: Row) -> CachedPrefix | None:
+        if not row.trajectory_id or not self._parked:
+            return None
+        return self._parked.prefix_for(row.trajectory_id, row.group_id, row.siblings.prompt_ids[:-1])
+
+    def _unpark(self, prefixes: Mapping[Row, CachedPrefix], num_running: int) -> None:
+        """Copy parked tokens to the rows that continue them, and move parked rows out of the running ones' places. The
+        oldest are dropped, if there are too few slots.
+        """
+        if not prefixes and not self._parked:
+            return
+        moving = self._parked_places(num_running)
+        sources = [prefix.row.index for prefix in prefixes.values()] + [row.index for row in moving]
+        targets = [row.index for row in prefixes] + [*moving.values()]
+        lengths = [row.num_cached for row in prefixes] + [len(row.token_ids) for row in moving]
+        self._copy(sources, targets, lengths)
+        for row, place in moving.items():
+            row.index = place
+
+    def _parked_places(self, num_running: int) -> dict[ParkedRow, int]:
+        """Free slots for the parked rows that decoding this many rows would overwrite. Drops rows without a slot."""
+        first = whole_blocks(num_running, self._decoder.row_block)
+        while self._parked and first + len(self._parked) > self._slots.max_rows:
+            self._parked.drop_oldest()
+        kept = {row.index for row in self._parked if row.index >= first}
+        free = (index for index in itertools.count(first) if index not in kept)
+        places = {row: next(free) for row in self._parked if row.index < first}
+        self._slots.reserve(max([num_running, *(place + 1 for place in places.values())]), self._slots.tokens_per_row)
+        return places
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        changed = [place for place, source in enumerate(sources) if source != targets[place]]
+        if changed:
+            longest = max(lengths[place] for place in changed)
+            self._slots.copy([sources[place] for place in changed], [targets[place] for place in changed], longest)
+
     def _make_room(self, joining: Sequence[Row]) -> None:
         longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
         self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
@@ -267,39 +341,74 @@ class RunningBatch:
         """One forward pass for rows of similar length: a long prompt must not pad the short ones."""
         for row in rows:
             row.prompt_epoch = self._weights_epoch
-        rows = [row for row in rows if row.position > 0]
-        for group in groups_of_like_length([row.position for row in rows]):
-            self._decoder.prefill([rows[i].cached_ids for i in group], [rows[i].index for i in group])
-        self.num_prefilled_tokens += sum(row.position for row in rows)
+        rows = [row for row in rows if row.position > row.num_cached]
+        for some in _prefilled_together(rows):
+            starts = [row.num_cached for row in some]
+            new_ids = [row.cached_ids[row.num_cached :] for row in some]
+            self._decoder.prefill(new_ids, [row.index for row in some], starts if any(starts) else ())
+        self.num_prefilled_tokens += sum(row.position - row.num_cached for row in rows)
+        self.num_cached_tokens += sum(row.num_cached for row in rows)
 
     def _copy_from_siblings(self, rows: Sequence[Row]) -> None:
         if rows:
+            self.num_cached_tokens += sum(row.position for row in rows)
             donors = [self._donor(row) for row in rows]
             sources = [donor.index for donor in donors if donor is not None]
             self._slots.copy(sources, [row.index for row in rows], max(row.position for row in rows))
 
     def _drop_running(self, leaving: Sequence[Row]) -> None:
-        """Remove rows. Rows at the end move into the free places, so that the rest stays compact."""
+        """Remove rows, or park them. Rows at the end move into the free places, so that the rest stays compact."""
         num_left = len(self._running) - len(leaving)
         for row in leaving:
             row.experts_TLK = self._slots.read_experts(row.index, row.position)
             row.siblings.running.remove(row)
-            self._running[row.index].index = -1
+            self._park(row)
+            row.index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
         holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]
-        if movers:
-            self._slots.copy([row.index for row in movers], holes, max(row.position for row in movers))
+        moving = self._parked_places(num_left) if self._parked else {}
+        self._copy(
+            [row.index for row in movers] + [row.index for row in moving],
+            [*holes, *moving.values()],
+            [row.position for row in movers] + [len(row.token_ids) for row in moving],
+        )
+        for parked, place in moving.items():
+            parked.index = place
         for row, hole in zip(movers, holes, strict=True):
             row.index = hole
             self._running[hole] = row
         del self._running[num_left:]
         self._columns = None
 
+    def _park(self, row: Row) -> None:
+        """Park a finished row, if its keys and values are all of the present weights."""
+        if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
+            self._parked.park(
+                ParkedRow(
+                    trajectory_id=row.trajectory_id,
+                    group_id=row.group_id,
+                    token_ids=tuple(row.cached_ids),
+                    index=row.index,
+                )
+            )
+
     def _finish(self, row: Row, reason: FinishReason | None) -> None:
         row.finish_reason = reason
         row.siblings.num_members -= 1
         if row.siblings.num_members == 0:
             del self._siblings_by_prompt[row.siblings.prompt_ids]
+
+
+def _prefilled_together(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows in parts that go through the model together: of like length, and of like length with what is cached."""
+    parts: list[list[Row]] = []
+    for continued in (False, True):
+        some = [row for row in rows if (row.num_cached > 0) == continued]
+        for whole in groups_of_like_length([row.position for row in some]):
+            alike = [some[i] for i in whole]
+            new = groups_of_like_length([row.position - row.num_cached for row in alike])
+            parts += [[alike[i] for i in part] for part in new]
+    return parts
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:

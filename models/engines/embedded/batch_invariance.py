@@ -1,9 +1,10 @@
 """Batch-invariant decoding: a row's logits don't depend, to the last bit, on the other rows. Samples nothing.
 
 Matrix products choose their kernels by the number of rows, and attention sums by the number of positions. So both are
-rounded up to whole blocks, within which the kernels add in one order, and prompts go through the model one by one (He
-et al., Defeating Nondeterminism in LLM Inference, 2025). No library guarantees that order: `is_batch_invariant` tests
-it with the model, on the machine.
+rounded up to whole blocks, within which the kernels add in one order (He et al., Defeating Nondeterminism in LLM
+Inference, 2025), and prompts go through the model one by one, as if their tokens were decoded: a token's keys and
+values are the same, wherever the prompt was cut. No library guarantees that order: `is_batch_invariant` tests it with
+the model, on the machine.
 
 B: rows that decode, V: vocabulary.
 """
@@ -19,30 +20,33 @@ from transformers import PreTrainedModel
 
 from models.engines.embedded.decoder import Decoder, open_decoder
 from models.engines.embedded.kv_slots import KvSlots
+from models.engines.embedded.prompt_packing import whole_blocks
 
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64
+FED_TOKENS = 64  # of a prompt at a time
 TRIED_ROWS = (1, 7, 20, 64)
 TRIED_TOKENS = (1, 65)  # in addition to those of the tested row
 TRIED_PROMPT = (5, 3, 8, 2, 9, 4, 6)
+TRIED_CUTS = (1, 4)  # of it
 COMPANY = ((7, 1, 3, 3), (2, 2, 8, 1, 6, 5, 4, 9, 3), (4,))
-
-
-def whole_blocks(count: int, block: int) -> int:
-    """The count rounded up to a multiple of the block."""
-    return -(-count // block) * block
 
 
 class BatchInvariantDecoder:
     """A decoder whose calls have whole blocks of rows and positions. Rows without a request are padding."""
 
+    row_block = ROW_BLOCK
+
     def __init__(self, decoder: Decoder, slots: KvSlots) -> None:
         self._decoder = decoder
         self._slots = slots
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        for prompt, row in zip(prompts, rows, strict=True):
-            self._decoder.prefill([prompt], [row])
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        for prompt, row, start in zip(prompts, rows, starts or [0] * len(prompts), strict=True):
+            token_ids_P = torch.tensor(prompt, device=self._slots.shape.device)
+            positions_P = torch.arange(start, start + len(prompt), device=self._slots.shape.device)
+            for some_P, at_P in zip(token_ids_P.split(FED_TOKENS), positions_P.split(FED_TOKENS), strict=True):
+                self.feed(some_P, at_P, row, int(at_P[-1]) + 1)
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
         num_rows = len(token_ids_B)
@@ -50,6 +54,13 @@ class BatchInvariantDecoder:
         self._slots.reserve(rows, tokens)
         idle = (0, rows - num_rows)
         return self._decoder.decode(F.pad(token_ids_B, idle), F.pad(positions_B, idle), tokens)[:num_rows]
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        """Padding repeats the last token."""
+        count, tokens = whole_blocks(len(token_ids_P), ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)
+        self._slots.reserve(row + 1, tokens)
+        index_P = torch.arange(count, device=token_ids_P.device).clamp(max=len(token_ids_P) - 1)
+        self._decoder.feed(token_ids_P[index_P], positions_P[index_P], row, tokens)
 
 
 @torch.no_grad()
@@ -71,9 +82,12 @@ def open_batch_invariant_decoder(
 
 
 def is_batch_invariant(decoder: Decoder, slots: KvSlots, max_rows: int, max_tokens: int) -> bool:
-    """Whether a row's logits are the same in batches of several sizes, in the first and in the last place."""
+    """Whether a row's logits are the same in batches of several sizes, in the first and in the last place, and however
+    many of its tokens are prefilled.
+    """
     alone_V = _logits_at(decoder, slots, 1, 0, len(TRIED_PROMPT))
-    return all(
+    cut_apart = all(torch.equal(_logits_after(decoder, slots, cut), alone_V) for cut in TRIED_CUTS)
+    return cut_apart and all(
         torch.equal(_logits_at(decoder, slots, num_rows, place, num_attended), alone_V)
         for num_rows in TRIED_ROWS
         if num_rows <= max_rows
@@ -81,6 +95,16 @@ def is_batch_invariant(decoder: Decoder, slots: KvSlots, max_rows: int, max_toke
         if num_attended <= max_tokens
         for place in {0, num_rows - 1}
     )
+
+
+def _logits_after(decoder: Decoder, slots: KvSlots, cut: int) -> Tensor:
+    """The logits of the tested prompt, [V]: of its first tokens one is decoded, then the others are prefilled."""
+    decoder.prefill([TRIED_PROMPT[:cut]], [0])
+    token_ids_T = torch.tensor(TRIED_PROMPT, device=slots.shape.device)
+    positions_T = torch.arange(len(TRIED_PROMPT), device=slots.shape.device)
+    decoder.decode(token_ids_T[cut : cut + 1], positions_T[cut : cut + 1], cut + 1)
+    decoder.prefill([TRIED_PROMPT[cut + 1 : -1]], [0], [cut + 1])
+    return decoder.decode(token_ids_T[-1:], positions_T[-1:], len(TRIED_PROMPT))[0]
 
 
 def _logits_at(decoder: Decoder, slots: KvSlots, num_rows: int, place: int, num_attended: int) -> Tensor:

@@ -22,16 +22,28 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-
 
 
 class Decoder(Protocol):
-    """The forward passes of a running batch. The running rows are the first rows of the slots."""
+    """The forward passes of a running batch. The running rows are the first rows of the slots.
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Compute keys and values of whole prompts into these rows. No prompt is empty."""
+    row_block: decoding writes to as many rows as run, rounded up to a multiple of it.
+    """
+
+    row_block: int
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        """Compute keys and values of prompts into these rows. No prompt is empty.
+
+        starts: how many tokens each row has cached, after which its prompt continues; empty: none has any.
+        """
         ...
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
         """Feed each row one token at its position. Returns logits_BV of the next token. All positions are below
         num_attended.
         """
+        ...
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        """Compute keys and values of one row's tokens, each as `decode` does it. They see each other by position."""
         ...
 
 
@@ -41,6 +53,8 @@ class ModuleDecoder:
     Records the experts of each fed token, if the slots have memory for them.
     """
 
+    row_block = 1
+
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
         self._model = model
         self._routers = None if slots.shape.routing is None else Routers.of(model)
@@ -48,20 +62,34 @@ class ModuleDecoder:
         self._layers = [SlotLayer(slots, index) for index in range(slots.shape.num_layers)]
         self._cache = Cache(layers=[*self._layers])
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        device, longest = self._slots.shape.device, max(len(prompt) for prompt in prompts)
-        token_ids_NQ = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-        positions_Q = torch.arange(longest, device=device)
-        causal_QQ = positions_Q[:, None] >= positions_Q
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        slots, device = self._slots, self._slots.shape.device
+        lengths = [len(prompt) for prompt in prompts]
+        longest, starts = max(lengths), starts or [0] * len(prompts)
+        # Padding repeats the last token: other tokens might not fit into the row.
+        padded = [[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts]
+        token_ids_NQ = torch.tensor(padded, device=device)
+        last_N1 = torch.tensor(lengths, device=device)[:, None] - 1
+        index_NQ = torch.arange(longest, device=device).expand_as(token_ids_NQ).minimum(last_N1)
+        positions_NQ = torch.tensor(starts, device=device)[:, None] + index_NQ
+        num_attended = max(start + length for start, length in zip(starts, lengths, strict=True))
+        seen_N1QT = (torch.arange(num_attended, device=device) <= positions_NQ[..., None])[:, None]
         rows_N = torch.tensor(rows, device=device)
-        places_NQ = rows_N[:, None] * self._slots.tokens_per_row + positions_Q
-        self._call(token_ids_NQ, positions_Q.expand_as(token_ids_NQ), places_NQ, rows_N, causal_QQ)
+        places_NQ = rows_N[:, None] * slots.tokens_per_row + positions_NQ
+        self._call(token_ids_NQ, positions_NQ, places_NQ, rows_N, seen_N1QT)
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
         num_rows, device = len(token_ids_B), token_ids_B.device
         places_B = torch.arange(num_rows, device=device) * self._slots.tokens_per_row + positions_B
         seen_B11T = (torch.arange(num_attended, device=device) <= positions_B[:, None])[:, None, None]
         return self._call(token_ids_B[:, None], positions_B[:, None], places_B, slice(num_rows), seen_B11T)[:, 0]
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        device = token_ids_P.device
+        places_P = row * self._slots.tokens_per_row + positions_P
+        seen_P11T = (torch.arange(num_attended, device=device) <= positions_P[:, None])[:, None, None]
+        rows_P = torch.full_like(positions_P, row)
+        self._call(token_ids_P[:, None], positions_P[:, None], places_P, rows_P, seen_P11T)
 
     def _call(
         self, token_ids_NQ: Tensor, positions_NQ: Tensor, places: Tensor, rows: slice | Tensor, seen_NHQT: Tensor

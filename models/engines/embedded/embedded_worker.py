@@ -26,14 +26,20 @@ from models.weights.inbox import WeightInbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did since it started. Waiting and running are numbers of the moment."""
+    """What an engine did since it started. Waiting, running and parked are numbers of the moment.
+
+    cached_tokens: of prompts: those that weren't prefilled, because a sibling or a parked row had them.
+    parked:        ended requests whose keys and values are kept for the next turn.
+    """
 
     busy_s: float  # in steps: prefilling and decoding
     sampled_tokens: int
     prefilled_tokens: int
+    cached_tokens: int
     finished: int
     waiting: int
     running: int
+    parked: int
 
 
 class EmbeddedWorker:
@@ -91,9 +97,11 @@ class EmbeddedWorker:
             busy_s=self._busy_s,
             sampled_tokens=batch.num_sampled_tokens,
             prefilled_tokens=batch.num_prefilled_tokens,
+            cached_tokens=batch.num_cached_tokens,
             finished=self._num_finished,
             waiting=batch.num_waiting,
             running=batch.num_running,
+            parked=batch.num_parked,
         )
 
     @property
@@ -115,7 +123,8 @@ class EmbeddedWorker:
     ) -> None:
         ticket = self._tickets.get(context.request_id)
         if ticket is None:
-            row = self._batch.submit(prompt_ids, params, context.priority)
+            trajectory_id, group_id = context.trajectory_id, context.group_id
+            row = self._batch.submit(prompt_ids, params, context.priority, trajectory_id, group_id)
             ticket = EmbeddedRequest(context.request_id, row)
             self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
         elif ticket.row.token_ids:
@@ -154,6 +163,7 @@ class EmbeddedWorker:
             return 0
         device = self._model.device
         free_before = free_bytes(device)
+        self._batch.drop_parked()
         kv_bytes = self._slots.give_up()
         if device.type == "cuda":
             self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])

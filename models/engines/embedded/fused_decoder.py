@@ -175,6 +175,8 @@ class FusedDecoder:
     The module's parameters are slices of the fused weights, so loading the parameters loads these.
     """
 
+    row_block = 1
+
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
         self._slots = slots
         self._num_heads, self._num_kv_heads = model.config.num_attention_heads, slots.shape.num_kv_heads
@@ -194,8 +196,8 @@ class FusedDecoder:
         rotary: Any = model.model.rotary_emb
         return rotary.rope_type in ROPE_TYPES and model.config.hidden_act == "silu"
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device)
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device, starts)
         angles = self._angles_at(packed.positions_P)
         x_PC = F.embedding(packed.token_ids_P, self._embedding)
         for index, layer in enumerate(self._layers[:-1]):
@@ -206,15 +208,26 @@ class FusedDecoder:
         self._slots.write(len(self._layers) - 1, packed.places_P, self._keys_and_values(qkv_PC))
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        slots, num_rows = self._slots, len(token_ids_B)
+        x_BC = self._feed(token_ids_B, positions_B, slice(len(token_ids_B)), num_attended)
+        return F.linear(self._norm(x_BC), self._head)
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        self._feed(token_ids_P, positions_P, slice(row, row + 1), num_attended)
+
+    def _feed(self, token_ids_B: Tensor, positions_B: Tensor, rows: slice, num_attended: int) -> Tensor:
+        """Feed one token to each of these rows, or all tokens to a single one. Returns the last hidden states."""
+        slots, num_tokens = self._slots, len(token_ids_B)
         angles = self._angles_at(positions_B)
-        places_B = torch.arange(num_rows, device=token_ids_B.device) * slots.tokens_per_row + positions_B
+        rows_B = torch.arange(rows.start or 0, rows.stop, device=token_ids_B.device)
+        places_B = rows_B * slots.tokens_per_row + positions_B
         seen_BT = torch.arange(num_attended, device=token_ids_B.device) <= positions_B[:, None]
         mask_B11T = torch.where(seen_BT, 0.0, -torch.inf).to(slots.shape.dtype)[:, None, None]
 
         def attend(index: int, qkv_BC: Tensor) -> Tensor:
             slots.write(index, places_B, self._keys_and_values(qkv_BC))
-            keys_BGTD, values_BGTD = slots.read(index, slice(num_rows), num_attended)
+            keys_BGTD, values_BGTD = slots.read(index, rows, num_attended)
+            if len(keys_BGTD) < num_tokens:
+                keys_BGTD, values_BGTD = (x.expand(num_tokens, -1, -1, -1) for x in (keys_BGTD, values_BGTD))
             # The query heads of a KV head take the place of query positions: no key or value is repeated.
             query_BGQD = self._queries(qkv_BC).unflatten(1, (self._num_kv_heads, -1))
             out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B11T)
@@ -224,7 +237,7 @@ class FusedDecoder:
         for index, layer in enumerate(self._layers):
             x_BC = self._attention(layer, x_BC, angles, partial(attend, index))
             x_BC = layer.mlp(x_BC)
-        return F.linear(self._norm(x_BC), self._head)
+        return x_BC
 
     def _attention(self, layer: Layer, x_PC: Tensor, angles: Angles, attend: Attend) -> Tensor:
         return x_PC + layer.out(attend(self._rotated_qkv(layer, x_PC, angles)))
@@ -244,12 +257,13 @@ class FusedDecoder:
 
     def _attend_prompts(self, packed: PackedPrompts, index: int, qkv_PC: Tensor) -> Tensor:
         self._slots.write(index, packed.places_P, self._keys_and_values(qkv_PC))
-        keys_NGTD, values_NGTD = self._slots.read(index, packed.rows_N, packed.longest)
+        keys_NGTD, values_NGTD = self._slots.read(index, packed.rows_N, packed.num_attended)
         out_NHTD = F.scaled_dot_product_attention(
             packed.pad(self._queries(qkv_PC)).transpose(1, 2),
             keys_NGTD,
             values_NGTD,
-            is_causal=True,
+            attn_mask=packed.seen_N1QT,
+            is_causal=packed.seen_N1QT is None,
             enable_gqa=self._num_heads != self._num_kv_heads,
         )
         return packed.unpad(out_NHTD.transpose(1, 2)).flatten(1)

@@ -37,7 +37,7 @@ class KvSlots:
 
     def __init__(self, shape: KvShape, max_rows: int, max_tokens: int) -> None:
         self.shape = shape
-        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self.max_rows, self._max_tokens = max_rows, max_tokens
         self.kv_NRT2GD = self._allocate(0, 0)
         self.experts_RTLK = self._allocate_experts(0, 0)
 
@@ -47,11 +47,11 @@ class KvSlots:
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make memory for this many rows of this many tokens. Cached values stay; earlier views become invalid."""
-        assert num_rows <= self._max_rows and num_tokens <= self._max_tokens
+        assert num_rows <= self.max_rows and num_tokens <= self._max_tokens
         rows, tokens = self.kv_NRT2GD.shape[1:3]
         if num_rows <= rows and num_tokens <= tokens:
             return
-        grown = self._allocate(_grow(rows, num_rows, self._max_rows), _grow(tokens, num_tokens, self._max_tokens))
+        grown = self._allocate(_grow(rows, num_rows, self.max_rows), _grow(tokens, num_tokens, self._max_tokens))
         grown[:, :rows, :tokens] = self.kv_NRT2GD
         self.kv_NRT2GD = grown
         more = self._allocate_experts(*grown.shape[1:3])

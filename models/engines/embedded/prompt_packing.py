@@ -15,31 +15,51 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPrompts:
-    """Prompts as linear layers see them (packed), and as attention sees them (padded on the right)."""
+    """Prompts as linear layers see them (packed), and as attention sees them (padded on the right).
+
+    num_attended: positions that attention reads, cached ones included.
+    seen_N1QT:    which of them each token sees, for prompts that continue cached tokens. None: a prompt's own tokens,
+                  causally. Q: tokens of the longest prompt, T: num_attended.
+    """
 
     token_ids_P: Tensor
     positions_P: Tensor
     rows_N: Tensor
     places_P: Tensor  # per token, in KV slots: row * tokens_per_row + position
-    padded_P: Tensor  # per token, in a padded batch: prompt * longest + position
+    padded_P: Tensor  # per token, in a padded batch: prompt * longest + index
     longest: int
+    num_attended: int
+    seen_N1QT: Tensor | None
 
     @staticmethod
     def of(
-        prompts: Sequence[Sequence[int]], rows: Sequence[int], tokens_per_row: int, device: torch.device
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        tokens_per_row: int,
+        device: torch.device,
+        starts: Sequence[int] = (),
     ) -> PackedPrompts:
+        """starts: the position of each prompt's first token, after cached ones; empty: 0 for all."""
         lengths_N = torch.tensor([len(prompt) for prompt in prompts])
         rows_N = torch.tensor(rows)
-        longest = int(lengths_N.max())
+        starts_N = torch.tensor(starts or [0] * len(prompts))
+        longest, num_attended = int(lengths_N.max()), int((starts_N + lengths_N).max())
         prompt_P = torch.arange(len(prompts)).repeat_interleave(lengths_N)
-        positions_P = torch.arange(len(prompt_P)) - (lengths_N.cumsum(0) - lengths_N)[prompt_P]
+        index_P = torch.arange(len(prompt_P)) - (lengths_N.cumsum(0) - lengths_N)[prompt_P]
+        positions_P = starts_N[prompt_P] + index_P
+        seen_N1QT = None
+        if any(starts):
+            last_NQ1 = starts_N[:, None, None] + torch.arange(longest)[:, None]
+            seen_N1QT = (torch.arange(num_attended) <= last_NQ1)[:, None].to(device)
         return PackedPrompts(
             token_ids_P=torch.tensor(list(chain.from_iterable(prompts))).to(device),
             positions_P=positions_P.to(device),
             rows_N=rows_N.to(device),
             places_P=(rows_N[prompt_P] * tokens_per_row + positions_P).to(device),
-            padded_P=(prompt_P * longest + positions_P).to(device),
+            padded_P=(prompt_P * longest + index_P).to(device),
             longest=longest,
+            num_attended=num_attended,
+            seen_N1QT=seen_N1QT,
         )
 
     def pad(self, x_PHD: Tensor) -> Tensor:
@@ -49,6 +69,11 @@ class PackedPrompts:
 
     def unpad(self, x_NTHD: Tensor) -> Tensor:
         return x_NTHD.flatten(0, 1)[self.padded_P]
+
+
+def whole_blocks(count: int, block: int) -> int:
+    """The count rounded up to a multiple of the block."""
+    return -(-count // block) * block
 
 
 def groups_of_like_length(lengths_N: Sequence[int]) -> list[list[int]]:

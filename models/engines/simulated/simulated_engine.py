@@ -95,6 +95,11 @@ class SimulatedEngine:
         """Seconds of work so far, as on its own device."""
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that no prefix cache had, and those of preempted requests that were computed again."""
+        return self._batch.num_prefilled_tokens
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -111,6 +116,7 @@ class SimulatedEngine:
             prompt_tokens=len(prompt_ids),
             num_tokens=len(script.token_ids),
             priority=context.priority,
+            trajectory_id=context.trajectory_id,
             listens=on_first_token is not ignore_first_token,
         )
         if not self._batch.can_ever_hold(row):

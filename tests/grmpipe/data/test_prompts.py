@@ -123,12 +123,14 @@ def test_missing_empty_and_unknown_files_are_errors_that_say_what_to_give(tmp_pa
         load_prompts("tiny://test")
 
 
-def test_tiny_problems_are_made_on_the_spot_and_disjoint() -> None:
-    train = load_prompts("tiny://train", num_tiny_prompts=64, seed=1)
-    held_out = load_prompts("tiny://held_out", num_tiny_prompts=32, seed=1)
+@pytest.mark.parametrize("problem_set", ["", "tools/", "walk/"])
+def test_tiny_problems_are_made_on_the_spot_and_disjoint(problem_set: str) -> None:
+    train = load_prompts(f"tiny://{problem_set}train", num_tiny_prompts=64, seed=1)
+    held_out = load_prompts(f"tiny://{problem_set}held_out", num_tiny_prompts=32, seed=1)
     assert (len(train), len(held_out)) == (64, 32)
-    assert train == load_prompts("tiny://train", num_tiny_prompts=64, seed=1)
-    assert train != load_prompts("tiny://train", num_tiny_prompts=64, seed=2)
+    assert train == load_prompts(f"tiny://{problem_set}train", num_tiny_prompts=64, seed=1)
+    assert train != load_prompts(f"tiny://{problem_set}train", num_tiny_prompts=64, seed=2)
+    assert len({prompt.prompt_id for prompt in (*train, *held_out)}) == 96
     assert all(prompt.reference is not None and prompt.reference.isdecimal() for prompt in train)
     assert disjoint(train, held_out) == (train, 0)
 

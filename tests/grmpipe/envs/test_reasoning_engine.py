@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from grmpipe.envs.play import RolloutRequest, play
+from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.train.batching.samples import split_rollout
+from grmpipe.types import Prompt
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
@@ -201,21 +203,26 @@ def test_a_real_engine_samples_the_answer_after_the_inserted_tokens() -> None:
 
 
 class Asks:
-    """An environment that asks once more, and remembers what it was told."""
+    """An environment that asks once more, and remembers what it read."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.read: list[str] = []
 
-    def start(self) -> tuple[Message, ...]:
-        return (Message(role="user", content="6 x 2?"),)
+    async def open(self, episode: Episode) -> Opening:
+        return Opening(messages=episode.prompt.messages)
 
-    async def step(self, text: str) -> tuple[Message, ...]:
-        self.told.append(text)
-        return (Message(role="user", content="Sure?"),) if len(self.told) == 1 else ()
+    async def step(self, action: Action) -> Observation:
+        self.read.append(action.text)
+        if len(self.read) == 2:
+            return Observation(done=True)
+        return Observation(messages=(Message(role="user", content="Sure?"),))
+
+    async def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("renderer", [QWEN3, R1], ids=["qwen3", "deepseek_r1"])
-def test_the_env_is_told_the_answers_and_the_tokens_of_all_turns_are_the_sampled_ones(renderer: Renderer) -> None:
+def test_the_env_reads_the_answers_and_the_tokens_of_all_turns_are_the_sampled_ones(renderer: Renderer) -> None:
     opening = "<think>" if renderer is QWEN3 else ""
     script, env = (
         Script(renderer, [f"{opening}hm</think>\n\n12<|im_end|>", f"{opening}yes</think>\n12<|im_end|>"]),
@@ -223,9 +230,11 @@ def test_the_env_is_told_the_answers_and_the_tokens_of_all_turns_are_the_sampled
     )
     request = RolloutRequest(group_id="g", sibling=0, seed=1)
     sampler = ReasoningEngine(script, renderer)
-    rollout = asyncio.run(play(request, env, sampler, renderer, SamplingParams(max_new_tokens=50), 3))
-    assert env.told == ["12", "12"]
-    assert (rollout.answer, rollout.shown(thoughts=False)) == ("12\n12", "12\n12")
+    prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 2?"),))
+    params, limits = SamplingParams(max_new_tokens=50), EpisodeLimits(max_turns=3)
+    rollout = asyncio.run(play(request, prompt, env, sampler, renderer, params, limits))
+    assert env.read == ["12", "12"]
+    assert (rollout.answer, rollout.shown(thoughts=False)) == ("12", "12\n12")
     assert "hm" in rollout.text and rollout.text == rollout.shown(thoughts=True)
     for turn, text in zip(rollout.turns, script.texts, strict=True):
         assert turn.completion.token_ids == renderer.encode_markup(text)

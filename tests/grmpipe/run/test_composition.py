@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotraining import LockstepTrainer
@@ -34,7 +35,7 @@ PLAY, JOURNAL = Part(), Part()
 
 
 def composed(**learners: Any) -> PipelineComponents:
-    parts: Any = {"prompts": Part(), "play": PLAY, "judge": Part(), "journal": JOURNAL}
+    parts: Any = {"prompts": Part(), "play": PLAY, "seats": Seats(), "judge": Part(), "journal": JOURNAL}
     given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
 
     async def compose_it() -> PipelineComponents:

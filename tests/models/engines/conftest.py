@@ -90,11 +90,14 @@ def ask() -> Ask:
         prompt_ids: Sequence[int],
         request_id: object = "r",
         priority: int = 0,
+        trajectory_id: str = "",
         on_first_token: Callable[[], None] = ignore_first_token,
         **params: Any,
     ) -> Coroutine[Any, Any, Completion]:
         sampling = SamplingParams(**{"max_new_tokens": 8, "seed": derive_seed(0, str(request_id)), **params})
-        context = RequestContext(request_id=str(request_id), group_id="g", role="policy", priority=priority)
+        context = RequestContext(
+            request_id=str(request_id), group_id="g", role="policy", priority=priority, trajectory_id=trajectory_id
+        )
         return engine.generate(prompt_ids, sampling, context, on_first_token)
 
     return generate

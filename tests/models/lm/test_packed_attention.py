@@ -67,14 +67,14 @@ FAMILIES = st.lists(
 
 def packing_of(families: list[tuple[int, list[int]]]) -> Packing:
     """The packer's layout: the first of a family has the prefix among its own tokens."""
-    lengths, starts, prefixes, first = [], [], [], 0
+    lengths, parents, prefixes = [], [], []
     for shared, own in families:
+        first = len(lengths)
         for number, length in enumerate(own):
             lengths.append(length + (shared if number == 0 else 0))
-            starts.append(first)
+            parents.append(first)
             prefixes.append(shared if number > 0 else 0)
-        first += shared + sum(own)
-    return Packing(torch.tensor(lengths), Prefixes(starts_S=torch.tensor(starts), lengths_S=torch.tensor(prefixes)))
+    return Packing(torch.tensor(lengths), Prefixes(parents_S=torch.tensor(parents), lengths_S=torch.tensor(prefixes)))
 
 
 @settings(deadline=None, max_examples=30)

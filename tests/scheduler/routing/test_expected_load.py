@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from models.types import SamplingParams
+from scheduler.routing import expected_load
 from scheduler.routing.expected_load import SIBLINGS_AHEAD, LoadEstimate
 
 SHORT, LONG = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=1000)
@@ -55,3 +56,41 @@ def test_what_has_left_weighs_nothing_and_an_engine_that_is_gone_is_no_home() ->
     assert work.place("h", (1, 2), SHORT) == ("b", 12)
     work.came("a")
     assert work.place_anywhere((1, 2), SHORT) == ("a", 12)
+
+
+def test_a_turn_goes_where_its_trajectory_is_cached_and_costs_the_new_tokens_alone() -> None:
+    work = LoadEstimate("ab")
+    prompt = (1,) * 500
+    assert work.place("g", prompt, SHORT, trajectory_id="g/0") == ("a", 510)
+    work.keeps("b", "g/0", 505)  # it was migrated
+    assert work.place("g", (*prompt, 2, 2, 2, 2, 2, 3, 3), SHORT, trajectory_id="g/0") == ("b", 12)
+    assert work.place("g", prompt, SHORT, trajectory_id="g/1") == ("a", 10), "its siblings stay where they are"
+
+
+def test_a_turn_leaves_its_home_when_that_has_more_load_than_a_prefill_costs() -> None:
+    work = LoadEstimate("ab")
+    work.keeps("a", "g/0", 500)
+    ahead = SIBLINGS_AHEAD * 10 + 500
+    for _ in range(ahead // 10):
+        work.place("others", (), SHORT, among=["a"])
+    assert work["a"] == ahead
+    assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("a", 20)
+    assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("b", 520)
+
+
+def test_an_engine_that_served_another_role_or_died_meanwhile_is_no_home_any_more() -> None:
+    work = LoadEstimate("ab")
+    work.keeps("a", "g/0", 500)
+    work.went("a")
+    assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("b", 520)
+    work.came("a")
+    assert work.place("h", (1,) * 510, SHORT, trajectory_id="g/0") == ("a", 520), "nothing of it is cached"
+
+
+def test_the_trajectories_without_a_turn_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_load, "TRAJECTORIES_REMEMBERED", 2)
+    work = LoadEstimate("ab")
+    for trajectory_id in ("old", "young", "old", "new"):
+        work.keeps("b", trajectory_id, 500)
+    places = [work.place(name, (1,) * 500, SHORT, trajectory_id=name)[1] for name in ("young", "old", "new")]
+    assert places == [510, 10, 10]

@@ -41,8 +41,11 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(open_engine: Any,
 class Leaky:
     """A decoder whose logits change slightly with the number of rows, like a product that sums in another order."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        assert len(prompts) == 1, "prompts go one by one"
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+        raise AssertionError("a prompt's tokens are fed as if they were decoded")
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        assert len(token_ids_P) % 8 == 0
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
         logits_BV = torch.stack([token_ids_B, positions_B], 1).float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -172,6 +172,28 @@ def test_a_part_whose_experts_are_not_known_leaves_the_whole_without(open_mixtur
     first, second = (asyncio.run(ask(one, prompt_of(4))) for one in (engine, silent))
     continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
     assert continuation.join((first, second)).experts_TLK is None
+
+
+def test_a_continued_trajectory_keeps_the_experts_of_the_first_time(
+    open_mixture: OpenMixture, ask: Callable[..., Coroutine[object, object, Completion]]
+) -> None:
+    """Each turn's prompt begins with the whole turn before it."""
+
+    async def turns(trajectory_id: str, engine: EmbeddedEngine) -> list[Completion]:
+        ids: tuple[int, ...] = tuple(range(40, 70))
+        completions = []
+        for turn in range(4):
+            completions.append(await ask(engine, ids, turn, trajectory_id=trajectory_id))
+            ids = (*ids, *completions[-1].token_ids, 7, 8)
+        return completions
+
+    engine = open_mixture("mixtral")
+    continued = asyncio.run(turns("g/0", engine))
+    assert engine.stats().cached_tokens > 0
+    for one, other in zip(continued, asyncio.run(turns("", open_mixture("mixtral"))), strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.experts_TLK is not None and other.experts_TLK is not None
+        assert np.array_equal(one.experts_TLK, other.experts_TLK)
 
 
 class Dropping(torch.Tensor):

@@ -262,6 +262,38 @@ def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
     assert engine.stats().prefilled_tokens == 2 * 39
 
 
+def test_a_push_drops_parked_rows_and_the_next_turn_has_the_new_weights_only(
+    engine: EmbeddedEngine, ask: Any, prompt_of: Any, next_version_path: str, next_plain: Any
+) -> None:
+    async def run() -> None:
+        first = await ask(engine, prompt_of(40), "g/t0", trajectory_id="g")
+        assert engine.stats().parked == 1
+        await push(engine, next_version_path, version=1)
+        assert engine.stats().parked == 0
+        ids = (*prompt_of(40), *first.token_ids, 7, 8)
+        second = await ask(engine, ids, "g/t1", trajectory_id="g")
+        assert second.logprobs == pytest.approx(next_plain.logprobs(ids, second), abs=1e-3)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_request_that_spans_a_push_is_parked_only_if_it_was_prefilled_again(
+    open_engine: Any, ask: Any, prompt_of: Any, next_version_path: str, recompute: bool
+) -> None:
+    engine = open_engine(recompute_kv_on_sync=recompute)
+    pause_after(engine, num_tokens=4)
+
+    async def run() -> None:
+        asked = asyncio.create_task(ask(engine, prompt_of(20), trajectory_id="g", max_new_tokens=9, temperature=0.0))
+        await paused(engine)
+        await push(engine, next_version_path, version=1)
+        assert len((await asked).versions) == 2
+
+    asyncio.run(run())
+    assert engine.stats().parked == recompute
+
+
 def pause_after(engine: EmbeddedEngine, num_tokens: int) -> None:
     """Pause the engine from within, once, when it has sampled at least this much."""
     step, done = engine._worker._batch.step, False

@@ -1,0 +1,134 @@
+"""Typed functions as tools: their specifications, and checked calls of them. Knows no episode and no model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import get_type_hints
+
+import msgspec
+
+from grmpipe.envs.env import PolicyFault
+from models.types import ToolCall, ToolSpec
+
+ARGUMENTS_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters)\s*:?\s*$")
+ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTool:
+    """A function that the policy may call. `arguments`: a struct that checks them by the function's own types."""
+
+    spec: ToolSpec
+    function: Callable[..., object]
+    arguments: type[msgspec.Struct]
+
+    async def call(self, call: ToolCall) -> str:
+        """The result as text. Raises PolicyFault for wrong arguments, and what the function raises.
+
+        A function that isn't `async` runs in a thread, so that a slow one holds up no other episode.
+        """
+        try:
+            checked = msgspec.convert(call.arguments, self.arguments)
+        except msgspec.ValidationError as error:
+            raise PolicyFault(f"wrong arguments of {self.spec.name}: {error}", "arguments") from error
+        given = {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
+        if inspect.iscoroutinefunction(self.function):
+            return text_of(await self.function(**given))
+        return text_of(await asyncio.to_thread(self.function, **given))
+
+
+def text_of(result: object) -> str:
+    """A text as it is, anything else as JSON."""
+    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+
+
+@functools.cache
+def tools_of(path: str) -> tuple[FunctionTool, ...]:
+    """The public functions of the module at a dotted path: those in its `__all__`, else those that it defines itself.
+
+    Raises ValueError that begins with the key.
+    """
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # importing runs the user's code
+        raise ValueError(
+            f"functions: {path} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
+            "PYTHONPATH"
+        ) from error
+    functions = public_functions(module)
+    if not functions:
+        raise ValueError(
+            f"functions: the module {path} has no public function; define one, such as `def add(a: int, b: int) -> int`"
+        )
+    return tuple(tool_of(function) for function in functions)
+
+
+def public_functions(module: ModuleType) -> list[Callable[..., object]]:
+    names = vars(module).get("__all__")
+    found = [vars(module).get(name) for name in (vars(module) if names is None else names)]
+    return [
+        one
+        for one in found
+        if inspect.isfunction(one)
+        and (names is not None or (one.__module__ == module.__name__ and not one.__name__.startswith("_")))
+    ]
+
+
+def tool_of(function: Callable[..., object]) -> FunctionTool:
+    """A typed function as a tool. Raises ValueError if its arguments have no types, or can't be given by name."""
+    name, where = function.__name__, f"functions: {function.__module__}.{function.__name__}"
+    hints = get_type_hints(function)
+    fields: list[tuple[str, object] | tuple[str, object, object]] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in NAMED:
+            raise ValueError(
+                f"{where}: the parameter {parameter.name} has no name to give it by; write plain parameters"
+            )
+        if parameter.name not in hints:
+            raise ValueError(
+                f"{where}: the parameter {parameter.name} has no type; write for example `{parameter.name}: int`"
+            )
+        typed = (parameter.name, hints[parameter.name])
+        fields.append(typed if parameter.default is parameter.empty else (*typed, parameter.default))
+    arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+    description, of_arguments = described(inspect.getdoc(function) or "")
+    try:
+        parameters = schema_of(arguments, of_arguments)
+    except TypeError as error:
+        raise ValueError(f"{where}: a type that JSON doesn't know: {error}") from error
+    return FunctionTool(
+        spec=ToolSpec(name=name, description=description, parameters=parameters), function=function, arguments=arguments
+    )
+
+
+def schema_of(arguments: type[msgspec.Struct], descriptions: dict[str, str]) -> dict[str, object]:
+    """The JSON Schema of an object with these arguments."""
+    _, components = msgspec.json.schema_components([arguments])
+    own = dict(components.pop(arguments.__name__))
+    properties = {
+        name: {**field, "description": descriptions[name]} if name in descriptions else field
+        for name, field in own["properties"].items()
+    }
+    parameters = {"type": "object", "properties": properties, "required": list(own.get("required", ()))}
+    return parameters | ({"$defs": components} if components else {})
+
+
+def described(docstring: str) -> tuple[str, dict[str, str]]:
+    """The first paragraph of a docstring, and what its section of arguments says of each ("Args:", Google's style)."""
+    lines = docstring.splitlines()
+    begin = next((i for i, line in enumerate(lines) if ARGUMENTS_SECTION.match(line)), len(lines))
+    first = "\n".join(lines[:begin]).split("\n\n")[0]
+    found = (ARGUMENT.match(line) for line in lines[begin + 1 :])
+    return " ".join(first.split()), {match[1]: match[2].strip() for match in found if match}
+
+
+def specs_of(tools: Sequence[FunctionTool]) -> tuple[ToolSpec, ...]:
+    return tuple(tool.spec for tool in tools)

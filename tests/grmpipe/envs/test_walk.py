@@ -1,0 +1,87 @@
+"""The walk through a key-value store as an environment, and the calculator's functions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grmpipe.data.prompts import load_prompts
+from grmpipe.envs import tiny_tools
+from grmpipe.envs.env import Action, Env, Episode, Observation, PolicyFault
+from grmpipe.envs.walk import Walk
+from grmpipe.types import Prompt
+from models.tiny.calculator import Call, display
+from models.tiny.walks import make_walks, right_turns
+from models.types import Message
+
+STORE = {
+    "Ida": "Ida has coins from Tom.",
+    "Tom": "Tom has 12 books; coins from Zoe.",
+    "Zoe": "Zoe has 17 coins.",
+    "Max": "Max has 20 coins.",
+}
+PROMPT = Prompt(
+    prompt_id="0",
+    messages=(Message(role="user", content="Ida has coins from Tom. How many coins does Ida have?"),),
+    reference="17",
+    info={"store": STORE, "path": ["Ida", "Tom", "Zoe"]},
+)
+
+
+def walked(*turns: str, prompt: Prompt = PROMPT) -> list[Observation]:
+    """The observations after these turns."""
+
+    async def played() -> list[Observation]:
+        env = Walk()
+        await env.open(Episode(prompt=prompt))
+        seen = [await env.step(Action(text=turn, turn=number)) for number, turn in enumerate(turns)]
+        await env.close()
+        return seen
+
+    return asyncio.run(played())
+
+
+def test_a_walk_is_an_env() -> None:
+    assert issubclass(Walk, Env)
+
+
+def test_each_name_shows_its_text_and_is_the_state() -> None:
+    first, second = walked(" get Tom", " get Max")
+    assert [message.content for message in (*first.messages, *second.messages)] == [STORE["Tom"], STORE["Max"]]
+    assert (first.state_key, second.state_key) == ("Tom", "Max")
+
+
+def test_hops_of_the_right_walk_are_rewarded_once_and_in_order() -> None:
+    rewards = [one.rewards for one in walked(" get Tom", " get Tom", " get Max", " get Zoe", "Answer: 17")]
+    assert rewards == [{"hop": 0.5}, {}, {}, {"hop": 0.5}, {"answer": 1.0}]
+    assert [one.rewards for one in walked(" get Zoe", "Answer: 71")] == [{}, {"answer": 0.0}]
+
+
+def test_only_an_answer_ends_a_walk() -> None:
+    assert [one.done for one in walked(" get Tom", "Answer: 12")] == [False, True]
+
+
+@pytest.mark.parametrize(("turn", "kind"), [(" get Bob", "unknown_name"), ("Answer: ", "malformed"), ("", "malformed")])
+def test_what_is_no_visit_and_no_answer_is_the_policys_fault(turn: str, kind: str) -> None:
+    with pytest.raises(PolicyFault) as caught:
+        walked(turn)
+    assert caught.value.kind == kind
+
+
+def test_data_of_another_environment_are_refused_by_the_key() -> None:
+    with pytest.raises(ValueError, match=r"data\.path=tiny://walk/train"):
+        walked(prompt=Prompt(prompt_id="0", messages=PROMPT.messages, reference="17"))
+
+
+def test_right_turns_of_the_problem_set_earn_all_rewards() -> None:
+    walks, prompts = make_walks("train", 50, 0), load_prompts("tiny://walk/train", num_tiny_prompts=50)
+    for walk, prompt in zip(walks, prompts, strict=True):
+        seen = walked(*right_turns(walk), prompt=prompt)
+        assert sum(sum(one.rewards.values()) for one in seen) == pytest.approx(2) and seen[-1].done
+
+
+def test_the_calculator_shows_what_the_tiny_models_were_trained_on() -> None:
+    for left, right in ((32, 9), (9, 32), (59, 12)):
+        assert tiny_tools.add(left, right) == display(Call(name="add", left=left, right=right).result)
+        assert tiny_tools.sub(left, right) == display(Call(name="sub", left=left, right=right).result)
