@@ -14,10 +14,12 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
+from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
-from grmpipe.envs.isolation.stages import FaultInjection, SeatCounts, StageLimits
+from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.limited_env import StageLimits
 
 APPTAINER = "apptainer"
 INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_seat")
@@ -125,9 +127,7 @@ class ContainerSeat:
 class ContainerHost:
     """Containers of one run, each with its label."""
 
-    def __init__(
-        self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits, faults: FaultInjection | None
-    ) -> None:
+    def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits, faults: FaultInjection) -> None:
         self.seats = SeatCounts()
         self._config = config
         self._token = leftovers.token

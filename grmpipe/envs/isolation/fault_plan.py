@@ -6,14 +6,25 @@ import random
 from dataclasses import dataclass
 
 from grmpipe.envs.env import Episode
-from grmpipe.envs.isolation.stages import FaultInjection
 from models.seeds import derive_seed
 
 OPENING = -1  # the turn of `open`
 LAST_TURN = 2  # no fault waits for a later turn than this
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultInjection:
+    """Faults on purpose, to see that none becomes a reward.
+
+    share: of episodes that lose their process at a random moment.
+    seed:  with the episode's own one, decides which and when.
+    """
+
+    share: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FaultMoment:
     """The moment of one episode at which its process is killed.
 
@@ -25,13 +36,12 @@ class FaultMoment:
     delay_s: float
 
     def has_come(self, turn: int, *, is_done: bool = False) -> bool:
+        """Whether an episode is hit in this turn."""
         return turn >= self.turn or is_done
 
 
-def fault_moment(injection: FaultInjection | None, episode: Episode) -> FaultMoment | None:
+def fault_moment(injection: FaultInjection, episode: Episode) -> FaultMoment | None:
     """When an episode is to be hit; None: it is spared. The same for the same seeds, sibling and attempt."""
-    if injection is None:
-        return None
     name = f"{episode.group_id}/{episode.sibling}/{episode.attempt}/{episode.seed}"
     draw = random.Random(derive_seed(injection.seed, name))
     if draw.random() >= injection.share:

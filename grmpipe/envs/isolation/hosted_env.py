@@ -20,7 +20,7 @@ from typing import Protocol
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.fault_plan import OPENING, FaultMoment, fault_moment
+from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
 from grmpipe.envs.isolation.messages import (
     BadFrame,
     Began,
@@ -40,7 +40,8 @@ from grmpipe.envs.isolation.messages import (
     next_report,
 )
 from grmpipe.envs.isolation.seat import LIMIT
-from grmpipe.envs.isolation.stages import FaultInjection, SeatCounts, StageLimits
+from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import EnvCause
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class HostedEnv:
         limits: StageLimits,
         seats: SeatCounts,
         taken: set[HostedEnv],
-        faults: FaultInjection | None = None,
+        faults: FaultInjection,
     ) -> None:
         self._take_seat = take_seat
         self._limits = limits

@@ -18,12 +18,14 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.confinement import Bounds, readable
+from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, Ready, Setup
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
 from grmpipe.envs.isolation.messages import BadFrame, Ended, next_report
-from grmpipe.envs.isolation.stages import FaultInjection, SeatCounts, StageLimits
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
+from grmpipe.envs.limited_env import StageLimits
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class ProcessHost:
         config: EnvConfig,
         leftovers: Leftovers,
         limits: StageLimits,
-        faults: FaultInjection | None,
+        faults: FaultInjection,
         without: tuple[str, ...] = (),
     ) -> None:
         self.seats = SeatCounts()

@@ -11,13 +11,14 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grmpipe.config.env import CUSTOM, EnvConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import INPROCESS, PROCESS, RUNTIMES, IsolationConfig
 from grmpipe.envs.env import EnvFault, Episode
 from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.leftovers import clear, noted
 from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.stages import StageLimits
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
 # Parts whose work another part does too: the supervisor finds and kills all descendants, Landlock forbids writing.
@@ -30,6 +31,7 @@ SPARE = (
     "no new capabilities",
 )
 COMMAND_S = 10.0
+LIMITS = StageLimits(boot_s=30, step_s=5, close_s=5, max_observation_chars=1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,13 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
     outside = folder / "outside"
     outside.mkdir()
     config = EnvConfig(
-        kind=CUSTOM,
+        kind="custom",
         target="grmpipe.envs.isolation.trial.Trial",
         options={"outside": str(outside), "processes": isolation.max_processes},
         isolation=isolation,
     )
     left = noted(folder)
-    host = ProcessHost(config, left, StageLimits(), None)
+    host = ProcessHost(config, left, LIMITS, FaultInjection())
     try:
         await host.start()
         env = host.env()

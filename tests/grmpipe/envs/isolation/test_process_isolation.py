@@ -20,11 +20,12 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.isolation.env_host import open_env_host
+from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.envs.isolation.report import isolation_report
-from grmpipe.envs.isolation.stages import FaultInjection, StageLimits
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
@@ -33,7 +34,8 @@ from adversary import DAEMON
 
 T = TypeVar("T")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
-LIMITS = StageLimits(boot_s=5, step_s=0.5, close_s=0.3)
+LIMITS = StageLimits(boot_s=5, step_s=0.5, close_s=0.3, max_observation_chars=8000)
+NO_FAULTS = FaultInjection()
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=8, file_mb=4)
 NAMESPACES = ("user namespace", "process namespace", "IPC namespace", "network namespace", "mount namespace")
 
@@ -55,7 +57,7 @@ class Host:
         without: tuple[str, ...] = (),
         config: EnvConfig | None = None,
         limits: StageLimits = LIMITS,
-        faults: FaultInjection | None = None,
+        faults: FaultInjection = NO_FAULTS,
     ) -> None:
         self.runner = asyncio.Runner()
         self.run_dir = run_dir
@@ -346,7 +348,7 @@ def test_a_step_that_is_cancelled_leaves_a_seat_that_can_be_closed(host: Host) -
 def test_a_class_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
     async def start() -> None:
         config = replace(config_of(), target="adversary.Missing")
-        async with open_env_host(config, run_dir=tmp_path, limits=LIMITS):
+        async with open_env_host(config, run_dir=tmp_path):
             pass
 
     with pytest.raises(ValueError, match=r"target: the module adversary has no Missing"):
@@ -358,12 +360,13 @@ DRIVER = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_process_isolation import LIMITS, StageLimits, config_of, episode, open_env_host
+from dataclasses import replace
+from test_process_isolation import config_of, episode, open_env_host
 from grmpipe.envs.env import Action
 
 async def main():
-    limits = StageLimits(boot_s=60, step_s=60, close_s=60)
-    async with open_env_host(config_of(), run_dir=Path(sys.argv[1]), limits=limits) as host:
+    config = replace(config_of(), step_s=60, close_s=60)
+    async with open_env_host(config, run_dir=Path(sys.argv[1])) as host:
         envs = [host.env() for _ in range(3)]
         for env in envs:
             await env.open(episode())
