@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grmpipe.data.tiny_prompts import TINY, tiny_prompts
@@ -19,8 +19,9 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a problem set such as tiny://train.
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
-    number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are
-    ignored. ValueError names file, line (Parquet: row), field and what was expected.
+    number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the environment),
+    `prompt_id` and `source`; other columns are ignored. ValueError names file, line (Parquet: row), field and what was
+    expected.
     """
     if path.startswith(TINY):
         return tiny_prompts(path, num_tiny_prompts, seed)
@@ -110,6 +111,7 @@ def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
         source=text_of(row, "source", where, ""),
         reference=reference_of(row, where),
         rubric=rubric_of(row, where),
+        info=info_of(row, where),
     )
     refuse_half_characters(texts_of(prompt), where)
     return prompt
@@ -177,6 +179,19 @@ def rubric_of(row: Row, where: str) -> tuple[Criterion, ...]:
     if not isinstance(rubric, list):
         raise ValueError(f"{where}: rubric: expected a list of texts or of {{text, weight}}, got {shown(rubric)}")
     return tuple(criterion_of(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
+
+
+def info_of(row: Row, where: str) -> Mapping[str, object]:
+    """A JSON object, or its text: Parquet gives the objects of a column all keys of any of them."""
+    info = row.get("info", {})
+    if isinstance(info, str):
+        try:
+            info = json.loads(info)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: info: expected a JSON object, got a text that is no JSON ({error})") from error
+    if not isinstance(info, dict):
+        raise ValueError(f"{where}: info: expected a JSON object, which the environment reads, got {shown(info)}")
+    return info
 
 
 def criterion_of(criterion: object, where: str) -> Criterion:

@@ -28,4 +28,6 @@ def env_factory(config: EnvConfig) -> MakeEnv:
         inspect.signature(make).bind(**config.arguments)
     except TypeError as error:
         raise ValueError(f"options: {config.path} can't be made with {config.arguments}: {error}") from error
+    if not config.is_custom:
+        make(**config.arguments)  # ours check what they are given
     return lambda: make(**config.arguments)

@@ -75,6 +75,10 @@ class EnvCounts:
         """The environments' share of the time of all episodes."""
         return self.env_s / self.took_s if self.took_s else 0.0
 
+    def stall_s(self, rollouts_s: float) -> float:
+        """The part of a wait for rollouts for which the environments are to blame: an estimate."""
+        return rollouts_s * self.time_share
+
     def metrics(self) -> Metrics:
         """Metrics of a step; without an environment only what truncated the rollouts."""
         metrics = {f"rollout/truncated_{reason}": float(n) for reason, n in sorted(self.truncated.items())}

@@ -13,7 +13,6 @@ from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.envs.env_factory import env_factory
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.labels import rule_of
@@ -24,6 +23,7 @@ from grmpipe.validate.context_limits import check_judges, check_policy
 from grmpipe.validate.critic_model import CriticModel, find_critic
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
+from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
 from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
@@ -84,8 +84,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_peft(config)
     data = read_data(config)
     check_objective(config)
-    with section("env."):
-        env_factory(config.env)
+    check_env(config)
     policy = find_model(roles.served[POLICY], config, progress)
     grms = tuple(find_model(roles.served[role], config, progress) for role in config.judging.local_roles)
     prepared = Prepared(
@@ -104,6 +103,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         critic=critic_model(config, policy, progress),
     )
     check_models(prepared)
+    check_tools(config, policy)
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
     check_scalar_judges(config, prepared.scalars, data)

@@ -62,9 +62,8 @@ def draw_walk(rng: random.Random) -> Walk:
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
     path, others = names[: num_hops + 1], names[num_hops + 1 :]
     thing, answer = rng.choice(THINGS), rng.randint(*NUMBERS)
-    graph = {
-        name: draw_entries(rng, thing, after, others) for name, after in zip(path, [*path[1:], answer], strict=True)
-    }
+    nexts: list[str | int] = [*path[1:], answer]
+    graph = {name: draw_entries(rng, thing, after, others) for name, after in zip(path, nexts, strict=True)}
     for place, name in enumerate(others):
         graph[name] = draw_entries(rng, thing, draw_entry(rng, others[place + 1 :]), others[place + 1 :])
     question = f"{shown(path[0], graph[path[0]])} How many {thing} does {path[0]} have?"

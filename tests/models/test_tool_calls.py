@@ -230,8 +230,10 @@ def test_a_turn_has_no_more_calls_than_the_limit() -> None:
 
 
 TOKENS = [
-    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>", "\x00", "\ud800",
-    "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", "(", ")", '"', "'", "\\", ",", ":", ";", '"name"', '"arguments"', "f'{",
+    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>", "\x00",
+    "\ud800",
+    "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", "(", ")", '"', "'", "\\", ",", ":", ";", '"name"', '"arguments"',
+    "f'{",
     '"parameters"', "add(", "1", "-", "\n", " ", "=", "get", "a", '{"name": "add", "arguments": {', "ü", "lambda", "*",
 ]  # fmt: skip
 

@@ -1,0 +1,44 @@
+"""Checks that the environment can be made, and that policy, limits and capacity fit it. Opens no environment."""
+
+from __future__ import annotations
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.envs.env_factory import env_factory
+from grmpipe.validate.sections import section
+
+
+def check_env(config: RunConfig) -> None:
+    """Check the class and its limits, before any model is looked for."""
+    env, rollout, train = config.env, config.rollout, config.train
+    with section("env."):
+        env_factory(env)
+    if env.env_kind.is_single:
+        return
+    if env.capacity < train.group_size:
+        raise ConfigError(
+            f"env.capacity: {env.capacity} episodes at once are fewer than the {train.group_size} of a group, which "
+            f"begin together; type env.capacity={train.group_size} or more"
+        )
+    if env.episode_s >= rollout.group_deadline_s:
+        raise ConfigError(
+            f"env.episode_s: {env.episode_s:g} s isn't below rollout.group_deadline_s = {rollout.group_deadline_s:g} "
+            "s, the time to roll out and judge a group; type a longer rollout.group_deadline_s, or a shorter "
+            "env.episode_s"
+        )
+
+
+def check_tools(config: RunConfig, policy: Model) -> None:
+    """Check that the policy can be given tools, and gets a turn after its first call."""
+    if not config.env.env_kind.has_tools:
+        return
+    if not policy.renderer.takes_tools:
+        raise ConfigError(
+            f"policy.chat_template: the chat template of {config.policy.path} has no place for tools; give a model "
+            "that knows tools, or as policy.chat_template a Jinja file that lists them"
+        )
+    if config.rollout.max_turns < 2:
+        raise ConfigError(
+            "rollout.max_turns: 1 ends a rollout with its first call, before any result is read; type "
+            "rollout.max_turns=8, or as many calls as a task may need and one turn for the answer"
+        )

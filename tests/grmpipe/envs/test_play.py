@@ -1,0 +1,246 @@
+"""Playing an episode: token by token, what the environment gets, what truncates it, and that it is always closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
+from grmpipe.train.batching.samples import segments_of
+from grmpipe.types import Prompt, Rollout
+from models.types import (
+    Completion,
+    FinishReason,
+    Message,
+    ParsedTurn,
+    RequestContext,
+    SamplingParams,
+    ToolCall,
+    ToolSpec,
+    VersionSpan,
+    ignore_first_token,
+)
+
+PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+TOOL = ToolSpec(name="add", description="", parameters={})
+Step = Callable[[Action], Observation]
+
+
+class Characters:
+    """A tokenizer of characters: what a message begins with and ends with is a number of its own."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        return (*(-1 for _ in tools), *(ord(one) for message in messages for one in message.content), 0)
+
+    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        return (0, *(ord(one) for message in replies for one in message.content), 0)
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        assert tools
+        calls = (ToolCall(name="add", arguments={"a": text}, call_id="c"),) if text.startswith("call") else ()
+        return ParsedTurn(content="", tool_calls=calls, errors=("bad",) if text.startswith("bad") else ())
+
+
+@dataclass
+class Policy:
+    """Says the texts in order, and remembers the prompts, parameters and contexts it was asked with."""
+
+    texts: list[str]
+    finish_reason: FinishReason = "stop"
+    asked: list[tuple[tuple[int, ...], SamplingParams, RequestContext]] = field(default_factory=list)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        self.asked.append((tuple(prompt_ids), params, context))
+        text = self.texts[len(self.asked) - 1]
+        cut = len(text) > params.max_new_tokens
+        ids = tuple(map(ord, text))[: params.max_new_tokens]
+        return Completion(
+            token_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            text=text[: params.max_new_tokens],
+            finish_reason="length" if cut else self.finish_reason,
+            versions=(VersionSpan(model="policy", version=0, start=0, end=len(ids)),),
+        )
+
+
+class Scripted:
+    """An environment by a function of the action."""
+
+    def __init__(self, step: Step, tools: Sequence[ToolSpec] = (), opening: Exception | None = None) -> None:
+        self._step, self._tools, self._failure = step, tools, opening
+        self.actions: list[Action] = []
+        self.num_closed = 0
+
+    async def open(self, episode: Episode) -> Opening:
+        if self._failure is not None:
+            raise self._failure
+        return Opening(messages=episode.prompt.messages, tools=self._tools, state_key="start")
+
+    async def step(self, action: Action) -> Observation:
+        assert self.num_closed == 0
+        self.actions.append(action)
+        return self._step(action)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+def answers(*replies: str) -> Step:
+    """Replies in order, then the end; each step has a reward and a state."""
+
+    def step(action: Action) -> Observation:
+        done = action.turn == len(replies)
+        messages = () if done else (Message(role="user", content=replies[action.turn]),)
+        return Observation(messages=messages, done=done, rewards={"r": action.turn}, state_key=f"after {action.turn}")
+
+    return step
+
+
+def played(env: Scripted, policy: Policy, *, max_turns: int = 9, context_tokens: int = 0, max_new: int = 50) -> Rollout:
+    request = RolloutRequest(group_id="g", sibling=1, seed=50)
+    limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens)
+    params = SamplingParams(max_new_tokens=max_new)
+    return asyncio.run(play(request, PROMPT, env, policy, Characters(), params, limits))
+
+
+TEXTS = st.text("abc", min_size=1, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(TEXTS, TEXTS), max_size=8), TEXTS, st.booleans())
+def test_the_new_ids_of_all_turns_are_what_the_engine_saw(
+    dialogue: list[tuple[str, str]], last: str, has_tools: bool
+) -> None:
+    policy = Policy([*(text for text, _ in dialogue), last])
+    tools = [TOOL] if has_tools else []
+    rollout = played(Scripted(answers(*(reply for _, reply in dialogue)), tools), policy)
+    assert list(rollout.prompts()) == [prompt_ids for prompt_ids, _, _ in policy.asked]
+    (segment,) = segments_of(rollout)
+    assert [prompt_ids for prompt_ids, _ in segment] == list(rollout.prompts())
+    assert rollout.status == "finished" and rollout.num_sampled_tokens == sum(map(len, policy.texts))
+
+
+def test_each_turn_has_its_seed_its_reward_and_the_state_in_which_it_acted() -> None:
+    policy, env = Policy(["a", "b", "c"]), Scripted(answers("x", "y"))
+    rollout = played(env, policy)
+    assert [params.seed for _, params, _ in policy.asked] == [50, 51, 52]
+    assert [turn.state_key for turn in rollout.turns] == ["start", "after 0", "after 1"]
+    assert [dict(turn.rewards) for turn in rollout.turns] == [{"r": 0}, {"r": 1}, {"r": 2}]
+    assert rollout.env_rewards == {"r": 3}
+    assert rollout.answer == "c" and env.num_closed == 1
+
+
+def test_only_turns_that_may_be_continued_name_their_trajectory() -> None:
+    policy = Policy(["a", "b"])
+    played(Scripted(answers("x", "y")), policy, max_turns=2)
+    assert [context.trajectory_id for _, _, context in policy.asked] == ["g/1", ""]
+
+
+def test_calls_and_what_is_wrong_with_them_reach_the_environment() -> None:
+    env = Scripted(answers("x", "y"), tools=[TOOL])
+    rollout = played(env, Policy(["call me", "bad one", "done"]))
+    assert [len(action.tool_calls) for action in env.actions] == [1, 0, 0]
+    assert [action.errors for action in env.actions] == [(), ("bad",), ()]
+    assert rollout.turns[0].tool_calls == env.actions[0].tool_calls
+
+
+def test_a_truncated_call_is_never_executed() -> None:
+    env = Scripted(answers("x"), tools=[TOOL])
+    rollout = played(env, Policy(["call of too many letters"]), max_new=6)
+    assert env.actions == [] and env.num_closed == 1
+    assert (rollout.status, rollout.reason) == ("truncated", "tokens")
+
+
+def test_the_environment_knows_the_last_turn_and_the_turns_end_it() -> None:
+    env = Scripted(answers("x", "y", "z"))
+    rollout = played(env, Policy(["a", "b"]), max_turns=2)
+    assert [action.is_last for action in env.actions] == [False, True]
+    assert (rollout.status, rollout.reason) == ("truncated", "turns")
+
+
+def test_an_episode_ends_when_the_window_has_no_room_for_one_more_token() -> None:
+    policy = Policy(["aaaa", "bbbb", "cccc"])
+    rollout = played(Scripted(answers("x", "y")), policy, context_tokens=12)
+    # ? 0 aaaa 0 x 0 = 9 tokens: three letters of the second turn fit
+    assert (rollout.status, rollout.reason, rollout.answer) == ("truncated", "context", "bbb")
+    assert [params.max_new_tokens for _, params, _ in policy.asked] == [50, 3]
+    none_left = played(Scripted(answers("x" * 7)), Policy(["aaaa"]), context_tokens=12)
+    assert (none_left.reason, len(none_left.turns)) == ("context", 1)
+
+
+def test_no_turn_begins_after_the_time_of_an_episode() -> None:
+    request, limits = RolloutRequest(group_id="g", sibling=1, seed=0), EpisodeLimits(max_turns=5, episode_s=0.0)
+    policy, params = Policy(["a", "b"]), SamplingParams(max_new_tokens=5)
+    rollout = asyncio.run(play(request, PROMPT, Scripted(answers("x")), policy, Characters(), params, limits))
+    assert (rollout.status, rollout.reason, len(rollout.turns)) == ("truncated", "time", 1)
+
+
+@pytest.mark.parametrize(("text", "role"), [("call it", "tool"), ("plain", "user")])
+def test_a_fault_of_the_policy_is_shown_to_it_counted_and_not_the_end(text: str, role: str) -> None:
+    def step(action: Action) -> Observation:
+        if action.turn == 0:
+            raise PolicyFault("no such city", "arguments")
+        return Observation(done=True)
+
+    rollout = played(Scripted(step, tools=[TOOL]), Policy([text, "sorry"]))
+    (reply,) = rollout.turns[0].replies
+    assert (reply.role, reply.content) == (role, "no such city")
+    assert [turn.faults for turn in rollout.turns] == [("arguments",), ()]
+    assert rollout.status == "finished"
+
+
+def raising(error: Exception) -> Step:
+    def step(action: Action) -> Observation:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("env", "finish_reason", "error"),
+    [
+        (Scripted(raising(EnvFault("gone", "died"))), "stop", EnvFault),
+        (Scripted(lambda action: Observation()), "stop", EnvFault),
+        (Scripted(answers(), opening=EnvFault("no seat", "capacity")), "stop", EnvFault),
+        (Scripted(answers()), "abort", RolloutAborted),
+    ],
+    ids=["step fails", "no reply and no end", "open fails", "abort"],
+)
+def test_an_environment_is_closed_once_whatever_ends_the_episode(
+    env: Scripted, finish_reason: FinishReason, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        played(env, Policy(["a"], finish_reason))
+    assert env.num_closed == 1
+
+
+def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
+    env = Scripted(answers())
+
+    class Hanging(Policy):
+        async def generate(self, *args: object, **kwargs: object) -> Completion:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    async def go() -> None:
+        request, params = RolloutRequest(group_id="g", sibling=1, seed=0), SamplingParams(max_new_tokens=5)
+        limits = EpisodeLimits(max_turns=5)
+        playing = asyncio.create_task(play(request, PROMPT, env, Hanging([]), Characters(), params, limits))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait([playing])
+
+    asyncio.run(go())
+    assert env.num_closed == 1
