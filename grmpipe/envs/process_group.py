@@ -16,12 +16,17 @@ DIED_BY_SIGNAL = 128  # exit codes above it, as a shell has them
 CHUNK_BYTES = 1 << 16
 
 
+def supervised(command: Sequence[str]) -> list[str]:
+    """The command that runs a program in a group that ends with this process. It must begin a session of its own."""
+    return [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command]
+
+
 async def start_group(
     command: Sequence[str], *, env: Mapping[str, str], inherited_fds: Sequence[int] = (), merged: bool = False
 ) -> Process:
     """Start a program with pipes. merged: its stderr goes into its stdout. Raises OSError."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command,
+        *supervised(command),
         stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.STDOUT if merged else PIPE,
         env=dict(env), pass_fds=tuple(inherited_fds), start_new_session=True,
     )  # fmt: skip

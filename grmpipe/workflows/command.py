@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from grmpipe.envs.env import EnvFault
+from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, last_bytes, start_group
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.process_group import DIED_BY_SIGNAL, end_group, last_bytes, start_group
 from grmpipe.workflows.worker_pool import WorkflowError, task_json
 
 KEPT_OUTPUT_BYTES = 1 << 20

@@ -83,8 +83,9 @@ def workflow_play(solver: Solver, recorder: Recorder, gateway: Gateway, limits: 
 async def _ending(solver: Solver, task: Task, policy: Policy, session: Session, limits: WorkflowLimits) -> Ending:
     """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
     solving = asyncio.ensure_future(solver.solve(task, policy))
+    ends: set[asyncio.Future[object]] = {solving, session.failed}
     try:
-        await asyncio.wait({solving, session.failed}, timeout=limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
         idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
     finally:
         if not solving.done():

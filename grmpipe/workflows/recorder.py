@@ -88,7 +88,7 @@ class Session:
         self.boot_s = 0.0
         self.calls: list[RecordedCall] = []
         self.refusal: ChatRefused | None = None
-        self.failed: asyncio.Future[None] = self._clock.create_future()
+        self.failed: asyncio.Future[object] = self._clock.create_future()
 
     @property
     def idle_s(self) -> float:

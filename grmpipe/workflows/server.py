@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 * 2**20
 SECRET_BYTES = 32
 REMEMBERED_ENDED = 4096  # keys of ended episodes, whose late requests get a clear answer
-INSTALL = "the package aiohttp isn't installed; type: pip install 'grmpipe[gateway]'"
+INSTALL = "runs_in: a workflow that asks at a URL needs aiohttp; type: pip install 'grmpipe[gateway]'"
 
 
 def check_gateway_installed() -> None:

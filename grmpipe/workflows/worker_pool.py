@@ -13,12 +13,12 @@ from typing import cast, get_args
 import msgspec
 
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.process_group import end_group, last_bytes, start_group
 from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
 from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.process_group import end_group, last_bytes, start_group
 from grmpipe.workflows.worker_messages import Order, Raised, Returned, TaskJson, line_of, read_answer
 
 log = logging.getLogger(__name__)
