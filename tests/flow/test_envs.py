@@ -109,7 +109,7 @@ def test_an_environment_in_processes_of_its_own_with_faults_on_purpose(run_once:
     assert files.summary["status"] == "completed", files.summary["failure"]
     assert envs["opened"] == envs["closed"] + envs["killed"]
     assert envs["faults"]["died"] > 0 and set(envs["faults"]) == {"died"}
-    assert 0 < envs["killed"] <= envs["faults"]["died"] + envs["failed_episodes"] * 3
+    assert 0.1 < envs["killed"] / envs["opened"] < 0.6, "evaluations too"
 
 
 def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run: Callable) -> None:
