@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 SUPERVISOR = str(Path(__file__).with_name("process_supervisor.py"))
 DIED_BY_SIGNAL = 128  # exit codes above it, as a shell has them
 CHUNK_BYTES = 1 << 16
+END_S = 2.0  # for pipes to close after all processes of a group were killed
+log = logging.getLogger(__name__)
 
 
 def supervised(command: Sequence[str]) -> list[str]:
@@ -32,11 +35,35 @@ async def start_group(
     )  # fmt: skip
 
 
-async def end_group(process: Process) -> None:
-    """Kill all processes of the group that are left."""
+async def exited(process: Process) -> None:
+    """Wait until the program has exited, though others of its group may still hold its pipes, which asyncio's own
+    `wait` waits for.
+    """
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    loop.add_reader(handle, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+async def end_group(process: Process) -> int | None:
+    """Kill all processes of the group that are left. Returns the program's exit code; None if a process that left the
+    group holds its pipes.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    try:
+        async with asyncio.timeout(END_S):
+            return await process.wait()
+    except TimeoutError:
+        log.warning("a process of an episode left its group, and wasn't ended")
+        return process.returncode
 
 
 async def last_bytes(stream: asyncio.StreamReader, count: int) -> bytes:

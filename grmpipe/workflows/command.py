@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, last_bytes, start_group
+from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, exited, last_bytes, start_group
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.worker_pool import WorkflowError, task_json
 
@@ -51,19 +51,20 @@ class Command:
 
     async def _result(self, process: Process, task: Task) -> object:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        reading = asyncio.gather(
-            last_bytes(process.stdout, KEPT_OUTPUT_BYTES), last_bytes(process.stderr, KEPT_OUTPUT_BYTES)
-        )
+        streams = (process.stdout, process.stderr)
+        reading = [asyncio.ensure_future(last_bytes(stream, KEPT_OUTPUT_BYTES)) for stream in streams]
         try:
             with contextlib.suppress(ConnectionError):  # it need not read its task
                 process.stdin.write(msgspec.json.encode(task_json(task)))
                 await process.stdin.drain()
             process.stdin.close()
-            code = await process.wait()
-            await end_group(process)  # what it left in the background holds the pipes open
-            output, errors = await reading
+            await exited(process)
+            code = await end_group(process)  # what it left in the background holds the pipes open
+            output, errors = [await one for one in reading]
+            assert code is not None, "its pipes are closed"
         finally:
-            reading.cancel()
+            for one in reading:
+                one.cancel()
         if code:
             raise failure(code, errors.decode(errors="replace").strip()[-SHOWN_ERROR_CHARS:])
         return reward_in(output.decode(errors="replace"))

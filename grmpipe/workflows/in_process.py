@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import cast
 
 from grmpipe.config.dotted_path import check_takes, found_at
@@ -11,7 +12,10 @@ from grmpipe.workflows.policy import Policy, Task, Workflow
 def workflow_at(path: str) -> Workflow:
     """The user's function. Raises ValueError that begins with the key."""
     check_takes(path, "target", ("task", "policy"))
-    return cast(Workflow, found_at(path, "target"))
+    found = found_at(path, "target")
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError(f"target: {path} must be an `async def solve(task, policy)`")
+    return cast(Workflow, found)
 
 
 class InProcess:

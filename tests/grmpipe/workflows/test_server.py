@@ -21,6 +21,7 @@ from models.types import Message, ToolCall
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 USER = {"role": "user", "content": "?"}
+NO_JSON = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
 ADD = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 
 
@@ -141,10 +142,7 @@ BAD = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, (400, "invalid_request")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "invalid_request")),
     ({"messages": [USER], "n": 2}, (400, "invalid_request")),
-    (
-        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        (400, "invalid_request"),
-    ),
+    ({"messages": [USER, NO_JSON]}, (400, "invalid_request")),
     (b'{"messages": "' + b"x" * MAX_BODY_BYTES + b'"}', (413, "request_too_large")),
 ]  # fmt: skip
 
