@@ -33,6 +33,7 @@ ORDER = [
     "grmpipe/algorithm",
     "grmpipe/envs",
     "grmpipe/envs/tools",
+    "grmpipe/envs/isolation",
     "grmpipe/data",
     "grmpipe/judge",
     "grmpipe/judge/composition",

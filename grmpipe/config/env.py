@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmpipe.config.isolation import IsolationConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvKind:
@@ -47,6 +49,7 @@ class EnvConfig:
     target: str = ""  # For custom: dotted path of the class.
     functions: str = ""  # For tools: dotted path of a module, whose public functions are the tools.
     options: dict[str, Any] = field(default_factory=dict)  # For custom: arguments of the class.
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
     step_s: float = 30.0  # Limit on the environment's answer to a turn.
     close_s: float = 10.0  # Limit on the end of an episode's environment.

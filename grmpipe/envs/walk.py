@@ -47,7 +47,7 @@ class Walk:
         if turn["name"]:
             return self._visit(turn["name"])
         right = float(turn["number"] == self._store.answer)
-        return Observation(done=True, rewards={"answer": right}, state_key=self._place)
+        return Observation(done=True, rewards=rewards(answer=right), state_key=self._place)
 
     async def close(self) -> None:
         pass
@@ -60,9 +60,14 @@ class Walk:
         self._place, self._num_hops = name, self._num_hops + is_hop
         return Observation(
             messages=[Message(role="user", content=self._store.texts[name])],
-            rewards={"hop": 1 / len(hops)} if is_hop else {},
+            rewards=rewards(hop=is_hop / len(hops)),
             state_key=name,
         )
+
+
+def rewards(*, hop: float = 0.0, answer: float = 0.0) -> Mapping[str, float]:
+    """Both rewards in every turn: a walk without an answer is worth 0, not unknown."""
+    return {"hop": hop, "answer": answer}
 
 
 def store_of(episode: Episode) -> Store:

@@ -48,9 +48,14 @@ def test_each_name_shows_its_text_and_is_the_state() -> None:
 
 
 def test_hops_of_the_right_walk_are_rewarded_once_and_in_order() -> None:
-    rewards = [one.rewards for one in walked(" Ida", " Ida", " Tom", " Zoe", " 17")]
-    assert rewards == [{"hop": 0.5}, {}, {}, {"hop": 0.5}, {"answer": 1.0}]
-    assert [one.rewards for one in walked(" Zoe", " 71")] == [{}, {"answer": 0.0}]
+    seen = walked(" Ida", " Ida", " Tom", " Zoe", " 17")
+    assert [one.rewards["hop"] for one in seen] == [0.5, 0, 0, 0.5, 0]
+    assert [one.rewards["hop"] for one in walked(" Zoe", " 71")] == [0, 0]
+
+
+def test_the_last_turn_is_rewarded_for_the_right_answer_and_all_others_are_worth_0() -> None:
+    assert [one.rewards["answer"] for one in walked(" Ida", " Zoe", " 17")] == [0, 0, 1]
+    assert [one.rewards["answer"] for one in walked(" Tom", " 20")] == [0, 0]
 
 
 def test_only_an_answer_ends_a_walk() -> None:
