@@ -74,9 +74,9 @@ class Rollout:
 
     reason:  what truncated it: the tokens of a turn, the number of turns, the context window, the episode's time.
     opening: the messages that the environment began with, if they aren't the prompt's.
+    attempt: episodes of this sibling before, which the environment failed (`env_failures`).
     boot_s:  time until the environment was open.
     took_s:  time of the whole episode, sampling included.
-    env_failures: of earlier episodes of this sibling, which the environment failed.
     """
 
     group_id: str
@@ -85,6 +85,7 @@ class Rollout:
     status: Literal["finished", "truncated"]
     reason: TruncationReason = ""
     opening: tuple[Message, ...] = ()
+    attempt: int = 0
     boot_s: float = 0.0
     took_s: float = 0.0
     env_failures: tuple[Failed, ...] = ()
@@ -405,12 +406,14 @@ class JudgeTask:
     """One unit of a judge's work: the siblings it judges together, in sibling order.
 
     members:   the siblings whose verdicts it brings nearer; none for work that needs no rollout.
+    turn:      the turn that it judges, of a judge that judges them one by one, maybe before the rollout has ended.
     judge:     of several judges, the one that does it.
     part:      of several judges, that judge's own task. It may have fewer members: if the reward of a sibling depends
                on the verdicts of others, their verdicts do on its judgement.
     """
 
     members: tuple[int, ...]
+    turn: int | None = None
     judge: str = ""
     part: JudgeTask | None = None
 
@@ -438,6 +441,23 @@ class JudgeSession(Protocol):
         resume, judge tasks whose members all have verdicts are skipped.
         """
         ...
+
+
+@runtime_checkable
+class TurnwiseJudgeSession(JudgeSession, Protocol):
+    """A judge session that judges turns while the rollout goes on."""
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        """Add a rollout that goes on after its last turn, with the replies to it. Returns the judge tasks that are
+        possible with it and weren't before. Their results are part of the report on the whole rollout, which is given
+        after `add` only. Turns of an episode that is played again (another `attempt`) count no more.
+        """
+        ...
+
+
+def judge_tasks_of_turn(session: JudgeSession, so_far: Rollout) -> Sequence[JudgeTask]:
+    """The judge tasks that an ended turn makes possible: none if the judge waits for the end of the rollout."""
+    return session.add_turn(so_far) if isinstance(session, TurnwiseJudgeSession) else ()
 
 
 @runtime_checkable

@@ -68,6 +68,22 @@ class JudgingSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSummary:
+    """Episodes of the whole run; all zero in a run of single turns."""
+
+    opened: int = 0  # environments; all of them were closed or killed
+    closed: int = 0
+    killed: int = 0
+    episodes: int = 0  # played to their end
+    turns: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode
+    failed_episodes: int = 0  # siblings whose episodes all failed; their groups are dropped as env_<cause>
+    policy_faults: Mapping[str, int] = field(default_factory=dict)  # what the policy did wrong, by kind
+    truncated: Mapping[str, int] = field(default_factory=dict)  # episodes, by what truncated them
+    time_share: float = 0.0  # the environments' share of the time of all episodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsSummary:
     """submitted == trained + sum(dropped) + in_flight."""
 
@@ -89,6 +105,7 @@ class Summary:
     eval: EvalSummary = field(default_factory=EvalSummary)
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role
     judging: JudgingSummary = field(default_factory=JudgingSummary)
+    envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role

@@ -12,10 +12,11 @@ from grmpipe.pipeline.stall_times import StallTimes
 MIN_SHARE = 0.2  # of the steps' time: a smaller share isn't reported
 MIN_LEAD = 1.25  # times the second longest stall: below it, neither of the two is the bottleneck
 
-Holder = Literal["policy", "judge", "batch", "weights"]
+Holder = Literal["policy", "env", "judge", "batch", "weights"]
 
 SUBJECTS: Mapping[Holder, str] = {
     "policy": "the learner waited for rollouts for",
+    "env": "the learner waited for environments for",
     "judge": "the learner waited for judging for",
     "batch": "the engines waited for the learner for",
     "weights": "the run waited for weight pushes for",
@@ -41,7 +42,8 @@ class Setup:
 def bottleneck(times: StallTimes, setup: Setup) -> str | None:
     """The sentence for the report. None if no stall dominates."""
     stalls: dict[Holder, float] = {
-        "policy": times.rollouts_s,
+        "policy": times.rollouts_s - times.envs_s,
+        "env": times.envs_s,
         "judge": times.verdicts_s,
         "batch": times.training_s,
         "weights": times.weight_sync_s,
@@ -57,11 +59,12 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
     """Changes that would shorten a stall, each as a key and a direction. The most certain first."""
     changes = {
         "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
+        "env": ["raise env.capacity, if the machine has room", "make the environment's answers faster"],
         "judge": judging(setup),
         "batch": [more_slots("learner", setup)],
         "weights": ["train on more groups per step (train.groups_per_batch)", "see sync.transport"],
     }[holder]
-    if holder in ("policy", "judge", "batch") and setup.max_staleness == 0:
+    if holder in ("policy", "env", "judge", "batch") and setup.max_staleness == 0:
         changes.append("let rollouts run ahead of training (train.max_staleness=1)")
     return changes
 

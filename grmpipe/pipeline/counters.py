@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from grmpipe.algorithm.advantages import all_advantages_zero
@@ -163,7 +163,7 @@ class FlowCounters:
 
     def waited(self, times: StallTimes) -> None:
         """Add the stall times of a step, at its end."""
-        self.step.stalls = self.step.stalls.plus(times)
+        self.step.stalls = self.step.stalls.plus(replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s)))
 
     def close_step(self) -> Counters:
         """Return this step's counts and add them to the totals."""
@@ -199,6 +199,7 @@ def step_metrics(
         "time/step_s": report.stalls.steps_s,
         "time/train_s": report.learner_busy_s,
         "stall/rollouts_s": report.stalls.rollouts_s,
+        "stall/envs_s": counts.envs.stall_s(report.stalls.rollouts_s),
         "stall/verdicts_s": report.stalls.verdicts_s,
         "stall/training_s": report.stalls.training_s,
         "stall/weight_sync_s": report.stalls.weight_sync_s,

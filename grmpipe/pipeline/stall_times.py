@@ -24,6 +24,8 @@ class StallTimes:
     steps_s:   duration of the steps, without what is done between them (evaluations, checkpoints).
     rollouts_s: the learner waited for a group, and the batch lacked rollouts: fewer groups were rolled out than it has
                places left, or one that is due in this batch was still rolling out.
+    envs_s:    the part of rollouts_s for which environments are to blame: it, times their share of the time of all
+               episodes that ended in the step. An estimate.
     verdicts_s: the learner waited for a group, and the batch lacked only verdicts.
     training_s: the learner worked, no rollout and no judgement was in flight, and the end of the step would admit new
                groups: the engines were idle because of admission.
@@ -32,6 +34,7 @@ class StallTimes:
 
     steps_s: float = 0.0
     rollouts_s: float = 0.0
+    envs_s: float = 0.0
     verdicts_s: float = 0.0
     training_s: float = 0.0
     weight_sync_s: float = 0.0
@@ -44,6 +47,7 @@ class StallTimes:
         return StallTimes(
             steps_s=self.steps_s + other.steps_s,
             rollouts_s=self.rollouts_s + other.rollouts_s,
+            envs_s=self.envs_s + other.envs_s,
             verdicts_s=self.verdicts_s + other.verdicts_s,
             training_s=self.training_s + other.training_s,
             weight_sync_s=self.weight_sync_s + other.weight_sync_s,

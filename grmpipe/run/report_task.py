@@ -39,6 +39,7 @@ def bottleneck_so_far(run_dir: Path) -> str | None:
 def stalls_of(run: RunFiles) -> StallTimes:
     return StallTimes(
         rollouts_s=run.total("stall/rollouts_s"),
+        envs_s=run.total("stall/envs_s"),
         verdicts_s=run.total("stall/verdicts_s"),
         training_s=run.total("stall/training_s"),
         weight_sync_s=run.total("stall/weight_sync_s"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from grmpipe.config.judging import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.grm import Grm
 from grmpipe.observe.summary import (
     CascadeSummary,
+    EnvSummary,
     EvalSummary,
     GroupsSummary,
     JudgeSummary,
@@ -24,6 +26,7 @@ from grmpipe.observe.summary import (
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.counters import Counters, JudgeCounts
+from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.cotrain.cotrainings import CoTrainings
@@ -44,6 +47,7 @@ class RunProgress:
 
     version: int = 0
     judging: JudgingSummary = field(default_factory=JudgingSummary)
+    envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
     stalls: StallTimes = field(default_factory=StallTimes)
@@ -59,6 +63,7 @@ class RunStats:
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self.scorers: tuple[ScorerPool, ...] = ()
+        self.env_counts = SeatCounts()
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -76,6 +81,7 @@ class RunStats:
         """Take statistics from the started components from now on."""
         self.cluster, self.scorers, self.critic = running.cluster, running.scorers, running.critic
         self.grms = running.grms
+        self.env_counts = running.envs.counts
         self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
 
     @property
@@ -169,6 +175,11 @@ class RunStats:
             versions["critic"] = version
         return versions
 
+    def _with_counts(self, envs: EnvSummary) -> EnvSummary:
+        """With what became of the environments that this process opened."""
+        counts = self.env_counts
+        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed)
+
     def summary(
         self,
         status: Status,
@@ -187,6 +198,7 @@ class RunStats:
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),
             judging=progress.judging,
+            envs=self._with_counts(progress.envs),
             groups=progress.groups,
             max_staleness_trained=progress.max_staleness_trained,
             engines_replaced=self.engines_replaced,
@@ -230,6 +242,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
     return RunProgress(
         version=pipeline.version,
         judging=judging(total),
+        envs=env_summary(total.envs),
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
         ),
@@ -245,6 +258,7 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
     return RunProgress(
         version=pipeline_state.version,
         judging=judging(total),
+        envs=env_summary(total.envs),
         groups=GroupsSummary(
             submitted=trained + sum(pipeline_state.dropped.values()) + len(pipeline_state.in_flight),
             trained=trained,
@@ -270,6 +284,18 @@ def judging(total: Counters) -> JudgingSummary:
         voided_verdicts=total.voided,
         by_judge={name: judge_summary(counts) for name, counts in total.by_judge.items()},
         cascades={name: cascade_summary(counts) for name, counts in total.cascades.items()},
+    )
+
+
+def env_summary(counts: EnvCounts) -> EnvSummary:
+    return EnvSummary(
+        episodes=counts.episodes,
+        turns=counts.turns,
+        faults=dict(counts.faults),
+        failed_episodes=counts.failed,
+        policy_faults=dict(counts.policy_faults),
+        truncated=dict(counts.truncated),
+        time_share=round(counts.time_share, 4),
     )
 
 
