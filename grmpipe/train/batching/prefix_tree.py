@@ -45,9 +45,7 @@ class PrefixTree:
 
     @staticmethod
     def of(samples: Sequence[TrainingSample], whole_rollouts: bool = False) -> PrefixTree:
-        """A tree of single turns has one prefix, which none of them trains: what they sampled alike is hardly worth
-        a further branch each.
-        """
+        """Groups of single turns have one prefix, which none of their samples trains."""
         if any(sample.num_turns > 1 or sample.segment > 0 for sample in samples):
             return _branching(samples, whole_rollouts)
         shared = num_shared(samples) if len(samples) > 1 else 0
