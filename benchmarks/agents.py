@@ -146,8 +146,9 @@ def report(starts: Mapping[str, float], runs: Mapping[str, Mapping[int, Measured
     lines = [
         "# Agents on two cores",
         "",
-        f"Written by `benchmarks/agents.py`. After 80 steps of 16 groups of 8 each policy plays {NUM_PROBLEMS} held-out",
-        "problems at T = 1; in brackets the 95 % interval of a share (Wilson). Seconds: of a run with its evaluations.",
+        "Written by `benchmarks/agents.py`.",
+        f"After 80 steps of 16 groups of 8 each policy plays {NUM_PROBLEMS} held-out problems",
+        "at T = 1; in brackets the 95 % interval of a share (Wilson). Seconds: of a run with its evaluations.",
         "",
         *table(starts, runs),
         "",

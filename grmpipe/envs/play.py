@@ -200,7 +200,7 @@ class _Episode:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
-            trajectory_id=request.trajectory_id if number + 1 < self.limits.max_turns else "",
+            trajectory_id=request.trajectory_id if self.limits.max_turns > 1 else "",
         )
         params = replace(self.params, seed=request.seed + number, max_new_tokens=room)
         completion = await self.policy.generate(prompt_ids, params, context, self.on_first_token)

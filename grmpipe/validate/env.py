@@ -5,7 +5,9 @@ from __future__ import annotations
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.tools.mcp_tools import check_mcp_installed
 from grmpipe.validate.sections import section
+from grmpipe.workflows.workflow_runner import WorkflowRunner
 from models.tool_calls import FORMATS
 
 
@@ -13,7 +15,12 @@ def check_env(config: RunConfig) -> None:
     """Check the class and its limits, before any model is looked for."""
     env, rollout, train = config.env, config.rollout, config.train
     with section("env."):
-        env_factory(env)
+        if env.env_kind.is_workflow:
+            WorkflowRunner(env)
+        else:
+            env_factory(env)
+        if env.mcp:
+            check_mcp_installed()
     if env.env_kind.is_single:
         return
     if env.capacity < train.group_size:

@@ -152,10 +152,11 @@ def test_after_each_turn_but_the_last_the_rollout_so_far_is_given_with_the_repli
     assert [(one.sibling, one.attempt, one.opening) for one in given_to] == [(1, 2, rollout.opening)] * 2
 
 
-def test_only_turns_that_may_be_continued_name_their_trajectory() -> None:
+@pytest.mark.parametrize(("max_turns", "names"), [(2, ["g/1", "g/1"]), (1, [""])])
+def test_all_turns_of_an_episode_name_it_and_a_single_turn_names_none(max_turns: int, names: list[str]) -> None:
     policy = Policy(["a", "b"])
-    played(Scripted(answers("x", "y")), policy, max_turns=2)
-    assert [context.trajectory_id for _, _, context in policy.asked] == ["g/1", ""]
+    played(Scripted(answers("x", "y")), policy, max_turns=max_turns)
+    assert [context.trajectory_id for _, _, context in policy.asked] == names
 
 
 def test_calls_and_what_is_wrong_with_them_reach_the_environment() -> None:
