@@ -31,7 +31,7 @@ REPORT = ROOT / "benchmarks" / "agents.md"
 NUM_PROBLEMS = 2048
 HELD_OUT_SEED = 90_000
 Z = 1.96  # of the normal distribution, 97.5 %
-HOPS = "judge.env_reward.weights.hop=1"
+HOPS = "+judge.env_reward.weights.hop=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
