@@ -113,7 +113,7 @@ def final(walk: Walk) -> str:
 
 def right_turns(walk: Walk) -> tuple[str, ...]:
     """What a careful policy writes, turn by turn."""
-    return (*(taken(name) for name in walk.path[1:]), final(walk))
+    return (*map(taken, walk.path[1:]), taken(walk.answer))
 
 
 def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]:
