@@ -263,17 +263,16 @@ POLICY_TOOLS = Recipe(
 GRM_TOOLS = Recipe(
     name="grm_tools",
     lessons=(
-        SftTask(kind="drill_calls", weight=0.3),
-        SftTask(kind="judge_right_calls", weight=0.15),
-        SftTask(kind="judge_careless_calls", weight=0.25),
-        SftTask(kind="judge_corrupted_calls", weight=0.2),
-        SftTask(kind="judge_malformed_calls", weight=0.1),
+        SftTask(kind="judge_right_calls", weight=0.2),
+        SftTask(kind="judge_careless_calls", weight=0.35),
+        SftTask(kind="judge_corrupted_calls", weight=0.3),
+        SftTask(kind="judge_malformed_calls", weight=0.15),
     ),
-    num_steps=800,
+    num_steps=600,
     batch_size=32,
     lr=5e-3,
     seed=18,
-    parent=TOOL_USER,
+    parent=BASE,
 )
 WALKER = Recipe(
     name="walker",
