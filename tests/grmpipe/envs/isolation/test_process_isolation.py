@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of, sweep
-from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.isolation.process_host import ProcessHost, bounds_of, fork
 from grmpipe.envs.isolation.report import isolation_report
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
@@ -332,14 +333,28 @@ def test_a_share_of_episodes_is_killed_and_each_of_them_is_a_fault(tmp_path: Pat
         assert host.host.seats.killed == 2 * ends.count("died")
 
 
-def test_many_seats_are_taken_at_once(host: Host) -> None:
-    async def work() -> None:
-        envs = await asyncio.gather(*(host.seated() for _ in range(30)))
-        await asyncio.gather(*(env.close() for env in envs))
+def test_a_busy_fork_server_is_waited_for() -> None:
+    async def ask() -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        bounds = bounds_of(ISOLATION, Path("folder"), ())
+        taken = 0
+        with ours, theirs:
+            asked = [asyncio.create_task(fork(ours, bounds, theirs)) for _ in range(300)]
+            await asyncio.sleep(0.01)
+            assert not all(each.done() for each in asked), "the kernel keeps as many as it likes"
+            while taken < 300:
+                try:
+                    _, (descriptor,), _, _ = socket.recv_fds(theirs, 2**17, 1)
+                    os.close(descriptor)
+                    taken += 1
+                except BlockingIOError:
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*asked)
+        return taken
 
-    before = host.host.seats.closed
-    host.run(work())
-    assert host.host.seats.closed == before + 30
+    assert asyncio.run(asyncio.wait_for(ask(), 10)) == 300
 
 
 def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare_host: Host) -> None:
