@@ -103,7 +103,8 @@ def line(episodes: int, turns: int, rounds: dict[bool, list[Played]]) -> str:
     ends = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
     equal = sum(a.token_ids == b.token_ids for a, b in zip(kept[0].sampled, anew[0].sampled, strict=True))
     same = f"{equal} of {len(kept[0].sampled)}"
-    return f"| {episodes} | {turns} | {tokens} | {shares} | {seconds} | {statistics.median(ratios):.2f} ({ends}) | {same} |"
+    gain = f"{statistics.median(ratios):.2f} ({ends})"
+    return f"| {episodes} | {turns} | {tokens} | {shares} | {seconds} | {gain} | {same} |"
 
 
 def main() -> None:

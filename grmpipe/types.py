@@ -74,9 +74,9 @@ class Rollout:
 
     reason:  what truncated it: the tokens of a turn, the number of turns, the context window, the episode's time.
     opening: the messages that the environment began with, if they aren't the prompt's.
+    attempt: episodes of this sibling before, which the environment failed (`env_failures`).
     boot_s:  time until the environment was open.
     took_s:  time of the whole episode, sampling included.
-    env_failures: of earlier episodes of this sibling, which the environment failed.
     """
 
     group_id: str
@@ -85,6 +85,7 @@ class Rollout:
     status: Literal["finished", "truncated"]
     reason: TruncationReason = ""
     opening: tuple[Message, ...] = ()
+    attempt: int = 0
     boot_s: float = 0.0
     took_s: float = 0.0
     env_failures: tuple[Failed, ...] = ()

@@ -69,7 +69,7 @@ def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
         proximal_T=logprobs_T.detach() - 0.0002,
         advantages_T=torch.tensor(np.concatenate(advantages_G)),
         loss_mask_T=torch.ones_like(logprobs_T),
-        sample_lengths_S=lengths_S,
+        sequence_lengths_S=lengths_S,
     )
     loss_T = losses.loss_of(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
     weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)

@@ -1,4 +1,6 @@
-"""Settings of the environment that the policy acts in, and the table of environments. Imports none of them."""
+"""Settings of the environment that the policy acts in, and the tables of environments and of the places of workflows.
+Imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.config.isolation import IsolationConfig
+from grmpipe.config.isolation import INPROCESS, IsolationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +20,28 @@ class EnvKind:
     needs:     the keys of this section that must be set, and that only kinds which need them may have.
     is_single: one prompt, one answer: it holds nothing, never fails and takes no time.
     has_tools: the policy calls tools, so its chat template must know them.
+    is_workflow: a function or a program of the user that asks the policy; no environment is made.
     """
 
     path: str = ""
     needs: tuple[str, ...] = ()
     is_single: bool = False
     has_tools: bool = False
+    is_workflow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowPlace:
+    """Where workflows run.
+
+    path:   dotted path of the class that runs them.
+    needs:  the key that names the workflow.
+    by_url: the workflow asks the policy at a URL.
+    """
+
+    path: str
+    needs: str = "target"
+    by_url: bool = True
 
 
 # A new one is a file in grmpipe/envs/, a row here, a YAML in conf/env/ and a test.
@@ -32,11 +50,42 @@ ENVS: Mapping[str, EnvKind] = {
     DEFAULT_ENV: EnvKind(path="grmpipe.envs.single_turn.SingleTurn", is_single=True),
     "tools": EnvKind(path="grmpipe.envs.tools.tool_env.ToolEnv", needs=("functions",), has_tools=True),
     "custom": EnvKind(needs=("target",)),
+    "workflow": EnvKind(needs=("target",), is_workflow=True),
+}
+DEFAULT_PLACE = "inprocess"
+WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
+    DEFAULT_PLACE: WorkflowPlace(path="grmpipe.workflows.in_process.InProcess", by_url=False),
+    "process": WorkflowPlace(path="grmpipe.workflows.worker_pool.WorkerPool"),
+    "command": WorkflowPlace(path="grmpipe.workflows.command.Command", needs="command"),
 }
 WAYS_OUT = {
     "target": "type env.target=my_package.my_module.MyEnv",
     "functions": "type env.functions=my_package.my_module, a module with typed functions",
+    "command": "type env.command=[my_agent,--fast]",
 }
+
+
+@dataclass(frozen=True)
+class McpServerConfig:
+    """A server of tools that speaks the Model Context Protocol: a program, or a URL."""
+
+    command: list[str] = field(default_factory=list)  # The program, and its arguments; it speaks over stdin and stdout.
+    env: dict[str, str] = field(default_factory=dict)  # Further environment variables of the program.
+    url: str = ""  # Of a server that runs already, over HTTP.
+    headers: dict[str, str] = field(default_factory=dict)  # Of every request to the URL.
+    shared: bool = False  # One program for all episodes of the run; false: one for each episode.
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError(
+                "command: give either a command, such as [python,my_server.py], or a url, such as http://host:8000/mcp"
+            )
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: must begin with http:// or https://, got {self.url!r}")
+        if self.url and (self.env or self.shared):
+            raise ValueError("env: env and shared are for a command; a server at a URL is started by someone else")
+        if self.headers and not self.url:
+            raise ValueError("headers: are for a url; a command gets env")
 
 
 @dataclass(frozen=True)
@@ -44,10 +93,15 @@ class EnvConfig:
     """The environment that the policy acts in."""
 
     # Environment of a rollout; single_turn: one prompt, one answer; tools: typed functions that the policy calls;
-    # custom: a class of your own.
+    # custom: a class of your own; workflow: a function or a program of your own that asks the policy.
     kind: str = DEFAULT_ENV
-    target: str = ""  # For custom: dotted path of the class.
+    target: str = ""  # For custom: dotted path of the class; for workflow: of the function.
     functions: str = ""  # For tools: dotted path of a module, whose public functions are the tools.
+    # For tools: servers of the Model Context Protocol, by name; their tools join those of functions.
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
+    runs_in: str = DEFAULT_PLACE
+    command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
     options: dict[str, Any] = field(default_factory=dict)  # For custom: arguments of the class.
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
@@ -71,6 +125,10 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.kind not in ENVS:
             raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
+        if self.runs_in not in WORKFLOW_PLACES:
+            raise ValueError(f"runs_in: unknown place {self.runs_in!r}; known: {', '.join(WORKFLOW_PLACES)}")
+        if self.runs_in != DEFAULT_PLACE and not self.env_kind.is_workflow:
+            raise ValueError("runs_in: is for env.kind=workflow; type that, or leave it out")
         self._check_needs()
         for key in ("boot_s", "step_s", "close_s", "episode_s"):
             if not 0 < getattr(self, key) < math.inf:
@@ -90,20 +148,44 @@ class EnvConfig:
         if not 0 <= self.inject_faults < 1:
             raise ValueError(f"inject_faults: must be at least 0 and below 1, got {self.inject_faults}")
 
+    @property
+    def _needs(self) -> tuple[str, ...]:
+        """The keys that must be set, and that no other kind may have."""
+        if self.env_kind.is_workflow:
+            return (self.workflow_place.needs,)
+        if self.mcp and not self.functions:
+            return tuple(key for key in self.env_kind.needs if key != "functions")
+        return self.env_kind.needs
+
     def _check_needs(self) -> None:
-        needs = self.env_kind.needs
+        needs = self._needs
+        if self.isolation.kind != INPROCESS and (self.mcp or self.env_kind.is_workflow or self.env_kind.is_single):
+            what = "servers of tools (mcp) are processes of their own" if self.mcp else f"kind={self.kind} has none"
+            raise ValueError(f"isolation.kind: isolates environments, and {what}; type env.isolation.kind={INPROCESS}")
+        if self.mcp and "functions" not in self.env_kind.needs:
+            raise ValueError("mcp: is for env.kind=tools; type that, or leave it out")
         for key, way_out in WAYS_OUT.items():
             if key in needs and not getattr(self, key):
                 raise ValueError(f"{key}: is empty; for kind={self.kind} {way_out}")
             if getattr(self, key) and key not in needs:
-                kinds = [name for name, kind in ENVS.items() if key in kind.needs]
-                raise ValueError(f"{key}: is for env.kind={' or '.join(kinds)}; type that, or leave it out")
-        if self.options and "target" not in needs:
+                raise ValueError(f"{key}: is for {self._where_needed(key)}; type that, or leave it out")
+        if self.options and (self.env_kind.is_workflow or "target" not in needs):
             raise ValueError("options: is for an env of your own; type env.kind=custom, or leave it out")
+
+    def _where_needed(self, key: str) -> str:
+        kinds = [name for name, kind in ENVS.items() if key in kind.needs]
+        places = [name for name, place in WORKFLOW_PLACES.items() if place.needs == key]
+        if places and (self.env_kind.is_workflow or not kinds):
+            return f"env.kind=workflow env.runs_in={' or '.join(places)}"
+        return f"env.kind={' or '.join(kinds)}"
 
     @property
     def env_kind(self) -> EnvKind:
         return ENVS[self.kind]
+
+    @property
+    def workflow_place(self) -> WorkflowPlace:
+        return WORKFLOW_PLACES[self.runs_in]
 
     @property
     def is_custom(self) -> bool:

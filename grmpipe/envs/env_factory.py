@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
@@ -11,11 +12,14 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env import Env
 
 MakeEnv = Callable[[], Env]
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-def env_factory(config: EnvConfig) -> MakeEnv:
+def env_factory(config: EnvConfig, shared: Mapping[str, object] = NOTHING) -> MakeEnv:
     """A function that constructs a new environment for each episode. Raises ValueError if the class can't be imported,
     takes other arguments, or is no Env.
+
+    shared: further arguments, which the environments of a run share.
     """
     found = found_at(config.path, "target")
     if not inspect.isclass(found) or not issubclass(found, Env):
@@ -30,4 +34,4 @@ def env_factory(config: EnvConfig) -> MakeEnv:
         raise ValueError(f"options: {config.path} can't be made with {config.arguments}: {error}") from error
     if not config.is_custom:
         make(**config.arguments)  # ours check what they are given
-    return lambda: make(**config.arguments)
+    return lambda: make(**config.arguments, **shared)

@@ -19,6 +19,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
+from grmpipe.workflows.recorder import Recorder
 from models.types import SamplingParams
 from scheduler.clock import ActiveClock
 
@@ -60,9 +61,14 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
         timed=not env.env_kind.is_single,
     )
 
+    if (workflow := running.envs.workflow) is not None:
+        asked = workflow.play(Recorder(sampler, renderer, params, limits))
+        return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
+    make = running.envs.make
+    assert make is not None, "an episode without a workflow has an environment"
+
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        made = running.envs.make()
-        return await play(request, prompt, made, sampler, renderer, params, limits, on_first_token)
+        return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
 
     if env.env_kind.is_single:
         return played

@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from grmpipe.config.env import DEFAULT_ENV
 from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -146,9 +145,9 @@ def check_models(prepared: Prepared) -> None:
 def check_judges_without_model(config: RunConfig) -> None:
     """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
     for name, judge in config.judging.judges.items():
-        if judge.kind == "env" and config.env.kind == DEFAULT_ENV:
+        if judge.kind == "env" and config.env.env_kind.is_single:
             raise ConfigError(
-                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={DEFAULT_ENV} gives "
+                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "
                 f"none; choose another env, or type {key_of_judge(name)}.kind=rule"
             )
         if judge.kind == "custom":

@@ -103,7 +103,7 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
         ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
-        ("env.target=users_kinds.Echo", r"^env\.target: is for env\.kind=custom; type that"),
+        ("env.target=users_kinds.Echo", r"^env\.target: is for env\.kind=custom or workflow; type that"),
         (
             "env=custom env.target=users_kinds.alone",
             r"^env\.target: users_kinds\.alone is no env: it needs `async",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
@@ -28,6 +29,9 @@ from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.envs.isolation.report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from scheduler.events import EventSink
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +47,23 @@ class EnvHost(Protocol):
 
 
 @asynccontextmanager
-async def open_env_host(config: EnvConfig, *, run_dir: Path, seed: int = 0) -> AsyncIterator[EnvHost]:
+async def open_env_host(
+    config: EnvConfig,
+    *,
+    run_dir: Path,
+    seed: int = 0,
+    arguments: Mapping[str, object] = NOTHING,
+    events: EventSink | None = None,
+) -> AsyncIterator[EnvHost]:
     """The host of a run's environments, with all that `config.isolation` asks for.
 
     Sweeps first what an earlier process of this run left. At the end all seats are closed or killed. Processes end with
     the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the isolation is
     missing and required.
 
-    seed: of `config.inject_faults`.
+    seed:      of `config.inject_faults`.
+    arguments: further ones of the environment's class; only for kind=inprocess.
+    events:    gets a span for each stage of each episode.
     """
     await asyncio.to_thread(sweep, run_dir)
     isolation, faults = config.isolation, FaultInjection(share=config.inject_faults, seed=seed)
@@ -61,8 +74,9 @@ async def open_env_host(config: EnvConfig, *, run_dir: Path, seed: int = 0) -> A
         max_observation_chars=config.max_observation_chars,
     )
     if isolation.kind == INPROCESS:
-        yield InprocessHost(env_factory(config), limits, faults)
+        yield InprocessHost(env_factory(config, arguments), limits, faults, events)
         return
+    assert not arguments, "an environment in another process makes its own"
     await asyncio.to_thread(check_isolation, isolation)
     left = noted(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits, faults)
@@ -70,7 +84,7 @@ async def open_env_host(config: EnvConfig, *, run_dir: Path, seed: int = 0) -> A
         await host.start()
         if isinstance(host, ProcessHost) and (lacks := weaknesses(await host.missing())):
             log.warning("environments run with less isolation than they should: %s", described(lacks))
-        yield LimitedHost(host, limits)
+        yield LimitedHost(host, limits, events)
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
@@ -79,9 +93,10 @@ async def open_env_host(config: EnvConfig, *, run_dir: Path, seed: int = 0) -> A
 class LimitedHost:
     """A host whose environments are checked here too. They keep their limits themselves: these are longer."""
 
-    def __init__(self, host: EnvHost, limits: StageLimits) -> None:
+    def __init__(self, host: EnvHost, limits: StageLimits, events: EventSink | None) -> None:
         self.seats = host.seats
         self._host = host
+        self._events = events
         self._limits = replace(
             limits,
             boot_s=limits.boot_s + 2 * ENDING_S,
@@ -90,7 +105,7 @@ class LimitedHost:
         )
 
     def env(self) -> Env:
-        return LimitedEnv(self._host.env(), self._limits)
+        return LimitedEnv(self._host.env(), self._limits, self._events)
 
 
 def check_isolation(config: IsolationConfig) -> None:

@@ -7,19 +7,23 @@ from grmpipe.envs.env_factory import MakeEnv
 from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from scheduler.events import EventSink
 
 
 class InprocessHost:
     """Constructs environments right here. Limits end their coroutines at an `await`: blocking code has none."""
 
-    def __init__(self, make: MakeEnv, limits: StageLimits, faults: FaultInjection) -> None:
+    def __init__(
+        self, make: MakeEnv, limits: StageLimits, faults: FaultInjection, events: EventSink | None = None
+    ) -> None:
         self.seats = SeatCounts()
         self._make = make
         self._limits = limits
         self._faults = faults
+        self._events = events
 
     def env(self) -> Env:
-        return LimitedEnv(CountedEnv(self._make(), self.seats, self._faults), self._limits)
+        return LimitedEnv(CountedEnv(self._make(), self.seats, self._faults), self._limits, self._events)
 
 
 class CountedEnv:

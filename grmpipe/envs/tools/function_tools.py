@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import get_type_hints
@@ -128,7 +128,3 @@ def described(docstring: str) -> tuple[str, dict[str, str]]:
     first = "\n".join(lines[:begin]).split("\n\n")[0]
     found = (ARGUMENT.match(line) for line in lines[begin + 1 :])
     return " ".join(first.split()), {match[1]: match[2].strip() for match in found if match}
-
-
-def specs_of(tools: Sequence[FunctionTool]) -> tuple[ToolSpec, ...]:
-    return tuple(tool.spec for tool in tools)

@@ -1,23 +1,62 @@
-"""The environment of typed functions: runs the policy's calls, and ends with its first turn without one. No model."""
+"""The environment of tools: runs the policy's calls, and ends with its first turn without one. No model."""
 
 from __future__ import annotations
 
-from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import specs_of, tools_of
-from models.types import Message, ToolCall
+from collections.abc import Sequence
+from typing import Protocol
+
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.tools.function_tools import tools_of
+from models.types import Message, ToolCall, ToolSpec
+
+
+class Tool(Protocol):
+    """A tool that the policy may call."""
+
+    @property
+    def spec(self) -> ToolSpec: ...
+
+    async def call(self, call: ToolCall) -> str:
+        """The result as text. Raises PolicyFault or EnvFault."""
+        ...
+
+
+class OpenTools(Protocol):
+    """The tools of servers, for one episode."""
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+    async def close(self) -> None: ...
+
+
+class ToolServers(Protocol):
+    """Servers of tools, which the episodes of a run share."""
+
+    async def open(self) -> OpenTools:
+        """Raises EnvFault (boot)."""
+        ...
 
 
 class ToolEnv:
-    """Shows the prompt's messages and the tools of a module. Wrong calls are answered in text: they are the policy's.
+    """Shows the prompt's messages, and tools. Wrong calls are answered in text: they are the policy's.
 
-    functions: dotted path of the module.
+    functions: dotted path of a module, whose functions are tools; empty: none.
+    servers:   further tools.
     """
 
-    def __init__(self, functions: str) -> None:
-        self._tools = {tool.spec.name: tool for tool in tools_of(functions)}
+    def __init__(self, functions: str = "", servers: ToolServers | None = None) -> None:
+        self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (tools_of(functions) if functions else ())}
+        self._servers = servers
+        self._opened: OpenTools | None = None
 
     async def open(self, episode: Episode) -> Opening:
-        return Opening(messages=episode.prompt.messages, tools=specs_of(list(self._tools.values())))
+        if self._servers is not None:
+            self._opened = await self._servers.open()
+            for tool in self._opened.tools:
+                self._add(tool)
+        specs = tuple(tool.spec for tool in self._tools.values())
+        return Opening(messages=episode.prompt.messages, tools=specs)
 
     async def step(self, action: Action) -> Observation:
         if not action.tool_calls and not action.errors:
@@ -34,7 +73,14 @@ class ToolEnv:
         return Observation(messages=messages, faults=(*faults, *("malformed" for _ in action.errors)))
 
     async def close(self) -> None:
-        """It holds nothing."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    def _add(self, tool: Tool) -> None:
+        name = tool.spec.name
+        if name in self._tools:
+            raise EnvFault(f"two tools are called {name}; rename one, or leave its server out of env.mcp", "protocol")
+        self._tools[name] = tool
 
     async def _result(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)

@@ -106,12 +106,12 @@ def with_short_texts(response: Trajectory, num_kept: int) -> Trajectory:
 
 
 def shortened(passage: Passage, num_kept: int) -> tuple[Passage, ...]:
-    """A passage without its middle, and in its place a note."""
+    """A passage without its middle, and in its place a note; the passage itself if the note would be longer."""
     text, voice, turn = passage.text, passage.voice, passage.turn
-    if voice == "note" or len(text) <= num_kept:
+    left_out = f"[... {len(text) - num_kept} characters of the {voice} left out ...]"
+    if voice == "note" or len(text) <= num_kept + len(left_out):
         return (passage,)
     tail = num_kept // 2
-    left_out = f"[... {len(text) - num_kept} characters of the {voice} left out ...]"
     return (
         Passage(voice=voice, text=text[: num_kept - tail], turn=turn),
         Passage(voice="note", text=left_out, turn=turn),

@@ -36,6 +36,7 @@ class SimulatedRow:
     priority: int = 0
     trajectory_id: str = ""
     epoch: int = 0  # of the weights when it joined
+    cached_tokens: int = 0  # of its prompt, when it joined for the first time
     listens: bool = False  # whether it is listed in `SimulatedChange.begun`
     arrival: int = 0
     sampled: int = 0  # before it joined the batch for the last time
@@ -234,12 +235,14 @@ class SimulatedBatch:
         """Admit waiting rows while there is room. Returns True if the rest waits only for its prefill."""
         prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
-            tokens = row.sampled + self._uncached(row)
+            uncached = self._uncached(row)
+            tokens = row.sampled + uncached
             if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
                 break
             heapq.heappop(self._waiting)
             prefilled += tokens
             joined += 1
+            row.cached_tokens = row.cached_tokens if row.stays else row.prompt_tokens - uncached
             self._join(row)
         else:
             tokens = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,9 @@ from grmpipe.train.batching.packer import Layout, Packer, pack, pack_trees, roun
 from grmpipe.train.batching.prefix_tree import ATTENDED_PER_PACKED, PrefixTree, num_common, trees_of
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
+from models.tiny.dialogues import in_store, messages_of
+from models.tiny.tokenizer import build_tokenizer, encode_message
+from models.tiny.walks import Haste, hasty_turns, make_walks
 from models.types import VersionSpan
 
 
@@ -106,6 +110,31 @@ def test_nothing_is_shared_where_sharing_is_off() -> None:
     samples = [episode(sibling, ("ask", "xy"), ("1", "p")) for sibling in range(3)]
     assert [len(tree.samples) for tree in trees_of(samples, shared=False)] == [1] * 3
     assert len(pack(samples).token_ids_T) == 21
+
+
+def test_siblings_in_a_store_are_at_most_half_the_tokens() -> None:
+    """Eight siblings a walk, who take the first entry at nearly every second name."""
+    tokenizer, draw, samples = build_tokenizer(), random.Random(0), []
+    for number, walk in enumerate(make_walks("train", 8, 0)):
+        for sibling in range(8):
+            said = messages_of(in_store(walk, hasty_turns(walk, Haste(), draw)))
+            ids, mask = [], []
+            for place, message in enumerate(said):
+                before, content = encode_message(tokenizer, message, is_first=place == 0)
+                ids += before + content
+                mask += [0] * len(before) + [int(message.role == "assistant")] * len(content)
+            samples.append(
+                replace(
+                    episode(sibling, group_id=str(number)), token_ids=tuple(ids), loss_mask=tuple(mask),
+                    sampler_logprobs=(0.0,) * len(ids), advantages=(0.0,) * len(ids), num_turns=len(said) // 2,
+                    versions=(VersionSpan(model="policy", version=0, start=0, end=len(ids)),),
+                )
+            )  # fmt: skip
+    once, each = (
+        sum(len(round_.micro_batches[0].token_ids_T) for round_ in rounds_of(samples, 4096, 1, shared))
+        for shared in (True, False)
+    )
+    assert each == sum(len(sample.token_ids) for sample in samples) and once < 0.3 * each
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -286,6 +286,8 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
         await trainer.take(group := judged(1, *(0.0, 1.0) * 4))
         metrics = await trainer.step([group])
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
+        assert metrics["train/packed_tokens"] == (28 if prefix_sharing else 32)
+        assert metrics["train/unshared_tokens"] == 32
 
     asyncio.run(run())
     assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if prefix_sharing else [16, 16])

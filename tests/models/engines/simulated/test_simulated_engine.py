@@ -398,7 +398,9 @@ def turns_of(engine: SimulatedEngine, trajectory_id: str, push_after: int | None
         ids = (1,) * 100
         for turn in range(5):
             context = RequestContext(request_id=f"t{turn}", group_id="g", role="policy", trajectory_id=trajectory_id)
+            before = engine.prefilled_tokens
             completion = await engine.generate(ids, SamplingParams(max_new_tokens=10), context)
+            assert completion.cached_tokens == len(ids) - (engine.prefilled_tokens - before)
             if turn == push_after:
                 await engine.pause()
                 await engine.commit_weights(1)

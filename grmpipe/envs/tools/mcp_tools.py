@@ -1,0 +1,245 @@
+"""Tools of servers that speak the Model Context Protocol: over stdin and stdout, or HTTP. Knows no episode.
+
+A result with MCP's is-error flag is the policy's fault; a server that can't be reached, or dies, is the environment's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from grmpipe.config.env import McpServerConfig
+from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.process_group import supervised
+from models.types import ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SHOWN_ERROR_CHARS = 500
+CONNECT_S, READ_S = 30.0, 300.0  # the library's own; env.step_s and env.boot_s are shorter
+END_S = 10.0  # for a server to end after its connection; mcp kills it long before
+INSTALL = "mcp: servers of tools need the package mcp; type: pip install 'grmpipe[mcp]'"
+
+
+def check_mcp_installed() -> None:
+    """Raises ValueError if there is no mcp."""
+    if importlib.util.find_spec("mcp") is None:
+        raise ValueError(INSTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpTool:
+    """A tool of a server. Its arguments are checked there."""
+
+    spec: ToolSpec
+    connection: Connection
+
+    async def call(self, call: ToolCall) -> str:
+        """The result as text. Raises PolicyFault if the tool says no, EnvFault if the server fails."""
+        return await self.connection.called(call)
+
+
+class McpServers:
+    """The servers of a run, by name. Those that are shared, or run elsewhere, are connected once."""
+
+    def __init__(self, configs: Mapping[str, McpServerConfig]) -> None:
+        self._configs = dict(configs)
+        self._specs: dict[str, tuple[ToolSpec, ...]] = {}  # read once per run
+        self._shared: dict[str, Connection] = {}
+        self._connecting = asyncio.Lock()
+
+    async def open(self) -> OpenServers:
+        """Connections for one episode. Raises EnvFault (boot) if a server doesn't start."""
+        connections: dict[str, Connection] = {}
+        own: list[Connection] = []
+        try:
+            for name, config in self._configs.items():
+                if config.shared or config.url:
+                    connections[name] = await self._shared_connection(name)
+                else:
+                    own.append(await Connection.open(name, config))
+                    connections[name] = own[-1]
+            tools = [tool for name, one in connections.items() for tool in await self._tools_of(name, one)]
+        except BaseException:
+            await asyncio.gather(*(one.close() for one in own))
+            raise
+        return OpenServers(tools=tuple(tools), own=tuple(own))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self._shared.values()))
+        self._shared.clear()
+
+    async def _shared_connection(self, name: str) -> Connection:
+        """The run's connection, made anew if it broke."""
+        async with self._connecting:
+            if (before := self._shared.get(name)) is not None and before.is_alive:
+                return before
+            if before is not None:
+                await before.close()
+            self._shared[name] = await Connection.open(name, self._configs[name])
+            return self._shared[name]
+
+    async def _tools_of(self, name: str, connection: Connection) -> list[McpTool]:
+        if name not in self._specs:
+            self._specs[name] = await connection.listed()
+        return [McpTool(spec=spec, connection=connection) for spec in self._specs[name]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenServers:
+    """The servers of one episode. own: connections that end with it."""
+
+    tools: tuple[McpTool, ...]
+    own: tuple[Connection, ...]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self.own))
+
+
+class Connection:
+    """A connection to a server, in a task of its own: the library wants it opened and closed by the same one."""
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self._name = name
+        self._config = config
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._end = asyncio.Event()
+        self._broken = False
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed at the end
+        self._task = asyncio.create_task(self._run())
+
+    @staticmethod
+    async def open(name: str, config: McpServerConfig) -> Connection:
+        connection = Connection(name, config)
+        try:
+            await asyncio.shield(connection._ready)
+        except asyncio.CancelledError:
+            await connection.close()
+            raise
+        except Exception as error:
+            said = connection.said()
+            await connection.close()
+            text = f"the MCP server {name} ({where(config)}) doesn't start: {cause_of(error)}"
+            raise EnvFault(f"{text}; {said}" if said else text, "boot") from error
+        return connection
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._broken and not self._task.done()
+
+    def said(self) -> str:
+        """The last of what the program wrote to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()[-SHOWN_ERROR_CHARS:].strip()
+
+    async def listed(self) -> tuple[ToolSpec, ...]:
+        """All tools of the server."""
+        client, specs, cursor = self._ready.result(), [], None
+        while True:
+            page = await self._asked(client.list_tools(cursor=cursor))
+            specs += [
+                ToolSpec(name=tool.name, description=tool.description or "", parameters=dict(tool.input_schema))
+                for tool in page.tools
+            ]
+            if (cursor := page.next_cursor) is None:
+                return tuple(specs)
+
+    async def called(self, call: ToolCall) -> str:
+        result = await self._asked(self._ready.result().call_tool(call.name, dict(call.arguments)))
+        text = text_of(result)
+        if result.is_error:
+            raise PolicyFault(text)
+        return text
+
+    async def close(self) -> None:
+        """End the connection, and the program behind it."""
+        self._end.set()
+        if not self._ready.done():
+            self._task.cancel()  # it still starts
+        _, left = await asyncio.wait({self._task}, timeout=END_S)
+        self._errors.close()
+        for task in left:
+            log.warning("the MCP server %s didn't end within %g s", self._name, END_S)
+            task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(await client_of(self._config, stack, self._errors))
+                self._ready.set_result(client)
+                await self._end.wait()
+        except Exception as error:  # the library's transports raise what their own libraries do
+            self._broken = True
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            else:
+                log.info("the connection to the MCP server %s ended: %s", self._name, cause_of(error))
+
+    async def _asked(self, asking: Coroutine[object, object, T]) -> T:
+        """The answer. Raises PolicyFault for wrong arguments, EnvFault if the server fails, or the way to it."""
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
+
+        request = asyncio.ensure_future(asking)
+        try:
+            await asyncio.wait({request, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                return request.result()
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise PolicyFault(str(error), "arguments") from error
+            self._broken = True
+            raise EnvFault(f"the MCP server {self._name} failed: {error}", "died") from error
+        except Exception as error:
+            self._broken = True
+            raise EnvFault(f"the MCP server {self._name}: {cause_of(error)}", "unreachable") from error
+        finally:
+            request.cancel()
+        raise EnvFault(f"the connection to the MCP server {self._name} ended", "died")
+
+
+async def client_of(config: McpServerConfig, stack: AsyncExitStack, errors: TextIO) -> Client:
+    """A client, still without a connection. errors: the file for what a program writes to stderr."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    if config.url:
+        return Client(config.url) if not config.headers else await client_with_headers(config, stack)
+    program, *arguments = supervised(config.command)
+    parameters = StdioServerParameters(command=program, args=arguments, env=dict(config.env))
+    return Client(stdio_client(parameters, errlog=errors))
+
+
+async def client_with_headers(config: McpServerConfig, stack: AsyncExitStack) -> Client:
+    import httpx2  # the library's own, whose client it takes
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
+
+    http = httpx2.AsyncClient(headers=dict(config.headers), timeout=httpx2.Timeout(CONNECT_S, read=READ_S))
+    return Client(streamable_http_client(config.url, http_client=await stack.enter_async_context(http)))
+
+
+def text_of(result: CallToolResult) -> str:
+    """The result's texts. What isn't text is only named."""
+    return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+
+
+def where(config: McpServerConfig) -> str:
+    return config.url or " ".join(config.command)
+
+
+def cause_of(error: BaseException) -> str:
+    """The first error of a group of them, as task groups raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

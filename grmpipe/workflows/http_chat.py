@@ -1,0 +1,43 @@
+"""The policy's replies over HTTP, from the gateway of the run. For workflows in processes of their own; no server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httpx
+
+from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.workflows.chat_json import message_json, refusal_of, reply_of, tool_json
+from grmpipe.workflows.policy import Endpoint
+from models.types import Message, ToolSpec
+
+
+class HttpChat:
+    """A chat with the policy at an endpoint. Waits as long as the run does."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=endpoint.base_url,
+            headers={"Authorization": f"Bearer {endpoint.api_key}"},
+            timeout=None,
+            trust_env=False,
+        )
+
+    async def __call__(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), max_tokens: int | None = None
+    ) -> Reply:
+        body: dict[str, object] = {"messages": [message_json(message) for message in messages]}
+        if tools:
+            body["tools"] = [tool_json(tool) for tool in tools]
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        try:
+            response = await self._client.post("/chat/completions", json=body)
+        except httpx.TransportError as error:
+            raise ChatRefused("policy_unavailable", f"the gateway doesn't answer: {error}") from error
+        if response.status_code != httpx.codes.OK:
+            raise refusal_of(response.json())
+        return reply_of(response.json())
+
+    async def close(self) -> None:
+        await self._client.aclose()

@@ -1,0 +1,40 @@
+"""What a workflow returned -> the rewards of its turns. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from grmpipe.envs.env import EnvFault
+
+OUTCOME = "outcome"  # name of a reward that the workflow didn't name
+Rewards = dict[str, dict[str, float]]  # completion id -> rewards by name
+
+
+def rewards_of(returned: object, completion_ids: Sequence[str]) -> Rewards:
+    """The rewards by turn. completion_ids: of all turns, in their order in the rollout.
+
+    None: no reward; a number: the last turn's `outcome`; name -> number: the last turn's rewards; completion id ->
+    number: each turn's `outcome`. Raises EnvFault (protocol) for anything else.
+    """
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        return {completion_ids[-1]: {OUTCOME: _number(OUTCOME, returned)}}
+    numbers = {str(key): _number(str(key), value) for key, value in returned.items()}
+    of_turns = numbers.keys() & set(completion_ids)
+    if not of_turns:
+        return {completion_ids[-1]: numbers}
+    if of_turns != numbers.keys():
+        unknown = ", ".join(sorted(numbers.keys() - of_turns))
+        raise EnvFault(f"the workflow returned rewards by completion id, and no turn has the id {unknown}", "protocol")
+    return {completion_id: {OUTCOME: number} for completion_id, number in numbers.items()}
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise EnvFault(
+            f"the workflow returned {value!r} as the reward {name}; return None, a finite number, or numbers by name",
+            "protocol",
+        )
+    return float(value)

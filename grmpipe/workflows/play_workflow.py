@@ -1,0 +1,155 @@
+"""Plays an episode whose loop the user owns: runs his function, and makes a rollout of what was recorded. No loop.
+
+When time is up (env.episode_s), finished turns stay and the rollout is truncated, unless the policy wasn't asked for
+the last env.step_s: then the workflow hangs, and the environment failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.play import DECIMALS_S, Play, RolloutRequest
+from grmpipe.types import Prompt, Rollout, TruncationReason
+from grmpipe.workflows.chat import ChatRefused
+from grmpipe.workflows.outcome import Rewards, rewards_of
+from grmpipe.workflows.policy import Policy, Task
+from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
+from grmpipe.workflows.recorder import Recorder, Session
+from grmpipe.workflows.server import Gateway
+
+log = logging.getLogger(__name__)
+
+
+class Solver(Protocol):
+    """Runs the workflow of an episode: in this process, in another, or as a program."""
+
+    async def solve(self, task: Task, policy: Policy) -> object:
+        """What the workflow returned. Raises what it raised, or EnvFault if it couldn't be run to its end."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started for episodes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowLimits:
+    """Limits on a workflow, in seconds.
+
+    episode_s: of the whole episode.
+    step_s:    without asking the policy, after which an episode that ran out of time counts as hanging.
+    close_s:   until a cancelled workflow must have ended.
+    """
+
+    episode_s: float
+    step_s: float
+    close_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an episode ended. faults: kinds of what the policy did wrong in the end."""
+
+    returned: object = None
+    reason: TruncationReason = ""
+    faults: tuple[str, ...] = ()
+
+
+def workflow_play(solver: Solver, recorder: Recorder, gateway: Gateway, limits: WorkflowLimits) -> Play:
+    """A play of one episode. It raises EnvFault, or what failed the engine."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        begun_s = asyncio.get_running_loop().time()
+        session = recorder.open(request, on_first_token)
+        policy = Policy(session.chat, lambda: gateway.admit(session))
+        task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
+        try:
+            ending = await _ending(solver, task, policy, session, limits)
+        finally:
+            session.end()
+            gateway.dismiss(session)
+            await policy.close()
+        took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
+        return replace(rollout_of(request, prompt, session, ending), took_s=took_s)
+
+    return played
+
+
+async def _ending(solver: Solver, task: Task, policy: Policy, session: Session, limits: WorkflowLimits) -> Ending:
+    """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
+    solving = asyncio.ensure_future(solver.solve(task, policy))
+    ends: set[asyncio.Future[object]] = {solving, session.failed}
+    try:
+        await asyncio.wait(ends, timeout=limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
+        idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
+    finally:
+        if not solving.done():
+            await _cancelled(solving, limits.close_s)
+    if session.failed.done():
+        session.failed.result()
+    return _ended_itself(solving, refusal) if in_time else _out_of_time(session, idle_s, limits)
+
+
+async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
+    solving.cancel()
+    _, left = await asyncio.wait({solving}, timeout=close_s)
+    if left:
+        log.warning("a workflow didn't end within env.close_s = %g s after it was cancelled", close_s)
+
+
+def _out_of_time(session: Session, idle_s: float, limits: WorkflowLimits) -> Ending:
+    if not session.calls or idle_s >= limits.step_s:
+        raise EnvFault(
+            f"the workflow took longer than env.episode_s = {limits.episode_s:g} s, and didn't ask the policy for the "
+            f"last {idle_s:.1f} s",
+            "timeout",
+        )
+    return Ending(reason="time")
+
+
+def _ended_itself(solving: asyncio.Future[object], refusal: ChatRefused | None) -> Ending:
+    """refusal: of the workflow's last request. What the workflow raises after it is its answer to the refusal."""
+    reason: TruncationReason = "" if refusal is None else refusal.reason
+    try:
+        return Ending(returned=solving.result(), reason=reason)
+    except PolicyFault as fault:
+        return Ending(faults=(fault.kind,), reason=reason)
+    except EnvFault:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
+        if reason:
+            log.info("a workflow ended with %s: %s, after: %s", type(error).__name__, error, refusal)
+            return Ending(reason=reason)
+        raise EnvFault(f"the workflow raised {type(error).__name__}: {error}", "broken") from error
+
+
+def rollout_of(request: RolloutRequest, prompt: Prompt, session: Session, ending: Ending) -> Rollout:
+    """The recorded calls as a rollout. Raises EnvFault if there are none, or for rewards that are no numbers."""
+    line = in_line(session.calls)
+    if not line:
+        refused = "" if session.refusal is None else f"; it was refused: {session.refusal}"
+        raise EnvFault(f"the workflow ended without a turn of the policy{refused}", "protocol")
+    line[-1].faults += ending.faults
+    rewards: Rewards = rewards_of(ending.returned, [call.reply.completion_id for call in line])
+    reason = ending.reason or truncation_of(line[-1])
+    return Rollout(
+        group_id=request.group_id,
+        sibling=request.sibling,
+        turns=tuple(turns_of(line, rewards)),
+        status="truncated" if reason else "finished",
+        reason=reason,
+        opening=() if line[0].messages == prompt.messages else line[0].messages,
+        boot_s=session.boot_s,
+    )
+
+
+def truncation_of(last: RecordedCall) -> TruncationReason:
+    """What cut the last turn."""
+    if last.completion.finish_reason != "length":
+        return ""
+    return "context" if last.window_is_bound else "tokens"

@@ -1,0 +1,295 @@
+"""Records the chat of one episode: what the engine saw and sampled, id by id. Makes no sampled id anew.
+
+messages -> extend a recorded conversation: its ids + extend(what is new)    -> sample -> parse -> reply
+         -> anything else: a new segment, the whole prompt rendered anew
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from grmpipe.envs.play import DECIMALS_S, EpisodeLimits, RolloutAborted, RolloutRequest, TurnRenderer
+from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
+from models.types import (
+    Completion,
+    Generates,
+    Message,
+    ParsedTurn,
+    RequestContext,
+    SamplingParams,
+    ToolCall,
+    ToolSpec,
+    ignore_first_token,
+)
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_TOOL_LISTS = 64
+FINAL = ("turn_limit_exceeded", "time_limit_exceeded")  # refusals that no later request of the episode escapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """The prompt of a call that is about to begin. new_ids: after those of the parent."""
+
+    parent: RecordedCall | None
+    prompt_ids: tuple[int, ...]
+    new_ids: tuple[int, ...]
+
+
+class Recorder:
+    """Opens sessions: what those of a run have in common."""
+
+    def __init__(
+        self, engine: Generates, renderer: TurnRenderer, params: SamplingParams, limits: EpisodeLimits
+    ) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self.params = params
+        self.limits = limits
+        self._tool_lists: dict[bytes, tuple[ToolSpec, ...]] = {}
+
+    def open(self, request: RolloutRequest, on_first_token: Callable[[], None] = ignore_first_token) -> Session:
+        return Session(self, request, on_first_token)
+
+    def same_tools(self, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+        """Equal lists of tools as one and the same: renderers remember them by their identity."""
+        key = msgspec.json.encode(tools)
+        if key not in self._tool_lists and len(self._tool_lists) >= REMEMBERED_TOOL_LISTS:
+            self._tool_lists.clear()
+        return self._tool_lists.setdefault(key, tuple(tools))
+
+
+class Session:
+    """The calls of one episode, which may be made in parallel.
+
+    calls:   those that were answered, in the order of their answers.
+    refusal: the latest, unless another request was answered since; of the turns or the time it stays.
+    failed:  gets the exception that ends the episode: of the engine, or a programming error.
+    """
+
+    def __init__(self, recorder: Recorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._request = request
+        self._on_first_token = on_first_token
+        self._clock = asyncio.get_running_loop()
+        self._idle_since_s = self._clock.time()
+        self._end_s = self._idle_since_s + recorder.limits.episode_s
+        self._num_started = 0
+        self._num_tool_calls = 0
+        self._sampling: set[asyncio.Task[Completion]] = set()
+        self._ended = False
+        self.boot_s = 0.0
+        self.calls: list[RecordedCall] = []
+        self.refusal: ChatRefused | None = None
+        self.failed: asyncio.Future[object] = self._clock.create_future()
+
+    @property
+    def idle_s(self) -> float:
+        """Time since the policy was last being asked."""
+        return 0.0 if self._sampling else self._clock.time() - self._idle_since_s
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), max_tokens: int | None = None
+    ) -> Reply:
+        """The policy's reply. max_tokens: may only lower the run's. Raises ChatRefused."""
+        try:
+            reply = await self._answered(tuple(messages), self._recorder.same_tools(tools), max_tokens)
+        except ChatRefused as refused:
+            self.refusal = refused
+            raise
+        if self.refusal is not None and self.refusal.code not in FINAL:
+            self.refusal = None
+        return reply
+
+    def end(self) -> None:
+        """End the session: calls in flight are aborted and not recorded, later ones are refused."""
+        if not self._ended:
+            self._ended = True
+            if not self._sampling:
+                self._add_idle_time()
+            for task in self._sampling:
+                task.cancel()
+            if not self.failed.cancel() and not self.failed.cancelled():
+                self.failed.exception()  # it was read: asyncio would complain otherwise
+
+    async def _answered(
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], max_tokens: int | None
+    ) -> Reply:
+        self._check_open()
+        prompted = self._prompted(messages, tools)
+        asked = self._recorder.params.max_new_tokens
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {max_tokens}")
+            asked = min(asked, max_tokens)
+        room = self._room(prompted.prompt_ids, asked)
+        number = self._num_started
+        self._num_started += 1
+        completion = await self._sampled(prompted.prompt_ids, number, room)
+        return self._recorded(number, messages, tools, prompted, completion, window_is_bound=room < asked)
+
+    def _check_open(self) -> None:
+        """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
+        limits = self._recorder.limits
+        if self._ended or self.failed.done():
+            raise ChatRefused("session_ended", "the episode has ended: its policy answers no further request")
+        if len(self.calls) + len(self._sampling) >= limits.max_turns:
+            raise ChatRefused(
+                "turn_limit_exceeded", f"the episode has used up its turns (rollout.max_turns = {limits.max_turns})"
+            )
+        if self._clock.time() >= self._end_s:
+            raise ChatRefused(
+                "time_limit_exceeded", f"the episode has used up its time (env.episode_s = {limits.episode_s:g} s)"
+            )
+
+    def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
+        """Raises ChatRefused for messages or tools that the chat template doesn't take."""
+        renderer = self._recorder.renderer
+        try:
+            if tools:
+                renderer.parse("", tools)  # an unknown format is refused before anything is sampled
+            if (parent := self._continued(messages, tools)) is not None:
+                new = messages[len(parent.conversation) :]
+                try:
+                    new_ids = renderer.extend(new, tools)
+                except ValueError as error:  # such as a template that moves the tools
+                    log.info("%s: rendered anew, since %s", self._request.trajectory_id, error)
+                else:
+                    prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *new_ids)
+                    return Prompted(parent=parent, prompt_ids=prompt_ids, new_ids=new_ids)
+            prompt_ids = renderer.render(messages, tools)
+        except ValueError as error:
+            raise ChatRefused("invalid_request", str(error)) from error
+        return Prompted(parent=None, prompt_ids=prompt_ids, new_ids=prompt_ids)
+
+    def _continued(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> RecordedCall | None:
+        """The call whose conversation is the longest beginning of the messages. A cut completion has no end of turn, so
+        nothing continues it.
+        """
+        found = [
+            call
+            for call in self.calls
+            if len(messages) > (length := len(call.conversation))
+            and call.completion.finish_reason == "stop"
+            and call.tools is tools
+            and num_shared(messages, call.conversation) == length
+        ]
+        parents = {call.parent for call in self.calls}
+
+        def fit(call: RecordedCall) -> tuple[int, bool, bool]:
+            own = messages[len(call.messages)].tool_calls
+            named = [one.call_id for one in own] == [one.call_id for one in call.reply.tool_calls]
+            return len(call.conversation), named, call not in parents
+
+        return max(found, key=fit, default=None)
+
+    def _room(self, prompt_ids: Sequence[int], asked: int) -> int:
+        """Tokens that the completion may have. Raises ChatRefused if the window is full."""
+        window = self._recorder.limits.context_tokens
+        room = min(asked, window - len(prompt_ids)) if window else asked
+        if room < 1:
+            raise ChatRefused(
+                "context_length_exceeded",
+                f"the context window has {window} tokens, and the messages take {len(prompt_ids)}: shorten them",
+            )
+        return room
+
+    async def _sampled(self, prompt_ids: tuple[int, ...], number: int, room: int) -> Completion:
+        """Raises ChatRefused if the session ended meanwhile, or if the engine failed: then the episode has."""
+        request, params = self._request, self._recorder.params
+        context = RequestContext(
+            request_id=f"{request.trajectory_id}/t{number}",
+            group_id=request.group_id,
+            role="policy",
+            priority=request.priority,
+            trajectory_id=request.trajectory_id,
+        )
+        params = replace(params, seed=request.seed + number, max_new_tokens=room)
+        if not self._sampling:
+            self._add_idle_time()
+        generating = self._recorder.engine.generate(prompt_ids, params, context, self._on_first_token)
+        task = asyncio.ensure_future(generating)
+        self._sampling.add(task)
+        try:
+            completion = await task
+            if completion.finish_reason == "abort":
+                raise RolloutAborted(f"the request {context.request_id} was aborted")
+        except asyncio.CancelledError:
+            if self._ended:
+                raise ChatRefused("session_ended", "the episode ended before the policy had answered") from None
+            raise
+        except Exception as error:  # of the engine, or ours: it is raised where the episode is played
+            self._fail(error)
+            raise ChatRefused("policy_unavailable", "the policy can't answer: the episode ends") from error
+        finally:
+            self._sampling.discard(task)
+            self._idle_since_s = self._clock.time()
+        return completion
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _add_idle_time(self) -> None:
+        """Count the time in which the policy wasn't asked for the call before it."""
+        idle_s = round(self.idle_s, DECIMALS_S)
+        if self.calls:
+            self.calls[-1].env_s += idle_s
+        else:
+            self.boot_s += idle_s
+
+    def _recorded(
+        self,
+        number: int,
+        messages: tuple[Message, ...],
+        tools: tuple[ToolSpec, ...],
+        prompted: Prompted,
+        completion: Completion,
+        *,
+        window_is_bound: bool,
+    ) -> Reply:
+        parsed = self._parsed(completion, tools)
+        reply = Reply(
+            role="assistant",
+            content=parsed.content,
+            tool_calls=tuple(map(self._with_id, parsed.tool_calls)),
+            completion_id=f"chatcmpl-{self._request.trajectory_id}/t{number}",
+            finish_reason=completion.finish_reason,
+            prompt_tokens=len(prompted.prompt_ids),
+            completion_tokens=len(completion.token_ids),
+        )
+        call = RecordedCall(
+            number=number,
+            messages=messages,
+            tools=tools,
+            parent=prompted.parent,
+            prompt_ids=prompted.prompt_ids,
+            new_ids=prompted.new_ids,
+            completion=completion,
+            reply=reply,
+            window_is_bound=window_is_bound,
+            faults=tuple("malformed" for _ in parsed.errors),
+        )
+        self.calls.append(call)
+        return reply
+
+    def _parsed(self, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
+        """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
+        text.
+        """
+        text = completion.answer
+        if not tools or completion.finish_reason != "stop":
+            return ParsedTurn(content=text)
+        parsed = self._recorder.renderer.parse(text, tools)
+        return parsed if parsed.tool_calls else replace(parsed, content=text)
+
+    def _with_id(self, call: ToolCall) -> ToolCall:
+        self._num_tool_calls += 1
+        return replace(call, call_id=f"call_{self._num_tool_calls}")

@@ -1,0 +1,113 @@
+"""Whole runs whose episodes are workflows: in the run, in worker processes, and as a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.recorder import load_rollouts
+
+SOURCE = '''
+"""A user's workflow: two turns, and a reward by their length."""
+
+from grmpipe.envs.env import EnvFault
+
+CALLED = []
+
+
+async def solve(task, policy):
+    CALLED.append(task)
+    first = await policy.chat(task.messages)
+    await policy.chat([*task.messages, first, {"role": "user", "content": "Again."}])
+    return {"length": len(first.content)}
+
+
+async def broken(task, policy):
+    raise KeyError("oops")
+
+
+def blocking(task, policy):
+    return 1.0
+
+
+async def no_policy(task):
+    return 1.0
+'''
+PROGRAM = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+asked = json.dumps({"messages": task["messages"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+said = json.load(urllib.request.urlopen(urllib.request.Request(url, asked, headers)))
+print(json.dumps(len(said["choices"][0]["message"]["content"])))
+"""
+WORKFLOW = ("env=workflow", "rollout.max_turns=3", "judge=rule", "judge.anchors=4", "data.num_eval_prompts=4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def users_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "users_flow.py").write_text(SOURCE)
+    (folder / "agent.py").write_text(PROGRAM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield folder
+
+
+def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
+    files = small_run(*WORKFLOW, "env.target=users_flow.solve", "train.num_steps=2")
+    files.check_complete(groups=8)
+    for line in load_rollouts(files.run_dir / "rollouts.jsonl"):
+        first, *rest = line.rollout.turns
+        assert len(rest) <= 1 and not any(turn.rewritten for turn in rest)
+        if line.rollout.status == "finished":
+            assert dict(rest[0].rewards) == {"length": len(first.completion.text)}
+            assert first.replies[0].content == "Again."
+    assert files.summary["envs"]["episodes"] == 32 and files.summary["envs"]["faults"] == {}
+
+
+@pytest.mark.parametrize("place", ["process", "command"])
+def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
+    small_run: Callable, users_module: Path, place: str
+) -> None:
+    agent = f"env.command=[{sys.executable},-S,{users_module / 'agent.py'}]"
+    where = "env.target=users_flow.solve" if place == "process" else agent
+    files = small_run(
+        *WORKFLOW, f"env.runs_in={place}", where, "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2"
+    )
+    files.check_complete(groups=2)
+    assert files.summary["envs"]["faults"] == {}
+    for child in Path("/proc/self/task").glob("*/children"):
+        for pid in child.read_text().split():
+            assert "supervisor" not in Path(f"/proc/{pid}/cmdline").read_text(), "a process is left"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("env=workflow", r"^env\.target: is empty; for kind=workflow"),
+        ("env=workflow env.target=users_flow.nothing", r"^env\.target: the module users_flow has no nothing"),
+        ("env=workflow env.target=users_flow.no_policy", r"^env\.target: .* takes \(task, policy\)"),
+        ("env=workflow env.target=users_flow.blocking", r"^env\.target: .* async def"),
+        ("env=workflow env.runs_in=command", r"^env\.command: is empty"),
+        ("env=workflow env.runs_in=thread", r"^env\.runs_in: unknown place 'thread'; known: inprocess, process"),
+        ("env.runs_in=process", r"^env\.runs_in: is for env\.kind=workflow"),
+        ("env=workflow env.target=users_flow.solve env.command=[x]", r"^env\.command: is for .*runs_in=command"),
+        ("env=tools +env.mcp.calc.url=localhost", r"^env\.mcp\.calc\.url: must begin with http"),
+        ("env=workflow env.target=users_flow.solve task=simulate", r"^env\.kind: task=simulate knows only single"),
+    ],
+)
+def test_a_workflow_that_can_not_run_is_refused_by_its_key(small_run: Callable, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small_run(*override.split())
+
+
+def test_a_workflow_that_always_breaks_ends_the_run_with_its_error(small_run: Callable) -> None:
+    files = small_run(*WORKFLOW, "env.target=users_flow.broken", "env.retry_s=0")
+    assert files.summary["status"] == "failed" and "oops" in files.summary["failure"]

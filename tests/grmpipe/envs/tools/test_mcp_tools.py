@@ -1,0 +1,209 @@
+"""Tools of real MCP servers, over stdin and stdout and over HTTP: results, faults, and that no process stays."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.env import EnvConfig, McpServerConfig
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation
+from grmpipe.envs.tools.mcp_tools import McpServers
+from grmpipe.envs.tools.tool_env import ToolEnv
+from grmpipe.types import Prompt
+from models.types import Message, ToolCall
+
+CALCULATOR = str(Path(__file__).with_name("mcp_calculator.py"))  # of the mcp package; seconds to start
+PLAIN = str(Path(__file__).with_name("plain_mcp_server.py"))
+EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),)))
+
+
+def stdio(tmp_path: Path, *, shared: bool = False) -> McpServerConfig:
+    return McpServerConfig(
+        command=[sys.executable, "-S", PLAIN], env={"STARTED": str(tmp_path / "started")}, shared=shared
+    )
+
+
+def called(*calls: tuple[str, dict]) -> Action:
+    return Action(
+        text="", tool_calls=tuple(ToolCall(name=name, arguments=arguments, call_id="c") for name, arguments in calls)
+    )
+
+
+def texts(observation: Observation) -> list[str]:
+    return [message.content for message in observation.messages]
+
+
+def run(servers: dict[str, McpServerConfig], talk: Callable[..., Awaitable[None]], functions: str = "") -> None:
+    """Run `talk(open_env)`; then close the servers, and check that nothing is left."""
+
+    async def play() -> None:
+        shared = McpServers(servers)
+        envs = []
+
+        async def open_env() -> ToolEnv:
+            envs.append(env := ToolEnv(functions, shared))
+            await env.open(EPISODE)
+            return env
+
+        try:
+            await talk(open_env)
+        finally:
+            for env in envs:
+                await env.close()
+            await shared.close()
+        assert len(asyncio.all_tasks()) == 1, "a connection is left"
+
+    asyncio.run(play())
+
+
+def started(tmp_path: Path) -> list[int]:
+    return [int(line) for line in (tmp_path / "started").read_text().split()]
+
+
+def test_the_tools_of_a_program_are_called_and_their_errors_are_the_policys() -> None:
+    async def talk(open_env: Callable) -> None:
+        env = await open_env()
+        observation = await env.step(
+            called(
+                ("add", {"a": 1, "b": 2}),
+                ("divide", {"a": 1, "b": 0}),
+                ("add", {"a": "one"}),
+                ("subtract", {}),
+            )
+        )
+        result, no, wrong, unknown = texts(observation)
+        assert result == "3" and no.endswith("b is zero") and "add" in wrong
+        assert unknown.startswith("there is no tool subtract; known: add, divide, die")
+        assert observation.faults[-1] == "unknown_tool" and len(observation.faults) == 3
+        assert observation.messages[0] == Message(role="tool", content="3", name="add", tool_call_id="c")
+
+    run({"calc": McpServerConfig(command=[sys.executable, CALCULATOR])}, talk)
+
+
+def test_each_episode_has_its_own_program_unless_it_is_shared(tmp_path: Path) -> None:
+    async def talk(open_env: Callable) -> None:
+        first, second = await asyncio.gather(open_env(), open_env())
+        ids = [texts(await env.step(called(("process", {}))))[0] for env in (first, second)]
+        assert (ids[0] == ids[1]) == shared
+
+    for shared in (False, True):
+        (tmp_path / "started").unlink(missing_ok=True)
+        run({"calc": stdio(tmp_path, shared=shared)}, talk)
+        assert len(started(tmp_path)) == (1 if shared else 2)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in started(tmp_path)), "a program is left"
+
+
+def test_a_server_that_dies_is_a_fault_and_the_next_episode_gets_a_new_one(tmp_path: Path) -> None:
+    async def talk(open_env: Callable) -> None:
+        env = await open_env()
+        with pytest.raises(EnvFault) as fault:
+            await env.step(called(("die", {})))
+        assert fault.value.cause == "died"
+        assert texts(await (await open_env()).step(called(("process", {})))) == [str(started(tmp_path)[1])]
+
+    run({"calc": stdio(tmp_path, shared=True)}, talk)
+    assert len(started(tmp_path)) == 2
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    server = subprocess.Popen([sys.executable, CALCULATOR, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def talk(open_env: Callable) -> None:
+        env = await open_env()
+        assert texts(await env.step(called(("double", {"a": 4}), ("add", {"a": 1, "b": 2})))) == ["8", "3"]
+        with pytest.raises(EnvFault) as fault:
+            await env.step(called(("die", {})))
+        assert fault.value.cause in ("died", "unreachable")
+        with pytest.raises(EnvFault) as fault:
+            await open_env()
+        assert fault.value.cause == "boot"
+
+    run({"calc": McpServerConfig(url=url, headers={"X-Key": "k"})}, talk, "users_tools")
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (McpServerConfig(command=["no-such-program"]), "no-such-program can't be started"),
+        (McpServerConfig(command=[sys.executable, "-c", "raise SystemExit('no licence')"]), "no licence"),
+        (McpServerConfig(url="http://127.0.0.1:1/mcp"), "127.0.0.1:1"),
+    ],
+)
+def test_a_server_that_does_not_start_is_a_fault_with_its_own_words(server: McpServerConfig, said: str) -> None:
+    async def talk(open_env: Callable) -> None:
+        with pytest.raises(EnvFault, match=said) as fault:
+            await open_env()
+        assert fault.value.cause == "boot"
+
+    run({"calc": server}, talk)
+
+
+def test_a_server_that_never_answers_ends_with_its_limit() -> None:
+    async def talk(open_env: Callable) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await open_env()
+
+    begun_s = time.monotonic()
+    run({"calc": McpServerConfig(command=["sleep", "60"])}, talk)
+    assert time.monotonic() - begun_s < 9
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_add.py").write_text("def add(a: int) -> int:\n    return a\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def talk(open_env: Callable) -> None:
+        with pytest.raises(EnvFault, match="two tools are called add"):
+            await open_env()
+
+    run({"calc": stdio(tmp_path)}, talk, "own_add")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "^command: give either a command"),
+        ({"command": ["x"], "url": "http://x"}, "^command: give either"),
+        ({"url": "localhost:8000"}, "^url: must begin with http"),
+        ({"url": "http://x", "shared": True}, "^env: env and shared are for a command"),
+        ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),
+    ],
+)
+def test_settings_of_a_server_that_mean_nothing_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        McpServerConfig(**settings)
+
+
+def test_only_an_environment_of_tools_has_servers() -> None:
+    server = McpServerConfig(url="http://x")
+    assert EnvConfig(kind="tools", mcp={"calc": server}).functions == ""
+    with pytest.raises(ValueError, match=r"^mcp: is for env\.kind=tools"):
+        EnvConfig(mcp={"calc": server})
+    with pytest.raises(ValueError, match=r"^functions: is empty"):
+        EnvConfig(kind="tools")

@@ -1,0 +1,352 @@
+"""Recording: token by token, what continues and what is rendered anew, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grmpipe.envs.play import RolloutAborted, RolloutRequest
+from grmpipe.train.batching.samples import segments_of
+from grmpipe.types import Prompt, Rollout
+from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.workflows.play_workflow import Ending, rollout_of
+from grmpipe.workflows.recorder import Recorder, Session
+from models.types import EngineRefused, Message, ToolCall, ToolSpec
+
+ADD = ToolSpec(name="add", description="", parameters={"type": "object"})
+PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def recorded(recorder: Recorder, request: RolloutRequest, talk: Callable[[Session], Awaitable[None]]) -> Rollout:
+    """The rollout of what a function asks."""
+
+    async def play() -> Rollout:
+        session = recorder.open(request)
+        await talk(session)
+        session.end()
+        return rollout_of(request, PROMPT, session, Ending())
+
+    return asyncio.run(play())
+
+
+def run(recorder: Recorder, request: RolloutRequest, talk: Callable[[Session], Awaitable[None]]) -> Session:
+    """The session after what a function asks."""
+
+    async def play() -> Session:
+        session = recorder.open(request)
+        await talk(session)
+        return session
+
+    return asyncio.run(play())
+
+
+def test_a_conversation_that_goes_on_is_one_segment_of_recorded_ids(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["add 1 2", "3, I say"])
+
+    async def talk(session: Session) -> None:
+        messages = [user("?")]
+        reply = await session.chat(messages, [ADD])
+        assert reply.tool_calls == (ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call_1"),)
+        result = Message(role="tool", content="3", tool_call_id="call_1", name="add")
+        equal_tools = [ToolSpec(name="add", description="", parameters={"type": "object"})]
+        assert (await session.chat([*messages, reply, result], equal_tools)).content == "3, I say"
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    first, second = rollout.turns
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+    assert (first.rewritten, second.rewritten) == (False, False) and rollout.opening == ()
+    assert [message.content for message in first.replies] == ["3"] and first.tool_calls[0].name == "add"
+    assert (rollout.status, rollout.reason) == ("finished", "")
+    contexts = [context for _, _, context in engine.asked]
+    assert [context.request_id for context in contexts] == ["g/1/t0", "g/1/t1"]
+    assert {context.trajectory_id for context in contexts} == {"g/1"}
+    assert [(params.seed, params.temperature, params.top_p) for _, params, _ in engine.asked] == [
+        (50, 0.7, 0.9),
+        (51, 0.7, 0.9),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda messages, reply: [messages[0], Message(role="assistant", content=reply.content + "!"), user("b")],
+        lambda messages, reply: [user("summary"), user("b")],
+        lambda messages, reply: [user("?"), user("b")],
+        lambda messages, reply: [messages[0], Message(role="user", content=reply.content), user("b")],
+    ],
+    ids=["an edited reply", "compaction", "a dropped reply", "another role"],
+)
+def test_a_history_that_was_rewritten_opens_a_segment(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable
+) -> None:
+    engine = make_engine(["a", "c"])
+
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")])
+        await session.chat(change([user("?")], reply))
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    assert [turn.rewritten for turn in rollout.turns] == [False, True]
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+    assert rollout.turns[0].replies[-1].content == "b"
+    assert all(message.role != "assistant" for message in rollout.turns[0].replies)
+
+
+def test_other_tools_open_a_segment(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> None:
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")])
+        await session.chat([user("?"), reply, user("b")], [ADD])
+
+    rollout = recorded(make_recorder(make_engine(["a", "c"])), request_of, talk)
+    assert [turn.rewritten for turn in rollout.turns] == [False, True]
+
+
+def test_parallel_calls_are_branches_and_the_chain_that_ends_last_comes_last(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["plan", "sub one", "sub two", "whole"])
+
+    async def talk(session: Session) -> None:
+        plan = await session.chat([user("?")])
+        branch = [user("?"), plan]
+        one, two = await asyncio.gather(
+            session.chat([*branch, user("one")]), session.chat([user("other agent"), user("two")])
+        )
+        await session.chat([*branch, user("one"), one, user(two.content)])
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    assert [turn.completion.text for turn in rollout.turns] == ["sub two", "plan", "sub one", "whole"]
+    assert [turn.rewritten for turn in rollout.turns] == [False, True, False, False]
+    assert Counter(rollout.prompts()) == Counter(prompt for prompt, _ in engine.said)
+    assert rollout.answer == "whole"
+
+
+def test_two_continuations_of_one_turn_keep_its_recorded_ids(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["plan", "one", "two"])
+
+    async def talk(session: Session) -> None:
+        plan = await session.chat([user("?")])
+        await asyncio.gather(*(session.chat([user("?"), plan, user(name)]) for name in ("1", "2")))
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    plan, _, two = rollout.turns
+    assert [turn.rewritten for turn in rollout.turns] == [False, False, True]
+    recorded_ids = plan.new_ids + plan.completion.token_ids
+    assert two.new_ids[: len(recorded_ids)] == recorded_ids
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+
+
+MOVES = st.lists(st.tuples(st.sampled_from(["extend", "rewrite", "both"]), st.integers(0, 9)), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=MOVES, seed=st.integers(0, 999))
+def test_whatever_a_workflow_asks_the_rollout_holds_exactly_what_the_engine_saw(
+    make_engine: Callable,
+    make_recorder: Callable,
+    request_of: RolloutRequest,
+    moves: list[tuple[str, int]],
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    engine = make_engine([chance.choice(["a", "b", "add 1 2", "bad"]) for _ in range(40)])
+
+    async def talk(session: Session) -> None:
+        talks: list[list[Message]] = [[user("?")]]
+
+        async def ask(messages: list[Message]) -> None:
+            reply = await session.chat(messages, [ADD])
+            talks.append([*messages, reply, user(chance.choice("xy"))])
+
+        await ask(talks[0])
+        for move, which in moves:
+            messages = talks[which % len(talks)]
+            if move == "both":
+                await asyncio.gather(ask(messages), ask([*messages, user("z")]))
+            else:
+                await ask(messages if move == "extend" else [user("so far"), *messages[-2:]])
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    turns = [(prompt, turn.completion.token_ids) for prompt, turn in zip(rollout.prompts(), rollout.turns, strict=True)]
+    assert Counter(turns) == Counter(engine.said)
+    for segment in segments_of(rollout):
+        for (before, turn), (after, _) in itertools.pairwise(segment):
+            begun = before + turn.completion.token_ids
+            assert after[: len(begun)] == begun
+
+
+def test_max_tokens_may_only_lower_the_runs(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["a long text", "a"])
+
+    async def talk(session: Session) -> None:
+        cut = await session.chat([user("?")], max_tokens=3)
+        assert (cut.content, cut.finish_reason) == ("a l", "length")
+        await session.chat([user("?"), cut, user("go on")], max_tokens=1000)
+        with pytest.raises(ChatRefused, match="max_tokens"):
+            await session.chat([user("?")], max_tokens=0)
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    assert [params.max_new_tokens for _, params, _ in engine.asked] == [3, 50]
+    assert [turn.rewritten for turn in rollout.turns] == [False, True], "a cut turn has no end that another continues"
+
+
+@pytest.mark.parametrize(("window", "reason"), [(0, "tokens"), (20, "context")])
+def test_a_call_in_a_cut_completion_is_never_given_back(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, window: int, reason: str
+) -> None:
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")], [ADD])
+        assert (reply.tool_calls, reply.finish_reason) == ((), "length")
+
+    recorder = make_recorder(make_engine(["add 1 2" + " " * 90]), context_tokens=window)
+    rollout = recorded(recorder, request_of, talk)
+    assert (rollout.status, rollout.reason) == ("truncated", reason) and rollout.turns[0].tool_calls == ()
+
+
+def test_a_call_that_cannot_be_read_stays_text_and_is_counted(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        assert (await session.chat([user("?")], [ADD])).content == "bad {"
+
+    rollout = recorded(make_recorder(make_engine(["bad {"])), request_of, talk)
+    assert rollout.turns[0].faults == ("malformed",)
+
+
+def test_a_full_window_is_refused_and_a_shorter_history_goes_on(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")])
+        with pytest.raises(ChatRefused, match="context window has 30 tokens") as refused:
+            await session.chat([user("?"), reply, user("x" * 40)])
+        assert (refused.value.code, session.refusal) == ("context_length_exceeded", refused.value)
+        await session.chat([user("short")])
+        assert session.refusal is None
+
+    rollout = recorded(make_recorder(make_engine(["a", "b"]), context_tokens=30), request_of, talk)
+    assert rollout.status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"), [({"max_turns": 1}, "turn_limit_exceeded"), ({"episode_s": 0.05}, "time_limit_exceeded")]
+)
+def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, limits: dict, code: str
+) -> None:
+    engine = make_engine(["a", "b"])
+
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")])
+        await asyncio.sleep(0.06)
+        with pytest.raises(ChatRefused) as refused:
+            await session.chat([user("?"), reply, user("more")])
+        assert refused.value.code == code
+
+    session = run(make_recorder(engine, **limits), request_of, talk)
+    assert session.refusal is not None and len(engine.asked) == 1
+
+
+def test_a_refusal_for_good_outlives_an_answer_to_a_parallel_call(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        await asyncio.gather(*(session.chat([user(name)]) for name in "abc"), return_exceptions=True)
+
+    session = run(make_recorder(make_engine(), max_turns=2), request_of, talk)
+    assert session.refusal is not None and session.refusal.reason == "turns" and len(session.calls) == 2
+
+
+def test_the_end_of_a_session_aborts_calls_in_flight_and_refuses_later_ones(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["a"])
+
+    async def talk(session: Session) -> None:
+        engine.held = asyncio.Event()
+        asking = asyncio.ensure_future(session.chat([user("?")]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        session.end()
+        for late in (asking, session.chat([user("?")])):
+            with pytest.raises(ChatRefused) as refused:
+                await late
+            assert refused.value.code == "session_ended"
+
+    session = run(make_recorder(engine), request_of, talk)
+    assert (engine.aborted, session.calls) == (1, [])
+
+
+def test_a_cancelled_call_is_aborted_and_no_turn(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["lost", "kept"])
+
+    async def talk(session: Session) -> None:
+        engine.held = asyncio.Event()
+        asking = asyncio.ensure_future(session.chat([user("?")]))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait({asking})
+        engine.held = None
+        await session.chat([user("?")])
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    assert [turn.completion.text for turn in rollout.turns] == ["kept"] and engine.aborted == 1
+    assert [context.request_id for _, _, context in engine.asked] == ["g/1/t0", "g/1/t1"]
+
+
+@pytest.mark.parametrize("error", [EngineRefused("too long"), RolloutAborted("gone"), AssertionError("ours")])
+def test_an_error_of_the_engine_ends_the_session_and_stays_its_own(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, error: Exception
+) -> None:
+    async def talk(session: Session) -> None:
+        with pytest.raises(ChatRefused, match="can't answer"):
+            await session.chat([user("?")])
+        with pytest.raises(ChatRefused, match="has ended"):
+            await session.chat([user("?")])
+
+    session = run(make_recorder(make_engine(error=error)), request_of, talk)
+    assert session.failed.exception() is error
+
+
+def test_what_the_template_does_not_take_is_the_askers_fault(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        with pytest.raises(ChatRefused, match="takes no markup") as refused:
+            await session.chat([user("markup")])
+        assert (refused.value.code, refused.value.reason) == ("invalid_request", "")
+
+    run(make_recorder(make_engine()), request_of, talk)
+
+
+def test_the_time_without_a_request_belongs_to_the_turn_before_it(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        await asyncio.sleep(0.02)
+        reply: Reply = await session.chat([user("?")])
+        await asyncio.sleep(0.04)
+        await session.chat([user("?"), reply, user("more")])
+
+    rollout = recorded(make_recorder(make_engine(["a", "b"])), request_of, talk)
+    assert rollout.boot_s > 0.015 and rollout.turns[0].env_s > 0.035
+    assert rollout.turns[1].env_s < rollout.turns[0].env_s

@@ -1,0 +1,221 @@
+"""The gateway, asked by the real openai client and by plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.types import Prompt, Rollout
+from grmpipe.workflows.play_workflow import Ending, rollout_of
+from grmpipe.workflows.policy import Policy
+from grmpipe.workflows.recorder import Recorder, Session
+from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
+from models.types import Message, ToolCall
+
+PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+USER = {"role": "user", "content": "?"}
+NO_JSON = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
+ADD = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+
+
+@asynccontextmanager
+async def served(recorder: Recorder, request: RolloutRequest) -> AsyncIterator[tuple[Session, Policy, Gateway]]:
+    gateway, session = Gateway(), recorder.open(request)
+    policy = Policy(session.chat, lambda: gateway.admit(session))
+    try:
+        yield session, policy, gateway
+    finally:
+        session.end()
+        await policy.close()
+        await gateway.close()
+
+
+@pytest.fixture
+def asked(make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
+    """`asked(engine, talk, **limits)`: the rollout of what a function asks a policy."""
+
+    def run(engine: object, talk: Callable[[Policy], Awaitable[None]], **limits: float) -> Rollout:
+        async def play() -> Rollout:
+            async with served(make_recorder(engine, **limits), request_of) as (session, policy, _):
+                await talk(policy)
+            return rollout_of(request_of, PROMPT, session, Ending())
+
+        return asyncio.run(play())
+
+    return run
+
+
+def post(policy: Policy, body: object, **more: object) -> Awaitable[httpx.Response]:
+    async def posted() -> httpx.Response:
+        key = more.pop("key", policy.api_key)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return await client.post(f"{policy.base_url}/chat/completions", content=content, headers=headers)
+
+    return posted()
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_the_openai_client_calls_tools_and_its_turns_are_one_segment(make_engine: Callable, asked: Callable) -> None:
+    engine = make_engine(["add 1 2", "it is 3"])
+
+    async def talk(policy: Policy) -> None:
+        messages: list = [USER]
+        first = await policy.openai.chat.completions.create(model="any", messages=messages, tools=[ADD], seed=7)
+        (choice,) = first.choices
+        assert (choice.finish_reason, choice.message.content, first.model) == ("tool_calls", None, "any")
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+        assert first.usage.total_tokens == first.usage.prompt_tokens + len("add 1 2")
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        second = await policy.openai.chat.completions.create(model="any", messages=messages, tools=[ADD])
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("it is 3", "stop")
+        assert first.id != second.id
+
+    rollout = asked(engine, talk)
+    assert [turn.rewritten for turn in rollout.turns] == [False, False]
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+    assert rollout.turns[0].replies == (Message(role="tool", content="3", name="add", tool_call_id="call_1"),)
+    assert rollout.turns[0].tool_calls == (ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call_1"),)
+
+
+def test_a_stream_holds_the_same_message(make_engine: Callable, asked: Callable) -> None:
+    async def talk(policy: Policy) -> None:
+        stream = await policy.openai.chat.completions.create(
+            model="m", messages=[USER], tools=[ADD], stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+        assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "add", {"a": 1, "b": 2})
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, "tool_calls"]
+        assert chunks[-1].usage.completion_tokens == len("add 1 2")
+
+    assert len(asked(make_engine(["add 1 2"]), talk).turns) == 1
+
+
+def test_parallel_requests_are_each_a_turn(make_engine: Callable, asked: Callable) -> None:
+    engine = make_engine()
+
+    async def talk(policy: Policy) -> None:
+        replies = await asyncio.gather(
+            *(
+                policy.openai.chat.completions.create(model="m", messages=[{"role": "user", "content": name}])
+                for name in "abc"
+            )
+        )
+        assert len({reply.id for reply in replies}) == 3
+
+    rollout = asked(engine, talk)
+    assert sorted(rollout.prompts()) == sorted(prompt for prompt, _ in engine.said) and len(rollout.turns) == 3
+
+
+def test_what_the_openai_client_raises_names_the_limit(make_engine: Callable, asked: Callable) -> None:
+    async def talk(policy: Policy) -> None:
+        create = policy.openai.chat.completions.create
+        with pytest.raises(openai.BadRequestError) as long:
+            await create(model="m", messages=[{"role": "user", "content": "x" * 99}])
+        assert long.value.code == "context_length_exceeded"
+        await create(model="m", messages=[USER], max_completion_tokens=2)
+        with pytest.raises(openai.PermissionDeniedError, match=r"rollout\.max_turns = 1") as turns:
+            await create(model="m", messages=[USER])
+        assert turns.value.code == "turn_limit_exceeded"
+
+    rollout = asked(make_engine(["long text"]), talk, max_turns=1, context_tokens=50)
+    assert rollout.turns[0].completion.text == "lo"
+
+
+BAD = [
+    (b"{", (400, "invalid_request")),
+    ({"messages": []}, (400, "invalid_request")),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, (400, "invalid_request")),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "invalid_request")),
+    ({"messages": [USER], "n": 2}, (400, "invalid_request")),
+    ({"messages": [USER, NO_JSON]}, (400, "invalid_request")),
+    (b'{"messages": "' + b"x" * MAX_BODY_BYTES + b'"}', (413, "request_too_large")),
+]  # fmt: skip
+
+
+def test_bad_requests_are_refused_and_are_no_turns(make_engine: Callable, asked: Callable) -> None:
+    async def talk(policy: Policy) -> None:
+        for body, code in BAD:
+            response = await post(policy, body)
+            assert code_of(response) == code, response.text[:300]
+        async with httpx.AsyncClient(trust_env=False) as client:
+            nowhere = await client.get(f"{policy.base_url}/responses", headers={"Authorization": "Bearer x"})
+            assert code_of(nowhere) == (404, "not_found")
+            models = await client.get(
+                f"{policy.base_url}/models", headers={"Authorization": f"Bearer {policy.api_key}"}
+            )
+            assert [model["id"] for model in models.json()["data"]] == ["policy"]
+        text = [{"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}]
+        assert (await post(policy, {"messages": [*text, USER]})).status_code == 200
+
+    rollout = asked(make_engine(), talk)
+    assert len(rollout.turns) == 1 and rollout.opening[0] == Message(role="system", content="be brief")
+
+
+def test_only_the_episodes_own_key_opens_its_session(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine()
+
+    async def play() -> None:
+        async with served(make_recorder(engine), request_of) as (session, policy, gateway):
+            other = gateway.admit(make_recorder(make_engine()).open(request_of))
+            assert policy.base_url.startswith("http://127.0.0.1:") and policy.base_url == other.base_url
+            public = policy.api_key.split("-")[1]
+            for key in ("", "x", "grmpipe-1", f"grmpipe-{public}-", f"grmpipe-{public}-x", policy.api_key + "x"):
+                assert code_of(await post(policy, {"messages": [USER]}, key=key)) == (401, "invalid_api_key")
+            assert not engine.asked
+            assert (await post(policy, {"messages": [USER]})).status_code == 200
+            session.end()
+            gateway.dismiss(session)
+            assert code_of(await post(policy, {"messages": [USER]})) == (403, "session_ended")
+            assert (await post(policy, {"messages": [USER]}, key=other.api_key)).status_code == 200
+            assert len(engine.asked) == 1
+
+    asyncio.run(play())
+
+
+def test_a_client_that_hangs_up_ends_its_request(make_engine: Callable, asked: Callable) -> None:
+    engine = make_engine(["lost", "kept"])
+
+    async def talk(policy: Policy) -> None:
+        engine.held = asyncio.Event()
+        with pytest.raises(openai.APITimeoutError):
+            await policy.openai.with_options(timeout=0.2).chat.completions.create(model="m", messages=[USER])
+        async with asyncio.timeout(5):
+            while not engine.aborted:
+                await asyncio.sleep(0.01)
+        engine.held = None
+        await policy.openai.chat.completions.create(model="m", messages=[USER])
+
+    assert [turn.completion.text for turn in asked(engine, talk).turns] == ["kept"]
+
+
+def test_what_is_asked_in_vain_is_said_once(
+    make_engine: Callable, asked: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+
+    async def talk(policy: Policy) -> None:
+        for _ in range(2):
+            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None}
+            assert (await post(policy, body)).status_code == 200
+
+    asked(engine, talk)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "stop, temperature" in said and "top_p" not in said
+    assert {params.temperature for _, params, _ in engine.asked} == {0.7}
