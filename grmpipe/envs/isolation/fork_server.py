@@ -27,14 +27,14 @@ from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation import kernel
 from grmpipe.envs.isolation.confinement import Bounds, Missing, mapped_bytes
-from grmpipe.envs.isolation.messages import Seated, frame
+from grmpipe.envs.isolation.messages import Confined, frame
 from grmpipe.envs.isolation.seat import serve
 from grmpipe.envs.isolation.supervisor import map_users_when_asked, supervise
 
 MAX_CONTROL = 2**17  # bytes of a control message
 
 
-class Setup(msgspec.Struct, frozen=True):
+class HostSetup(msgspec.Struct, frozen=True):
     """The environment to import."""
 
     env: EnvConfig
@@ -59,7 +59,7 @@ def main(control: socket.socket, parent: int) -> None:
     with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=Setup).env
+        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup).env
         make = env_factory(config)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
@@ -130,7 +130,7 @@ class ForkServer:
                 os.close(each)
 
             def live(missing: tuple[Missing, ...]) -> None:
-                env_socket.sendall(frame(Seated(missing=missing)))
+                env_socket.sendall(frame(Confined(missing=missing)))
                 asyncio.run(live_in(env_socket, self._make))
 
             supervise(bounds, run_socket, env_socket, host, live)

@@ -17,8 +17,8 @@ from grmpipe.envs.isolation import env_host
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import LAST_TURN, OPENING, FaultInjection, fault_moment
+from grmpipe.envs.isolation.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
-from grmpipe.envs.isolation.report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.types import Prompt
 from models.types import Message
 

@@ -23,9 +23,9 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.isolation_report import isolation_report
 from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost, bounds_of, fork
-from grmpipe.envs.isolation.report import isolation_report
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
