@@ -131,7 +131,8 @@ class ForkServer:
 
             def live(missing: tuple[Missing, ...]) -> None:
                 env_socket.sendall(frame(Confined(missing=missing)))
-                asyncio.run(live_in(env_socket, self._make))
+                # Not asyncio.run: the process ends at once, with no loop to tidy up.
+                asyncio.new_event_loop().run_until_complete(live_in(env_socket, self._make))
 
             supervise(bounds, run_socket, env_socket, host, live)
             code = 0

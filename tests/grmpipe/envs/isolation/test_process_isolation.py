@@ -19,7 +19,7 @@ import pytest
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
-from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
@@ -28,6 +28,7 @@ from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of,
 from grmpipe.envs.isolation.process_host import ProcessHost, bounds_of, fork
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
+from models.types import Message, ToolCall
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
 
@@ -380,6 +381,22 @@ def test_a_step_that_is_cancelled_leaves_a_seat_that_can_be_closed(host: Host) -
     before = host.host.seats.killed
     host.run(work())
     assert host.host.seats.killed == before + 1
+
+
+def test_tools_from_functions_run_in_a_process_and_are_described_as_in_the_run_itself(tmp_path: Path) -> None:
+    async def opened(isolation: IsolationConfig) -> tuple[Opening, Observation]:
+        config = EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools", isolation=isolation)
+        async with open_env_host(config, run_dir=tmp_path) as host:
+            env = host.env()
+            prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="2 + 2?"),))
+            opening = await env.open(Episode(prompt=prompt))
+            call = ToolCall(name=opening.tools[0].name, arguments={"wrong": [1, None, {"a": 0.5}]}, call_id="c")
+            observation = await env.step(Action(text="", tool_calls=(call,)))
+            await env.close()
+            assert host.seats.opened == host.seats.closed == 1
+        return replace(opening, messages=tuple(opening.messages), tools=tuple(opening.tools)), observation
+
+    assert asyncio.run(opened(ISOLATION)) == asyncio.run(opened(IsolationConfig()))
 
 
 def test_a_class_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
