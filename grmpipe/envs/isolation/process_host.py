@@ -86,7 +86,7 @@ class ProcessHost:
         self._config = config
         self._folder = Path(leftovers.folder)
         self._leftovers = leftovers
-        self._limits = limits
+        self.limits = limits
         self._faults = faults
         self._without = without
         self._server: subprocess.Popen[bytes] | None = None
@@ -96,9 +96,7 @@ class ProcessHost:
         self._taken = 0
 
     def env(self) -> HostedEnv:
-        return HostedEnv(
-            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
-        )
+        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated, faults=self._faults)
 
     async def missing(self) -> tuple[Missing, ...]:
         """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""

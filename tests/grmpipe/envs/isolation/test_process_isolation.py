@@ -36,7 +36,8 @@ from adversary import DAEMON
 
 T = TypeVar("T")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
-LIMITS = StageLimits(boot_s=5, step_s=0.5, close_s=0.3, max_observation_chars=8000)
+LIMITS = StageLimits(boot_s=20, step_s=20, close_s=20, max_observation_chars=8000)
+SHORT = StageLimits(boot_s=20, step_s=0.4, close_s=0.2, max_observation_chars=8000)
 NO_FAULTS = FaultInjection()
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=8, file_mb=4)
 NAMESPACES = ("user namespace", "process namespace", "IPC namespace", "network namespace", "mount namespace")
@@ -81,16 +82,20 @@ class Host:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    async def seated(self) -> HostedEnv:
+    async def seated(self, limits: StageLimits | None = None) -> HostedEnv:
+        kept, self.host.limits = self.host.limits, limits or self.host.limits
         env = self.host.env()
+        self.host.limits = kept
         await env.open(episode())
         return env
 
-    def step(self, text: str, then: Callable[[], object] = lambda: None) -> Observation:
+    def step(
+        self, text: str, limits: StageLimits | None = None, then: Callable[[], object] = lambda: None
+    ) -> Observation:
         """The answer to one step, in a seat of its own. Meanwhile a neighbour works, and another is seated."""
 
         async def both() -> Observation:
-            env, neighbour = await self.seated(), await self.seated()
+            env, neighbour = await self.seated(limits), await self.seated()
             try:
                 works = asyncio.create_task(self._works(neighbour))
                 try:
@@ -158,7 +163,7 @@ def running(name: str) -> list[int]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], limit_s: float = 2.0) -> None:
+def wait_until(holds: Callable[[], bool], limit_s: float = 5.0) -> None:
     end_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < end_s
@@ -171,7 +176,7 @@ def text_of(observation: Observation) -> str:
 
 @pytest.mark.parametrize("harm", ["fork_bomb", "endless", "be_deaf"])
 def test_a_program_that_never_ends_is_the_policys_fault_and_ends_the_episode(host: Host, harm: str) -> None:
-    answer = host.step(harm)
+    answer = host.step(harm, SHORT)
     assert answer.done and answer.faults == ("limit",) and not answer.messages
 
 
@@ -329,9 +334,8 @@ def test_a_share_of_episodes_is_killed_and_each_of_them_is_a_fault(tmp_path: Pat
             return ""
 
         ends = [host.run(plays(sibling)) for sibling in range(12)]
-        assert ends == [host.run(plays(sibling)) for sibling in range(12)]
         assert set(ends) == {"died", ""} and 3 <= ends.count("died") <= 9
-        assert host.host.seats.killed == 2 * ends.count("died")
+        assert host.host.seats.killed == ends.count("died")
 
 
 def test_a_busy_fork_server_is_waited_for() -> None:
@@ -373,7 +377,7 @@ def test_seats_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
 
 def test_a_step_that_is_cancelled_leaves_a_seat_that_can_be_closed(host: Host) -> None:
     async def work() -> None:
-        env = await host.seated()
+        env = await host.seated(SHORT)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(env.step(Action(text="endless")), 0.05)
         await env.close()
