@@ -446,8 +446,9 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     assert len(list(processes_of(token))) > 6 and running(DAEMON)
     assert sweep(tmp_path) == 0, "a run that lives is left alone"
     driver.kill()
+    wait_until(lambda: not list(processes_of(token)) and not running(DAEMON))
+    wait_until(lambda: sweep(tmp_path) == 1)  # also before its parent has asked for its end
     driver.wait()
     driver.stdout.close()
-    wait_until(lambda: not list(processes_of(token)) and not running(DAEMON))
-    assert sweep(tmp_path) == 1 and not list((tmp_path / FOLDER).iterdir())
+    assert not list((tmp_path / FOLDER).iterdir())
     assert not list(Path(tempfile.gettempdir()).glob(f"grmpipe-{token}*"))
