@@ -259,9 +259,10 @@ def noise(results: Sequence[Result]) -> list[str]:
 
 SAME = """\
 Left out as duplicates: `gspo_token` equals `gspo` if all tokens of a sample have the same advantage, and `process` and
-`process_grpo` equal `grpo` if a rollout has one reward; the quickstart's judge gives one. `gae_raw` is `gae` without
-whitening over the batch. `gae` uses a critic, a third model that learns; its seconds include the critic. `rloo` is
-`dr_grpo` times 8 / 7, and Adam is nearly invariant to a factor.
+`process_grpo` equal `grpo` if a rollout has one reward; the quickstart's judge gives one. So do `gigpo` and `mt_grpo`
+if a rollout has one turn; `gae_turns` is `gae` there. `gae_raw` is `gae` without whitening over
+the batch. `gae` uses a critic, a third model that learns; its seconds include the critic. `rloo` is `dr_grpo` times
+8 / 7, and Adam is nearly invariant to a factor.
 
 The ratio losses take their ratio against the sampler, a version behind (`proximal: sampler`); with a recomputed
 proximal policy and one update per batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:

@@ -24,8 +24,8 @@ from quickstart import busy_share_of_cores, commit_date, machine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import read_yaml
 from grmpipe.train.batching.packer import num_tokens
+from grmpipe.train.batching.prefix_tree import trees_of
 from grmpipe.train.batching.samples import judged_siblings, split_rollout
-from grmpipe.train.batching.shared_prefix import prefix_groups_of
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -81,7 +81,7 @@ async def step(trainer: BatchTrainer, groups: Sequence[JudgedGroup], way: bool) 
 def packed_tokens(groups: Sequence[JudgedGroup], way: bool) -> int:
     rollouts = [rollout for group in groups for rollout, _ in judged_siblings(group)]
     samples = [one for played in rollouts for one in split_rollout(played, np.zeros(played.num_sampled_tokens))]
-    return num_tokens(prefix_groups_of(samples, way))
+    return num_tokens(trees_of(samples, way))
 
 
 async def measure(run_dir: Path, num_steps: int) -> dict[str, list[Step]]:

@@ -126,7 +126,7 @@ def make_learner(path: Path, algorithm: AlgorithmConfig) -> Learner:
 
 def apart(learner: Learner, batch: MicroBatch, others_T: np.ndarray) -> Agreement:
     """The differences of the learner's log-probs from others."""
-    apart_N = np.abs(learner.old_pass(batch).logprobs_T - others_T)[batch.loss_mask_T > 0]
+    apart_N = np.abs(learner.old_pass(batch).logprobs_T - others_T)[batch.loss_mask_E > 0]
     sums = learner.accumulate(batch)
     learner.discard()
     return Agreement(apart_N, sums.get("train/rerouted_share_sum", 0.0) / sums["train/tokens_sum"])
@@ -135,11 +135,11 @@ def apart(learner: Learner, batch: MicroBatch, others_T: np.ndarray) -> Agreemen
 def against_sampler(model: str, what: str, samples: list[TrainingSample], path: Path) -> Line:
     """R3: the learner compared with the sampler."""
     batch = pack(samples)
-    own = apart(make_learner(path, AlgorithmConfig()), batch, batch.sampler_logprobs_T)
+    own = apart(make_learner(path, AlgorithmConfig()), batch, batch.sampler_logprobs_E)
     if batch.experts_TLK is None:
         return Line(model, what, own)
     learner = make_learner(path, AlgorithmConfig(router_replay="rollout"))
-    return Line(model, what, own, apart(learner, batch, batch.sampler_logprobs_T))
+    return Line(model, what, own, apart(learner, batch, batch.sampler_logprobs_E))
 
 
 def against_itself(model: str, what: str, samples: list[TrainingSample], path: Path) -> Line:

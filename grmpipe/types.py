@@ -74,9 +74,9 @@ class Rollout:
 
     reason:  what truncated it: the tokens of a turn, the number of turns, the context window, the episode's time.
     opening: the messages that the environment began with, if they aren't the prompt's.
+    attempt: episodes of this sibling before, which the environment failed (`env_failures`).
     boot_s:  time until the environment was open.
     took_s:  time of the whole episode, sampling included.
-    env_failures: of earlier episodes of this sibling, which the environment failed.
     """
 
     group_id: str
@@ -85,6 +85,7 @@ class Rollout:
     status: Literal["finished", "truncated"]
     reason: TruncationReason = ""
     opening: tuple[Message, ...] = ()
+    attempt: int = 0
     boot_s: float = 0.0
     took_s: float = 0.0
     env_failures: tuple[Failed, ...] = ()
@@ -338,6 +339,7 @@ class TrainingSample:
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
     versions:         spans over token_ids, for sampled tokens only.
+    num_turns:        turns of the rollout that it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
     """
@@ -350,29 +352,34 @@ class TrainingSample:
     sampler_logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
+    num_turns: int = 1
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples packed end to end. T: packed tokens, S: samples, L: layers with experts, K: experts per token.
+    """Samples packed end to end for one forward pass, and the entries of its loss. T: packed tokens, S: samples, E:
+    entries, R: rollouts, L: layers with experts, K: experts per token.
 
     Arrays are sent between processes as they are.
 
-    Siblings of a prompt share their prefix: the first holds it among its tokens, the others hold only the tokens after
-    it. Every trained token belongs to exactly one sample, so a sum over a sample is one over the tokens it holds. A
-    token that nothing predicts is never trained: the loss_mask at position 0 is 0.
+    Samples of a group share prefixes: a sample holds only the tokens after its prefix, which its parent, and the
+    parent's parent, hold among theirs. An entry is a token of one sample, in the order of rollouts; a packed token that
+    several samples train has an entry for each of them, with its own advantage. A token that nothing predicts is never
+    trained: the loss_mask at position 0 is 0.
     """
 
     token_ids_T: np.ndarray  # int64
     position_ids_T: np.ndarray  # int64, within the sample, including its prefix
     sample_lengths_S: np.ndarray  # int64, tokens that each sample holds, sums to T
-    prefix_starts_S: np.ndarray  # int64, where in T the prefix of a sample begins
-    prefix_lengths_S: np.ndarray  # int64; 0: no prefix
-    loss_mask_T: np.ndarray  # float32, 0 or 1
-    sampler_logprobs_T: np.ndarray  # float32
-    advantages_T: np.ndarray  # float32
-    versions_T: np.ndarray  # int32, version that sampled the token; -1 if none did
+    parents_S: np.ndarray  # int64, the sample that holds the last token of each one's prefix; itself without a prefix
+    prefix_lengths_S: np.ndarray  # int64, more than that of the parent; 0: no prefix
+    places_E: np.ndarray  # int64, the packed token of each entry
+    rollout_lengths_R: np.ndarray  # int64, entries of each rollout, sums to E
+    loss_mask_E: np.ndarray  # float32, 0 or 1
+    sampler_logprobs_E: np.ndarray  # float32
+    advantages_E: np.ndarray  # float32
+    versions_E: np.ndarray  # int32, version that sampled the token; -1 if none did
     experts_TLK: np.ndarray | None = None  # int16, to replay; -1: chosen by the learner's own router
 
 
@@ -389,7 +396,7 @@ class BatchTotals:
     """Sizes of a whole batch, over all micro-batches and ranks. Known only when the batch is closed."""
 
     num_loss_tokens: int
-    num_sequences: int  # with at least one trained token
+    num_sequences: int  # rollouts with at least one trained token
     num_groups: int
     oldest_version: int
 
@@ -399,12 +406,14 @@ class JudgeTask:
     """One unit of a judge's work: the siblings it judges together, in sibling order.
 
     members:   the siblings whose verdicts it brings nearer; none for work that needs no rollout.
+    turn:      the turn that it judges, of a judge that judges them one by one, maybe before the rollout has ended.
     judge:     of several judges, the one that does it.
     part:      of several judges, that judge's own task. It may have fewer members: if the reward of a sibling depends
                on the verdicts of others, their verdicts do on its judgement.
     """
 
     members: tuple[int, ...]
+    turn: int | None = None
     judge: str = ""
     part: JudgeTask | None = None
 
@@ -432,6 +441,23 @@ class JudgeSession(Protocol):
         resume, judge tasks whose members all have verdicts are skipped.
         """
         ...
+
+
+@runtime_checkable
+class TurnwiseJudgeSession(JudgeSession, Protocol):
+    """A judge session that judges turns while the rollout goes on."""
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        """Add a rollout that goes on after its last turn, with the replies to it. Returns the judge tasks that are
+        possible with it and weren't before. Their results are part of the report on the whole rollout, which is given
+        after `add` only. Turns of an episode that is played again (another `attempt`) count no more.
+        """
+        ...
+
+
+def judge_tasks_of_turn(session: JudgeSession, so_far: Rollout) -> Sequence[JudgeTask]:
+    """The judge tasks that an ended turn makes possible: none if the judge waits for the end of the rollout."""
+    return session.add_turn(so_far) if isinstance(session, TurnwiseJudgeSession) else ()
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from models.tool_call_checks import checked_call, is_tool_name, quoted
@@ -15,9 +15,12 @@ from models.types import ParsedTurn, ToolCall, ToolSpec
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MISTRAL_START, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL_START = "[TOOL_CALLS]"
 LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
+# Possessive: a long run of spaces would be tried in all ways else.
+NAMED_CALL = re.compile(r"\s*+([^\s\[{]*+)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 MAX_CALLS = 128  # of one turn
+MAX_ERRORS = 16  # of one turn: each is shown to the model
 MAX_OBJECTS = 1024  # of one turn that are looked into
 
 
@@ -37,7 +40,7 @@ class Reading:
             self.calls.append(found)
             return
         self.texts.append(text)
-        if found not in self.errors:
+        if found not in self.errors and len(self.errors) < MAX_ERRORS:
             self.errors.append(found)
 
     def turn(self, text: str) -> ParsedTurn:
@@ -74,16 +77,16 @@ def parse_hermes(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
 def parse_llama3_json(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
     """`{"name": .., "parameters": {..}}`, also after <|python_tag|>; several are separated by ";".
 
-    As in vLLM, an object may stand anywhere in the text, and "arguments" counts as "parameters". An object without a
-    name is text; so is one that isn't JSON, unless the text begins with it.
+    As in vLLM, an object may stand anywhere in the text, and "arguments" counts as "parameters". An object with
+    neither is text, unless it names one of the tools; so is one that isn't JSON, unless the text begins with it.
     """
-    reading, place, search_from = Reading(), 0, 0
+    reading, place, search_from, known = Reading(), 0, 0, [tool.name for tool in tools]
     for _ in range(MAX_OBJECTS):
         if not (match := LLAMA_CALL.search(text, search_from)):
             break
         start, before = match.start(), text[place : match.start()].replace(PYTHON_TAG, "").strip("; \n\t")
         value, after = json_at(text, start)
-        if isinstance(value, dict) and "name" in value:
+        if isinstance(value, dict) and _is_call(value, known):
             reading.texts.append(before)
             reading.add(call_of(value, ("arguments", "parameters")), text[start:after])
             place = search_from = after
@@ -99,17 +102,21 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
     return reading.turn(text)
 
 
+def _is_call(value: Mapping[str, object], known: Collection[object]) -> bool:
+    return "name" in value and ("parameters" in value or "arguments" in value or value["name"] in known)
+
+
 def parse_mistral(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
     """`[TOOL_CALLS] [{"name": .., "arguments": {..}, "id": ..}, ..]` at the end of the text, or, as newer models
     write it, `[TOOL_CALLS]name[ARGS]{..}` for each call.
 
     A decoder may have left the markers out, because they are special tokens. Then a text counts that begins with such
-    a list, or with the name of a tool and an object.
+    a list or call, and with the name of one of the tools.
     """
     before, found, calls = text.partition(MISTRAL_START)
     if not found:
         names = "|".join(re.escape(tool.name) for tool in tools)
-        if not re.match(rf'\s*\[\s*\{{\s*"(?:name|arguments|id)"|\s*(?:{names or "(?!)"})\s*\{{', text):
+        if not tools or not re.match(rf'\s*(?:\[\s*\{{[^{{}}]*"name"\s*:\s*"(?:{names})"|(?:{names})\s*\{{)', text):
             return ParsedTurn(content=text)
         before, calls = "", text
     reading = Reading(texts=[before])
@@ -133,8 +140,7 @@ def _read_list(reading: Reading, calls: str) -> None:
 def _read_named(reading: Reading, calls: str) -> None:
     """`name[ARGS]{..}` or `name[CALL_ID]id[ARGS]{..}`, each but the first after its own marker or none."""
     place = 0
-    head = re.compile(r"\s*([^\s\[{]*)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-    while place < len(calls) and (match := head.match(calls, place)):
+    while place < len(calls) and (match := NAMED_CALL.match(calls, place)):
         value, after = json_at(calls, match.end())
         if isinstance(value, JsonProblem):
             name = match[1]

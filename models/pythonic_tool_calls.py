@@ -17,7 +17,7 @@ from models.types import ParsedTurn, ToolCall, ToolSpec
 
 MAX_CODE_CHARS = 1 << 16  # of one list or call: what Python's parser takes without trouble
 JSON_NAMES = {"true": True, "false": False, "null": None}
-LLAMA4_MARKERS = re.compile(r"<\|python_(?:start|end|tag)\|>")
+MARKERS = re.compile(r"<\|(?:python_(?:start|end|tag)|tool_call_(?:start|end))\|>")  # of Llama 4 and LFM2
 LIST_START = r"\[\s*[A-Za-z_][\w.]*\s*\("
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 
@@ -28,7 +28,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
     vLLM reads only the list, and only if it is the whole text. Values without a name are those of the tool's
     parameters, in their order. A word without quotes is a text where the tool's parameter is one.
     """
-    text = LLAMA4_MARKERS.sub("", text)
+    completion, text = text, MARKERS.sub("", text)
     names = "|".join(re.escape(tool.name) for tool in tools)
     starts = re.compile(rf"^[ \t]*(?:(?P<list>{LIST_START})|(?:{names or '(?!)'})\()", re.MULTILINE)
     reading, place, known = Reading(), 0, {tool.name: tool for tool in tools}
@@ -45,7 +45,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
             reading.texts.append(text[end:line_end] if end is not None else "")
         place = line_end
     reading.texts.append(text[place:])
-    return reading.turn(text)
+    return reading.turn(completion)
 
 
 def end_of_brackets(text: str, start: int) -> int | None:

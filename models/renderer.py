@@ -7,9 +7,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,8 +17,9 @@ from jinja2 import TemplateError
 from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.thinking import ThinkingMarkers, markers_of, with_thought
 from models.tool_calls import AUTO_PARSER, FORMATS, ToolParser, format_of, parser_named, read_turn
-from models.tool_rendering import TOOL, Layout, MessageShape, layout_of, shape_of, texts_in, tool_json
-from models.types import Completion, Message, ParsedTurn, ToolCall, ToolSpec
+from models.tool_rendering import TOOL, Layout, MessageShape, shape_of
+from models.tool_template import ToolTemplate
+from models.types import Completion, Message, ParsedTurn, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +72,7 @@ class Renderer:
         self._markup: dict[tuple[bool, tuple[str, ...]], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
         self._tool_parser = tool_parser
-        self._tool_texts: dict[tuple[int, ...], tuple[tuple[ToolSpec, ...], tuple[str, ...]]] = {}
+        self._tools = ToolTemplate(self._apply_template, self._spells_markup)
         self._layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out)
         self._reply_layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out_replies)
 
@@ -135,24 +134,15 @@ class Renderer:
         """
         if tools or _has_calls(replies):
             shapes, texts = _shapes_of(replies)
-            return self._fill(*self._reply_layout(shapes, self._tools_as_text(tools)), texts)
+            return self._fill(*self._reply_layout(shapes, self._tools.texts_of(tools)), texts)
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
         return after_turn[self._after_stop(after_turn) :] + self._filled(replies, rest)
 
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
         """Whether the template shows the model the tools that it is given."""
-        name = f"probe_{secrets.token_hex(8)}"
-        tool = tool_json(ToolSpec(name=name, description="", parameters={"type": "object", "properties": {}}))
-        for roles in (("user",), ("system", "user")):
-            try:
-                pieces = self._template_layout(tuple(MessageShape(role=role) for role in roles), (tool,)).pieces
-            except ValueError:
-                continue
-            if any(name in piece for piece in pieces):
-                return True
-        return False
+        return self._tools.takes_tools
 
     @cached_property
     def tool_parser_name(self) -> str | None:
@@ -161,7 +151,10 @@ class Renderer:
         """
         if self._tool_parser != AUTO_PARSER:
             return self._tool_parser
-        return format_of(self.tokenizer.get_chat_template(tools=[{}])) if self.takes_tools else None
+        if not self.takes_tools:
+            return None
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return format_of(self.tokenizer.get_chat_template(tools=[{}]), special)
 
     @cached_property
     def _parse_calls(self) -> ToolParser:
@@ -267,7 +260,7 @@ class Renderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, asks_next: bool
     ) -> tuple[int, ...]:
         shapes, texts = _shapes_of(messages)
-        return self._fill(*self._layout(shapes, self._tools_as_text(tools), asks_next), texts)
+        return self._fill(*self._layout(shapes, self._tools.texts_of(tools), asks_next), texts)
 
     def _fill(self, pieces: Pieces, layout: Layout, texts: Sequence[Sequence[str]]) -> tuple[int, ...]:
         """The pieces with the texts between them, each as the template writes it.
@@ -285,52 +278,19 @@ class Renderer:
         self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], asks_next: bool
     ) -> tuple[Pieces, Layout]:
         """The layout, and its pieces encoded."""
-        self._check_takes(tools)
-        layout = self._template_layout(shapes, tools, asks_next=asks_next)
-        self._check_shapes(shapes)
+        layout = self._tools.layout(shapes, tools, asks_next=asks_next)
         return tuple(self.encode_markup(piece) for piece in layout.pieces), layout
 
     def _lay_out_replies(self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...]) -> tuple[Pieces, Layout]:
         """The layout of replies, after the stop token of an assistant's turn."""
-        self._check_takes(tools)
-        self._check_shapes(shapes)
-        for turn in _turns_before(shapes):
-            try:
-                whole = self._template_layout((MessageShape(role="user"), turn, *shapes), tools)
-            except ValueError:
-                if turn.calls:
-                    continue  # such as a template that takes one call at a time
-                raise
-            self._check_start(whole, tools)
-            last = max(number for number, slot in enumerate(whole.slots) if slot.message == 1)
-            after_turn = self.encode_markup(whole.pieces[last + 1])
-            place = self._after_stop(after_turn)
-            if place or not turn.calls:
+        for layout in self._tools.reply_layouts(shapes, tools):
+            after_turn, *rest = (self.encode_markup(piece) for piece in layout.pieces)
+            if place := self._after_stop(after_turn):
                 break
-        slots = tuple(replace(slot, message=slot.message - 2) for slot in whole.slots[last + 1 :])
-        pieces = (after_turn[place:], *(self.encode_markup(piece) for piece in whole.pieces[last + 2 :]))
-        return pieces, Layout(pieces=whole.pieces[last + 1 :], slots=slots)
+        return (after_turn[place:], *rest), layout
 
-    def _template_layout(
-        self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], *, asks_next: bool = True
-    ) -> Layout:
-        as_text = self._takes_arguments_as_text if any(shape.calls for shape in shapes) else False
-        return layout_of(self._apply_template, shapes, tools, asks_next=asks_next, arguments_as_text=as_text)
-
-    @cached_property
-    def _takes_arguments_as_text(self) -> bool:
-        """Whether the template takes the arguments of a call as JSON. Most take a dictionary."""
-        call = ToolCall(name="probe", arguments={"value": "x"})
-        shapes, _ = _shapes_of(
-            [Message(role="user", content="x"), Message(role="assistant", content="", tool_calls=(call,))]
-        )
-        for as_text in (False, True):
-            try:
-                layout_of(self._apply_template, shapes, (), asks_next=False, arguments_as_text=as_text)
-            except ValueError:
-                continue
-            return as_text
-        return False
+    def _spells_markup(self, text: str) -> bool:
+        return not self._markup_ids.isdisjoint(self.encode_markup(text))
 
     def _apply_template(self, conversation: list[dict[str, Any]], tools: list[Any] | None, asks_next: bool) -> str:
         roles = ", ".join(message["role"] for message in conversation)
@@ -343,55 +303,12 @@ class Renderer:
         assert isinstance(rendered, str)
         return rendered
 
-    def _tools_as_text(self, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
-        """The tools as the template gets them, checked. Remembered by their identity: the same ones come with each
-        turn.
-        """
-        key = tuple(map(id, tools))
-        if key not in self._tool_texts:
-            if len(self._tool_texts) >= REMEMBERED_LAYOUTS:
-                self._tool_texts.clear()
-            self._check_texts(tools)
-            self._tool_texts[key] = tuple(tools), tuple(tool_json(tool) for tool in tools)
-        return self._tool_texts[key][1]
-
-    def _check_texts(self, tools: Sequence[ToolSpec]) -> None:
-        for tool in tools:
-            for text in (tool.name, tool.description, *texts_in(tool.parameters)):
-                if self._spells_markup(text):
-                    raise ValueError(
-                        f"tools: {tool.name} has a text with markup of the chat template: {text!r}; write it otherwise"
-                    )
-
-    def _check_takes(self, tools: Sequence[str]) -> None:
-        if tools and not self.takes_tools:
-            raise ValueError(
-                "chat_template: it has no place for tools; set policy.path (or grm.path) to a chat model that knows "
-                "tools, or policy.chat_template (or grm.chat_template) to a Jinja file that lists them"
-            )
-
-    def _check_shapes(self, shapes: Sequence[MessageShape]) -> None:
-        for call in (call for shape in shapes for call in shape.calls):
-            if self._spells_markup(call.name) or self._spells_markup(call.arguments):
-                raise ValueError(
-                    f"tool_calls: a name or a key in the call of {call.name} is markup of the chat template"
-                )
-
-    def _check_start(self, whole: Layout, tools: tuple[str, ...]) -> None:
-        """Raises ValueError if the replies change what the prompt of the first turn began with."""
-        if tools and whole.pieces[0] != self._template_layout((MessageShape(role="user"),), tools).pieces[0]:
-            raise ValueError(
-                "chat_template: it moves the list of tools to the last message of the user, so a conversation with "
-                "tools can't go on with another one; answer with messages of role tool, or set policy.chat_template "
-                "to a Jinja file that lists the tools in one place"
-            )
-
-    def _spells_markup(self, text: str) -> bool:
-        return not self._markup_ids.isdisjoint(self.encode_markup(text))
-
     def _encode_content(self, content: str) -> list[int]:
         """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
-        token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        try:
+            token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        except TypeError:  # half a character, as the output of a tool may have it
+            return self._encode_content(content.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
         middle = len(content) // 2
@@ -400,23 +317,16 @@ class Renderer:
 
 def _has_calls(messages: Sequence[Message]) -> bool:
     """Whether there are calls of tools, or results."""
-    return any(message.tool_calls or message.role == TOOL for message in messages)
+    for message in messages:  # noqa: SIM110 (any() takes twice as long, and each turn asks)
+        if message.tool_calls or message.role == TOOL:
+            return True
+    return False
 
 
 def _shapes_of(messages: Sequence[Message]) -> tuple[tuple[MessageShape, ...], list[tuple[str, ...]]]:
     """The shape of each message, and its texts."""
     both = [shape_of(message) for message in messages]
     return tuple(shape for shape, _ in both), [texts for _, texts in both]
-
-
-def _turns_before(replies: Sequence[MessageShape]) -> list[MessageShape]:
-    """What the assistant's turn before the replies may have been, the likelier first: results follow calls."""
-    results = list(takewhile(lambda shape: shape.role == TOOL, replies))
-    plain = MessageShape(role="assistant")
-    if not results:
-        return [plain]
-    calls = [ToolCall(name=shape.name or TOOL, arguments={"value": "x"}) for shape in results]
-    return [shape_of(Message(role="assistant", content="", tool_calls=tuple(calls)))[0], plain]
 
 
 def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from models.json_tool_calls import parse_hermes, parse_llama3_json, parse_mistral
+from models.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
 from models.pythonic_tool_calls import parse_pythonic
 from models.types import ParsedTurn, ToolSpec
 from models.xml_tool_calls import parse_qwen3_coder
@@ -24,27 +24,42 @@ MAX_ANSWER_CHARS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A format: its parser, and the regular expressions that are all found in a chat template which asks for it."""
+    """A format of calls.
+
+    template: regular expressions that are all found in a chat template which asks for it.
+    marker:   what a call can't be read without.
+    unmarked: the format that is left if the marker is a special token, which a completion's text doesn't show.
+    """
 
     parse: ToolParser
     template: tuple[str, ...]
+    marker: str = ""
+    unmarked: str = ""
 
 
 # In the order in which a template is looked through.
 FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(parse=parse_qwen3_coder, template=(r"<tool_call>", r"<function=")),
-    "hermes": ToolFormat(parse=parse_hermes, template=(r"<tool_call>", r"arguments")),
+    "hermes": ToolFormat(
+        parse=parse_hermes,
+        template=(r"<tool_call>", r'\\?"arguments\\?"'),
+        marker=CALL_START,
+        unmarked="llama3_json",
+    ),
     "mistral": ToolFormat(parse=parse_mistral, template=(r"\[TOOL_CALLS\]",)),
     "pythonic": ToolFormat(parse=parse_pythonic, template=(r"""name(?:['"]\])?\s*[+~]\s*['"]\(['"]""",)),
     "llama3_json": ToolFormat(parse=parse_llama3_json, template=(r'"parameters"', r"ipython|python_tag")),
 }
 
 
-def format_of(template: str) -> str | None:
-    """The name of the format that a chat template asks for; None if it is none of the known ones."""
+def format_of(template: str, hidden: Collection[str] = ()) -> str | None:
+    """The name of the format that a chat template asks for; None if it is none of the known ones.
+
+    hidden: special tokens, which the text of a completion doesn't show.
+    """
     for name, known in FORMATS.items():
         if all(re.search(pattern, template) for pattern in known.template):
-            return name
+            return known.unmarked if known.marker in hidden else name
     return None
 
 

@@ -111,6 +111,8 @@ class Completion:
         tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
     thought_tokens, thought_chars: the model's thought, with its markers: the first tokens, and the first characters of
         the text. 0 if there is none, or it wasn't looked for.
+    cached_tokens: tokens of the prompt that the engine had cached, and didn't compute; of the first engine, if the
+        request migrated.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     """
 
@@ -123,6 +125,7 @@ class Completion:
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
     thought_tokens: int = 0
     thought_chars: int = 0
+    cached_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
 
     @property
@@ -144,8 +147,8 @@ class RequestContext:
     """The caller's context of a request. `request_id` is idempotent: the first answer counts, a retry reuses its
     seed.
 
-    trajectory_id: of an episode that may have further turns, whose prompts begin with this request's tokens: its
-        requests go to one engine, which keeps their keys and values in between. Empty: no turn follows.
+    trajectory_id: of an episode of several turns, each of whose prompts begins with the turn before: its requests go to
+        one engine, which keeps their keys and values in between. Set in all of its turns; empty for a single turn.
     """
 
     request_id: str

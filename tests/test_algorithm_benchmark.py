@@ -39,7 +39,14 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
             for key, names in used.items():
                 value = getattr(algorithm, key)
                 names |= {value} if isinstance(value, str) else set(value)
-    assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo", "gae_raw"}
+    assert used["estimator"] == set(ESTIMATORS) - {
+        "process",
+        "process_grpo",
+        "gae_raw",
+        "gigpo",
+        "mt_grpo",
+        "gae_turns",
+    }
     assert used["loss"] == set(LOSSES) - {"gspo_token"}
     assert used["correction"] == set(CORRECTIONS)
     assert used["rejections"] == set(REJECTIONS)
@@ -48,7 +55,7 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
 def test_what_the_table_leaves_out_is_the_same_where_a_rollout_has_one_reward() -> None:
     group = [Rewards(num_tokens=n, ends_K=(n,), values_K=(value,)) for n, value in ((3, 0.1), (5, 0.9), (2, 0.4))]
     grpo = advantages.estimate([group], AlgorithmConfig(estimator="grpo"))
-    for name in ("process", "process_grpo"):
+    for name in ("process", "process_grpo", "gigpo", "mt_grpo"):
         for one, other in zip(advantages.estimate([group], AlgorithmConfig(estimator=name))[0], grpo[0], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
     torch.testing.assert_close(gradient("gspo", grpo[0]), gradient("gspo_token", grpo[0]), rtol=0, atol=1e-15)
@@ -62,7 +69,7 @@ def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
         proximal_T=logprobs_T.detach() - 0.0002,
         advantages_T=torch.tensor(np.concatenate(advantages_G)),
         loss_mask_T=torch.ones_like(logprobs_T),
-        sample_lengths_S=lengths_S,
+        sequence_lengths_S=lengths_S,
     )
     loss_T = losses.loss_of(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
     weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)

@@ -33,6 +33,7 @@ ORDER = [
     "grmpipe/algorithm",
     "grmpipe/envs",
     "grmpipe/envs/tools",
+    "grmpipe/envs/isolation",
     "grmpipe/workflows",
     "grmpipe/data",
     "grmpipe/judge",

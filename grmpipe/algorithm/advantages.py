@@ -41,8 +41,10 @@ def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.nda
     """Group-relative advantage in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
     `min_group_std` is added to the deviation: rewards that differ by much less give advantages near 0, and no advantage
-    exceeds sqrt(G - 1) in size.
+    exceeds sqrt(G - 1) in size. `std` none: only centered.
     """
+    if std == "none":
+        return center(rewards_G)
     spread = rewards_G.std(ddof=1 if std == "sample" else 0)
     return center(rewards_G) / (spread + min_group_std)
 
@@ -191,11 +193,13 @@ def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
-    """Scale to zero mean and unit deviation over all sampled tokens of the batch: long rollouts weigh more."""
+    """Scale to zero mean and unit deviation over all sampled tokens of the batch: long rollouts weigh more. `std` none:
+    only to zero mean.
+    """
     everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
     if len(everything) < 2:
         return advantages
-    spread = everything.std(ddof=1 if std == "sample" else 0) + epsilon
+    spread = 1.0 if std == "none" else everything.std(ddof=1 if std == "sample" else 0) + epsilon
     return [[(advantages_N - everything.mean()) / spread for advantages_N in group] for group in advantages]
 
 
@@ -233,6 +237,16 @@ def estimator_of(name: str) -> EstimateBatch:
         return cast(EstimateBatch, function)
     of_group = cast(EstimateGroup, function)
     return lambda groups, algorithm: [of_group(group, algorithm) for group in groups]
+
+
+@functools.cache
+def targets_of(name: str) -> Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]]:
+    """Advantages and returns of one rollout, as the estimator that `algorithm.estimator` names has them."""
+    key = "algorithm.estimator"
+    return cast(
+        Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]],
+        found_at(estimator_named(name, key).targets, key),
+    )
 
 
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:

@@ -1,7 +1,8 @@
 """Corrections for the difference between sampler and trainer: weights, rejections, metrics of the mismatch. Pure.
 
 mu: the engine's distribution when it sampled. pi_old: the trainer's, of the weights that the update starts from.
-pi_prox: the policy that the loss's ratio is taken against. w = pi_prox / mu. T: packed tokens, S: samples.
+pi_prox: the policy that the loss's ratio is taken against. w = pi_prox / mu. T: tokens of the loss, S:
+sequences; a rollout is one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
@@ -50,13 +51,13 @@ class OffPolicyDrift:
     log_behind_T: Tensor  # log mu - log pi_theta, 0 for untrained tokens
     advantages_T: Tensor
     loss_mask_T: Tensor
-    sample_lengths_S: Tensor
+    sequence_lengths_S: Tensor
 
     def product_S(self) -> Tensor:
-        """log of the product of w over each sample, within +-20. It grows with the length: 1.1 a token is 13 780 at 100
-        tokens.
+        """log of the product of w over each rollout, within +-20. It grows with the length: 1.1 a token is 13 780 at
+        100 tokens.
         """
-        return sum_by_sample(self.log_weights_T, self.sample_lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return sum_by_sequence(self.log_weights_T, self.sequence_lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @torch.no_grad()
@@ -66,14 +67,14 @@ def measure_drift(
     sampler_T: Tensor,
     advantages_T: Tensor,
     loss_mask_T: Tensor,
-    sample_lengths_S: Tensor,
+    sequence_lengths_S: Tensor,
 ) -> OffPolicyDrift:
     return OffPolicyDrift(
         log_weights_T=log_ratio(proximal_T, sampler_T) * loss_mask_T,
         log_behind_T=log_ratio(sampler_T, current_T) * loss_mask_T,
         advantages_T=advantages_T,
         loss_mask_T=loss_mask_T,
-        sample_lengths_S=sample_lengths_S,
+        sequence_lengths_S=sequence_lengths_S,
     )
 
 
@@ -87,14 +88,14 @@ def truncated_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> T
 
 
 def truncated_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """Sequence TIS: min(product of w, cap), for all tokens of a sample."""
-    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence_cap), drift.sample_lengths_S)
+    """Sequence TIS: min(product of w, cap), for all tokens of a rollout."""
+    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence_cap), drift.sequence_lengths_S)
 
 
 def masked_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
-    return to_tokens(weights_S * (weights_S <= algorithm.sequence_cap), drift.sample_lengths_S)
+    return to_tokens(weights_S * (weights_S <= algorithm.sequence_cap), drift.sequence_lengths_S)
 
 
 def icepop(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
@@ -117,26 +118,26 @@ def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     return cast(Correction, CORRECTIONS.found(algorithm.correction))(drift, algorithm)
 
 
-# -- samples that are not trained ------------------------------------------------------------------------------------
+# -- rollouts that are not trained -----------------------------------------------------------------------------------
 
 
 def geometric(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
-    mean_S = mean_by_sample(drift.log_weights_T, drift.loss_mask_T, drift.sample_lengths_S).exp()
+    """Keep a rollout iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
+    mean_S = mean_by_sequence(drift.log_weights_T, drift.loss_mask_T, drift.sequence_lengths_S).exp()
     return (mean_S >= algorithm.geometric_low) & (mean_S <= algorithm.geometric_high)
 
 
 def veto(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """Keep a sample iff no token of it has a w below: the trainer would never have said that."""
+    """Keep a rollout iff no token of it has a w below: the trainer would never have said that."""
     hits_T = (drift.log_weights_T.exp() < algorithm.veto_below).to(drift.loss_mask_T.dtype)
-    return sum_by_sample(hits_T, drift.sample_lengths_S) == 0
+    return sum_by_sequence(hits_T, drift.sequence_lengths_S) == 0
 
 
 def off_policy(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
-    nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample."""
-    behind_S = mean_by_sample(drift.log_behind_T, drift.loss_mask_T, drift.sample_lengths_S)
-    advantage_S = mean_by_sample(drift.advantages_T, drift.loss_mask_T, drift.sample_lengths_S)
+    """Keep a rollout unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
+    nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the rollout."""
+    behind_S = mean_by_sequence(drift.log_behind_T, drift.loss_mask_T, drift.sequence_lengths_S)
+    advantage_S = mean_by_sequence(drift.advantages_T, drift.loss_mask_T, drift.sequence_lengths_S)
     return ~((advantage_S < 0) & (behind_S > algorithm.off_policy_delta))
 
 
@@ -144,13 +145,13 @@ Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: 
 
 
 def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """[T]: 1 for the tokens of samples that every rejection keeps, else 0."""
+    """[T]: 1 for the tokens of rollouts that every rejection keeps, else 0."""
     if not algorithm.rejections:
         return torch.ones_like(drift.log_weights_T)
-    kept_S = torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
+    kept_S = torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
         kept_S &= cast(Rejection, REJECTIONS.found(name))(drift, algorithm)
-    return to_tokens(kept_S, drift.sample_lengths_S).to(drift.log_weights_T.dtype)
+    return to_tokens(kept_S, drift.sequence_lengths_S).to(drift.log_weights_T.dtype)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

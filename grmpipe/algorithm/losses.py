@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import log_ratio
-from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
@@ -27,13 +27,13 @@ from grmpipe.types import BatchTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Tokens with their advantages. T: packed tokens, S: samples."""
+    """Tokens with their advantages. T: tokens of the loss, end to end by sequence, S: sequences. A rollout is one."""
 
     logprobs_T: Tensor  # log pi_theta, with gradient
     proximal_T: Tensor  # log pi_prox, without gradient
     advantages_T: Tensor
     loss_mask_T: Tensor
-    sample_lengths_S: Tensor
+    sequence_lengths_S: Tensor
 
     def log_ratio_T(self) -> Tensor:
         """log r = log pi_theta - log pi_prox."""
@@ -42,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Loss per token. It must not depend on other samples, or gradients would depend on the packing."""
+    """Loss per token. It must not depend on other sequences, or gradients would depend on the packing."""
 
     loss_T: Tensor
     clipped_T: Tensor  # 1 if the clip removes the gradient, or would
@@ -71,21 +71,21 @@ def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """One ratio per sample, s = exp(mean log r), clipped as in PPO (arXiv 2507.18071, eq. 5). Every token has the loss
-    of its sample and the mean of its advantages: the paper's aggregation is sequence_mean.
+    """One ratio per rollout, s = exp(mean log r), clipped as in PPO (arXiv 2507.18071, eq. 5). Every token has the loss
+    of its rollout and the mean of its advantages: the paper's aggregation is sequence_mean.
     """
-    mask_T, lengths_S = scored.loss_mask_T, scored.sample_lengths_S
-    ratio_S = mean_by_sample(scored.log_ratio_T(), mask_T, lengths_S).exp()
-    advantages_S = mean_by_sample(scored.advantages_T, mask_T, lengths_S)
+    mask_T, lengths_S = scored.loss_mask_T, scored.sequence_lengths_S
+    ratio_S = mean_by_sequence(scored.log_ratio_T(), mask_T, lengths_S).exp()
+    advantages_S = mean_by_sequence(scored.advantages_T, mask_T, lengths_S)
     policy = clipped(ratio_S, advantages_S, algorithm.clip_low, algorithm.clip_high)
     return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
 
 
 def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """The value of s with the token's own gradient, and an advantage per token (GSPO, eq. 13)."""
-    ratio_S = mean_by_sample(scored.log_ratio_T(), scored.loss_mask_T, scored.sample_lengths_S).exp().detach()
+    ratio_S = mean_by_sequence(scored.log_ratio_T(), scored.loss_mask_T, scored.sequence_lengths_S).exp().detach()
     own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # value 1, with the token's gradient
-    ratio_T = to_tokens(ratio_S, scored.sample_lengths_S) * own_T
+    ratio_T = to_tokens(ratio_S, scored.sequence_lengths_S) * own_T
     return clipped(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
@@ -152,19 +152,19 @@ def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 # -- from tokens to a batch ------------------------------------------------------------------------------------------
 
 
-def by_token(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+def by_token(loss_mask_T: Tensor, sequence_lengths_S: Tensor) -> Tensor:
     """Every trained token has weight 1."""
     return loss_mask_T
 
 
-def by_sequence(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
-    """Every sample weighs the same: a trained token has weight 1 / (trained tokens of its sample)."""
-    return loss_mask_T / to_tokens(sum_by_sample(loss_mask_T, sample_lengths_S).clamp(min=1), sample_lengths_S)
+def by_sequence(loss_mask_T: Tensor, sequence_lengths_S: Tensor) -> Tensor:
+    """Every rollout weighs the same: a trained token has weight 1 / (trained tokens of its rollout)."""
+    return loss_mask_T / to_tokens(sum_by_sequence(loss_mask_T, sequence_lengths_S).clamp(min=1), sequence_lengths_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How token losses are averaged. weigh: (loss_mask_T, sample_lengths_S) -> weights_T. denominator: (totals,
+    """How token losses are averaged. weigh: (loss_mask_T, sequence_lengths_S) -> weights_T. denominator: (totals,
     max_new_tokens) -> divisor.
     """
 

@@ -17,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """The log-probs of each token under each policy. T: packed tokens."""
+    """The log-probs of each token under each policy. T: tokens of the loss, end to end by rollout."""
 
     current_T: Tensor  # with gradient
     entropy_T: Tensor
@@ -67,7 +67,7 @@ def summed_loss(
     logprobs: TokenLogprobs,
     advantages_T: Tensor,
     loss_mask_T: Tensor,
-    sample_lengths_S: Tensor,
+    sequence_lengths_S: Tensor,
     algorithm: AlgorithmConfig,
 ) -> SummedLoss:
     """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient.
@@ -82,10 +82,10 @@ def summed_loss(
         proximal_T=proximal_T,
         advantages_T=advantages_T,
         loss_mask_T=mask_T,
-        sample_lengths_S=sample_lengths_S,
+        sequence_lengths_S=sequence_lengths_S,
     )
     policy = policy_loss(scored, algorithm)
-    drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sample_lengths_S)
+    drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sequence_lengths_S)
     kept_T = kept(drift, algorithm)
     correction_T = correction(drift, algorithm)
     loss_T = kept_T * correction_T * policy.loss_T
@@ -102,7 +102,7 @@ def summed_loss(
         watched["kl_nats"] = kl_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
-    weights_T = AGGREGATIONS.found(algorithm.aggregation, Aggregation).weigh(mask_T, sample_lengths_S)
+    weights_T = AGGREGATIONS.found(algorithm.aggregation, Aggregation).weigh(mask_T, sequence_lengths_S)
     return SummedLoss(
         total=(weights_T * loss_T).sum(),
         sums={name: (value_T.detach() * mask_T).sum() for name, value_T in watched.items()},

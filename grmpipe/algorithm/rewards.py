@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ class Rewards:
 
     shares_K: each step's share of an outcome that is a mean of steps; None if rewards simply add up.
     expected_N: the critic's value before each token; None without a critic.
+    turn_ends_U: where each of U turns ends; empty: all tokens are one turn.
+    state_keys_U: the state in which the policy acted in each turn; an empty key, or none at all, is an unknown state.
     """
 
     num_tokens: int
@@ -31,6 +34,8 @@ class Rewards:
     values_K: tuple[float, ...]
     shares_K: tuple[float, ...] | None = None
     expected_N: np.ndarray | None = None
+    turn_ends_U: tuple[int, ...] = ()
+    state_keys_U: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> float:
@@ -43,9 +48,41 @@ class Rewards:
 
     def by_token(self) -> np.ndarray:
         """[N] float64: each reward on its token, 0 elsewhere."""
-        rewards_N = np.zeros(self.num_tokens)
-        np.add.at(rewards_N, np.maximum(np.array(self.ends_K) - 1, 0), self.values_K)
-        return rewards_N
+        return self._on_tokens(self.values_K)
+
+    @property
+    def turns(self) -> list[slice]:
+        """The tokens of each turn."""
+        ends_U = self.turn_ends_U or (self.num_tokens,)
+        return [slice(start, end) for start, end in zip((0, *ends_U), ends_U, strict=False)]
+
+    def by_turn(self) -> np.ndarray:
+        """[U] float64: the sum of each turn's rewards."""
+        return self._in_turns(self.values_K)
+
+    def shares_by_turn(self) -> np.ndarray | None:
+        """[U] float64: each turn's share of an outcome that is a mean of steps; None if rewards simply add up."""
+        return None if self.shares_K is None else self._in_turns(self.shares_K)
+
+    def earned_by_turn(self) -> np.ndarray:
+        """[U] float64: each turn's own reward, on the same scale for any number of turns."""
+        values_U, shares_U = self.by_turn(), self.shares_by_turn()
+        return (
+            values_U if shares_U is None else np.divide(values_U, shares_U, np.zeros_like(values_U), where=shares_U > 0)
+        )
+
+    def over_turns(self, of_turns_U: np.ndarray) -> np.ndarray:
+        """[N] float64: each token gets the value of its turn."""
+        return np.repeat(of_turns_U, [tokens.stop - tokens.start for tokens in self.turns])
+
+    def _in_turns(self, of_steps_K: tuple[float, ...]) -> np.ndarray:
+        on_tokens_N = self._on_tokens(of_steps_K)
+        return np.array([math.fsum(on_tokens_N[tokens]) for tokens in self.turns])
+
+    def _on_tokens(self, of_steps_K: tuple[float, ...]) -> np.ndarray:
+        on_tokens_N = np.zeros(self.num_tokens)
+        np.add.at(on_tokens_N, np.maximum(np.array(self.ends_K) - 1, 0), of_steps_K)
+        return on_tokens_N
 
     def spread(self, of_steps_K: np.ndarray) -> np.ndarray:
         """[N] float64: each token gets the value of its step, 0 after the last step."""
@@ -72,6 +109,8 @@ def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
         ends_K=tuple(ends),
         values_K=tuple(values[end] for end in ends),
         shares_K=tuple(shares[end] for end in ends) if shares else None,
+        turn_ends_U=tuple(itertools.accumulate(lengths)),
+        state_keys_U=tuple(turn.state_key for turn in rollout.turns),
     )
 
 

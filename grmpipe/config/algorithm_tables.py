@@ -21,10 +21,12 @@ class LossKind:
 
     function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
     has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
+    by_token:  no token's loss depends on other tokens. If one does, all samples of a rollout are in one micro-batch.
     """
 
     function: str
     has_ratio: bool = True
+    by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class EstimatorKind:
     compares:     which values of siblings must differ for a group to have a gradient.
     by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
     needs_critic: it uses a critic's values.
+    targets:      dotted path of (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
+                  the critic learns, if there is one.
     uses_pass_k:  it compares subsets of `algorithm.pass_k` siblings, so a group must have several.
     """
 
@@ -46,16 +50,17 @@ class EstimatorKind:
     compares: Literal["outcomes", "steps"] = "outcomes"
     by_token: bool = False
     needs_critic: bool = False
+    targets: str = "grmpipe.algorithm.advantages.gae_of"
     uses_pass_k: bool = False
 
 
 LOSSES: dict[str, LossKind] = {
-    "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip"),
-    "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip"),
+    "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip", by_token=True),
+    "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip", by_token=True),
     "gspo": LossKind(function="grmpipe.algorithm.losses.gspo"),
     "gspo_token": LossKind(function="grmpipe.algorithm.losses.gspo_token"),
-    "cispo": LossKind(function="grmpipe.algorithm.losses.cispo"),
-    "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False),
+    "cispo": LossKind(function="grmpipe.algorithm.losses.cispo", by_token=True),
+    "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False, by_token=True),
 }
 
 ESTIMATORS: dict[str, EstimatorKind] = {
@@ -71,6 +76,15 @@ ESTIMATORS: dict[str, EstimatorKind] = {
         function="grmpipe.algorithm.advantages.gae_whitened", need="batch", by_token=True, needs_critic=True
     ),
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
+    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", compares="steps"),
+    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", compares="steps"),
+    "gae_turns": EstimatorKind(
+        function="grmpipe.algorithm.turn_advantages.gae_turns",
+        need="batch",
+        by_token=True,
+        needs_critic=True,
+        targets="grmpipe.algorithm.turn_advantages.gae_of_turns",
+    ),
 }
 
 # The policy that the ratio of the loss is taken against: TokenLogprobs -> log pi_prox.
@@ -97,6 +111,9 @@ AGGREGATIONS = PathTable(
     "algorithm.aggregation", (), "grmpipe.algorithm.losses",
     {"token_mean": "TOKEN_MEAN", "sequence_mean": "SEQUENCE_MEAN", "constant": "CONSTANT"},
 )  # fmt: skip
+# These weigh a token by itself. All others, a user's own too, may use sums over the tokens of its rollout.
+CORRECTIONS_BY_TOKEN = frozenset({"none", "tis", "icepop", "decoupled"})
+AGGREGATIONS_BY_TOKEN = frozenset({"token_mean", "constant"})
 ONE_OF_EACH = (AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, PROXIMALS)  # an algorithm names one
 
 Kind = TypeVar("Kind", LossKind, EstimatorKind)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmpipe.config.isolation import INPROCESS, IsolationConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvKind:
@@ -101,6 +103,7 @@ class EnvConfig:
     runs_in: str = DEFAULT_PLACE
     command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
     options: dict[str, Any] = field(default_factory=dict)  # For custom: arguments of the class.
+    isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
     step_s: float = 30.0  # Limit on the environment's answer to a turn.
     close_s: float = 10.0  # Limit on the end of an episode's environment.
@@ -156,6 +159,9 @@ class EnvConfig:
 
     def _check_needs(self) -> None:
         needs = self._needs
+        if self.isolation.kind != INPROCESS and (self.mcp or self.env_kind.is_workflow or self.env_kind.is_single):
+            what = "servers of tools (mcp) are processes of their own" if self.mcp else f"kind={self.kind} has none"
+            raise ValueError(f"isolation.kind: isolates environments, and {what}; type env.isolation.kind={INPROCESS}")
         if self.mcp and "functions" not in self.env_kind.needs:
             raise ValueError("mcp: is for env.kind=tools; type that, or leave it out")
         for key, way_out in WAYS_OUT.items():

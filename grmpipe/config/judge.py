@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from grmpipe.config.env_reward import EnvRewardConfig
 from grmpipe.config.judge_protocols import (
     DEFAULT_PROTOCOL,
     PROTOCOLS,
@@ -17,7 +18,7 @@ from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, V
 from grmpipe.config.scalar_map import ScalarConfig
 from models.types import ThinkingBudget
 
-KINDS = ("generative", "scalar", "rule", "label", "custom")
+KINDS = ("generative", "scalar", "rule", "env", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
@@ -63,13 +64,13 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: a GRM, a scalar reward model, a rule, the labels of a judge in training, or your own
-    # class.
+    # Where verdicts come from: a GRM, a scalar reward model, a rule, the environment's rewards, the labels of a judge
+    # in training, or your own class.
     kind: str = "generative"
     # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
-    # rubric, or the steps of a response; or the dotted path of your own protocol.
+    # rubric, the steps of a response, or one of its turns; or the dotted path of your own protocol.
     protocol: str = DEFAULT_PROTOCOL
     num_judgements: int = 1  # [judgements] Judgements of each response, list or pair.
     max_new_tokens: int = 160  # Most tokens of a judgement.
@@ -81,8 +82,9 @@ class JudgeConfig:
     answer_start: str = ""
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
-    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, shared_principles,
-    # listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a Jinja file.
+    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, turns,
+    # shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a
+    # Jinja file.
     template: str = "tiny"
     # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
     # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own (grmpipe/judge/forms.py).
@@ -105,7 +107,7 @@ class JudgeConfig:
     principles_template: str = "principles"
     principles_max_new_tokens: int = 512  # For shared principles: most tokens.
     # What happens if the judge's prompt exceeds its context window: the verdict fails (error), or the longest responses
-    # lose their middle (middle).
+    # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
     truncation: str = "error"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     max_retries: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
@@ -120,6 +122,7 @@ class JudgeConfig:
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
     scalar: ScalarConfig = field(default_factory=ScalarConfig)
+    env_reward: EnvRewardConfig = field(default_factory=EnvRewardConfig)
     target: str = ""  # For your own judge: dotted path of its class.
     options: dict[str, Any] = field(default_factory=dict)  # For your own judge: arguments of its class.
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.

@@ -20,8 +20,8 @@ class JudgeProtocol:
 
     session:     dotted path of the class that judges one group: (JudgeContext, Prompt, group_id, size) -> JudgeSession.
     about:       what one judgement is about: one response, a pair of siblings, or all siblings of the group.
-    scores:      what gets one score each: the responses shown, the criteria of the prompt's rubric, or the steps of the
-                 response.
+    scores:      what gets one score each: the responses shown, the criteria of the prompt's rubric, the steps of the
+                 response, or one of its turns.
     templates:   shipped templates for this protocol -> the parser of their answers.
     votes:       votes that work on its judgements; empty: all.
     early_stops: kinds of judge.early_stop that fit it.
@@ -30,7 +30,7 @@ class JudgeProtocol:
 
     session: str
     about: Literal["response", "pair", "group"] = "response"
-    scores: Literal["responses", "criteria", "steps"] = "responses"
+    scores: Literal["responses", "criteria", "steps", "turns"] = "responses"
     templates: Mapping[str, str] = field(default_factory=dict)
     votes: tuple[str, ...] = ()
     early_stops: tuple[str, ...] = ()
@@ -43,14 +43,16 @@ class JudgeProtocol:
 
     @property
     def gives_one_score(self) -> bool:
-        return not self.compares and self.scores == "responses"
+        return not self.compares and self.scores in ("responses", "turns")
 
     @property
-    def template_field(self) -> str:
-        """The template's field for the policy's text: `response` is a text, `responses` and `steps` are lists of
-        texts.
+    def template_fields(self) -> tuple[str, ...]:
+        """The template's fields for the work under judgement: `responses` and `steps` are lists of texts, all others
+        are texts.
         """
-        return "responses" if self.compares else "steps" if self.scores == "steps" else "response"
+        if self.compares:
+            return ("responses",)
+        return {"steps": ("steps",), "turns": ("history", "turn")}.get(self.scores, ("response",))
 
     def responses_shown(self, size: int) -> int:
         """The number of responses in one judgement, for a group of `size` siblings."""
@@ -119,6 +121,11 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         session="grmpipe.judge.protocols.stepwise.StepwiseSession",
         scores="steps",
         templates={"steps": "boxed"},
+    ),
+    "turns": JudgeProtocol(
+        session="grmpipe.judge.protocols.turnwise.TurnwiseSession",
+        scores="turns",
+        templates={"turns": "boxed"},
     ),
 }
 SHIPPED_TEMPLATES = {  # name -> (the parser of its answers, its protocol)

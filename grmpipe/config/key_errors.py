@@ -10,7 +10,8 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
-from grmpipe.config.run_config import ROLES, RunConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import ROLES
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 SINGULARS = ("grm", "judge", "reward", "cotrain")  # sections whose plural has further ones by name

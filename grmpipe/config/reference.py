@@ -141,6 +141,16 @@ def entry_of(cls: type, name: str, key: str, hint: object, values: Mapping[str, 
 
 def comments_of(cls: type) -> dict[str, str]:
     """Field -> its comment, without the #. Raises ValueError for a field with one in both places."""
+    inherited = {
+        name: text
+        for base in cls.__bases__
+        if dataclasses.is_dataclass(base)
+        for name, text in comments_of(base).items()
+    }
+    return inherited | own_comments_of(cls)
+
+
+def own_comments_of(cls: type) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(cls))
     beside, alone = comment_lines(source)
     (definition,) = ast.parse(source).body

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grmpipe.config.algorithm_tables import (
+    AGGREGATIONS_BY_TOKEN,
+    CORRECTIONS_BY_TOKEN,
     ONE_OF_EACH,
     REJECTIONS,
     EstimatorKind,
@@ -15,7 +17,7 @@ from grmpipe.config.algorithm_tables import (
 )
 from models.settings import AUTO, DTYPES
 
-STD_KINDS = ("population", "sample")
+STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -39,13 +41,19 @@ class AlgorithmConfig:
     # How advantages are estimated: a row of docs/algorithms.md, which has the formulas, or the dotted path of your own
     # function. GAE needs a critic.
     estimator: str = "grpo"
-    std: str = "population"  # Standard deviation that advantages are divided by.
+    std: str = "population"  # Standard deviation that advantages are divided by; none: by nothing.
     # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
     min_group_std: float = 1e-6
-    # Discount per step of a process reward; per token for gae, gae_raw and for reinforce_pp with a KL in the reward.
+    # Discount per step of a process reward; per turn for gigpo; per token for gae, gae_raw, gae_turns and for
+    # reinforce_pp with a KL in the reward.
     gamma: float = 1.0
-    # For gae and gae_raw: weight of later steps; 1 uses the full return, 0 only the critic's next value.
+    # For gae, gae_raw and gae_turns: weight of later steps; 1 uses the full return, 0 only the critic's next value.
     gae_lambda: float = 1.0
+    high_level_gamma: float = 0.95  # For gae_turns: discount per turn (VAGEN, arXiv 2510.16907).
+    # For gigpo: weight of the advantage among turns of equal state (arXiv 2505.10978).
+    step_advantage_w: float = 1.0
+    # For mt_grpo: weight of a turn's own advantage next to the outcome's (arXiv 2505.11821).
+    turn_advantage_coef: float = 1.0
     pass_k: int = 4  # [siblings] For pass_at_k: siblings that share one success; below train.group_size.
     negative_weight: float = 1.0  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
@@ -63,7 +71,7 @@ class AlgorithmConfig:
     clip_high: float = 0.2  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
     # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
     dual_clip_ratio: float = 3.0
-    # What token losses are divided by: trained tokens; samples, after a mean over each; samples times
+    # What token losses are divided by: trained tokens; rollouts, after a mean over each; rollouts times
     # rollout.max_new_tokens; or the dotted path of an Aggregation of your own.
     aggregation: str = "token_mean"
     # Policy pi_prox of the ratio: the learner's before the first update, one between the sampler and the current policy
@@ -76,18 +84,18 @@ class AlgorithmConfig:
     # of your own.
     correction: str = "tis"
     tis_cap: float = 2.0  # For tis: largest weight of a token.
-    # For sequence_tis and sequence_mis: cap on the product of w over a sample; 2 to 10 are in use.
+    # For sequence_tis and sequence_mis: cap on the product of w over a rollout; 2 to 10 are in use.
     sequence_cap: float = 3.0
     icepop_low: float = 0.5  # For icepop: a token whose w is below has weight 0.
     icepop_high: float = 5.0  # For icepop: a token whose w is above has weight 0.
     decoupled_cap: float = 5.0  # For decoupled: a token whose w is above has weight 0.
-    # Tests that a sample must pass to be trained, or dotted paths of functions of your own; a sample that fails still
+    # Tests that a rollout must pass to be trained, or dotted paths of functions of your own; one that fails still
     # counts in the batch's denominator.
     rejections: list[str] = field(default_factory=list)
-    geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a sample that is trained.
-    geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a sample that is trained.
-    veto_below: float = 1e-4  # For veto: a sample with a token whose w is below is not trained.
-    # [nats] For off_policy: a sample of negative advantage is not trained if mean(log mu - log pi_theta) is above.
+    geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a rollout that is trained.
+    geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a rollout that is trained.
+    veto_below: float = 1e-4  # For veto: a rollout with a token whose w is below is not trained.
+    # [nats] For off_policy: a rollout of negative advantage is not trained if mean(log mu - log pi_theta) is above.
     off_policy_delta: float = 0.1
     # Mixtures of experts: whose choice of experts the updates repeat: none, the sampler's (R3, arXiv 2510.11370), or
     # that of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
@@ -132,6 +140,16 @@ class AlgorithmConfig:
         """What other modules must know of the estimator."""
         return estimator_named(self.estimator)
 
+    @property
+    def needs_whole_rollouts(self) -> bool:
+        """Whether a token's loss depends on other tokens of its rollout, so that all must be in one micro-batch."""
+        return not (
+            self.loss_kind.by_token
+            and self.correction in CORRECTIONS_BY_TOKEN
+            and self.aggregation in AGGREGATIONS_BY_TOKEN
+            and not self.rejections
+        )
+
     def _check_names(self) -> None:
         estimator_named(self.estimator)
         loss_named(self.loss)
@@ -153,7 +171,7 @@ class AlgorithmConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         for key in (
             "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "dynamic_sampling_batches",
-            "replay_buffer_groups", "reset_every",
+            "replay_buffer_groups", "reset_every", "step_advantage_w", "turn_advantage_coef",
         ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
@@ -165,7 +183,7 @@ class AlgorithmConfig:
         for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
-        for key in ("gamma", "gae_lambda", "overlong_buffer_share"):
+        for key in ("gamma", "gae_lambda", "high_level_gamma", "overlong_buffer_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
         if self.weight_half_std is not None and not self.weight_half_std > 0:
@@ -267,7 +285,7 @@ class TrainConfig:
     # order of their prompts, and weights are pushed when every open group is judged.
     deterministic: bool = False
     micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
-    prefix_sharing: bool = True  # Compute the common prefix of siblings once for all of them in the learner.
+    prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
     schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.

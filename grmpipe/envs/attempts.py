@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.types import Failed, Prompt, Rollout
+from grmpipe.types import EnvCause, Failed, Prompt, Rollout
 from models.seeds import derive_seed
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ class EpisodeFailed(Exception):
 def with_attempts(play: Play, *, attempts: int, retry_s: float) -> Play:
     """A play of at most `attempts` episodes, each with its own seed. Raises EpisodeFailed instead of EnvFault."""
 
+    seen: set[EnvCause] = set()
+
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         failures: list[Failed] = []
         while True:
@@ -38,11 +40,14 @@ def with_attempts(play: Play, *, attempts: int, retry_s: float) -> Play:
                 return replace(rollout, env_failures=tuple(failures)) if failures else rollout
             except EnvFault as fault:
                 failures.append(Failed(stage="env", cause=fault.cause, attempts=len(failures) + 1, detail=str(fault)))
-                log.warning(
+                # The first of each cause is for the console, the others are for run.log.
+                log.log(
+                    logging.INFO if fault.cause in seen else logging.WARNING,
                     "episode %s/%d, attempt %d of %d: the environment failed (%s): %s",
                     request.group_id, request.sibling, len(failures), attempts, fault.cause, fault,
                     exc_info=fault.__cause__ if fault.cause == "broken" else None,
                 )  # fmt: skip
+                seen.add(fault.cause)
             if len(failures) == attempts:
                 raise EpisodeFailed(tuple(failures))
             await asyncio.sleep(retry_s * 2 ** (len(failures) - 1))

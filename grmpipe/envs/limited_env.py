@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.types import EnvCause
 from models.types import Message
+from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LANE = "env"  # of the timeline
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -32,19 +35,24 @@ class StageLimits:
 class LimitedEnv:
     """An environment around another. Raises only PolicyFault and EnvFault; closes the other exactly once."""
 
-    def __init__(self, env: Env, limits: StageLimits) -> None:
+    def __init__(self, env: Env, limits: StageLimits, events: EventSink | None = None) -> None:
         self._env = env
         self._limits = limits
+        self._events = events or NoEvents()
+        self._name = ""  # of the episode, in events
 
     async def open(self, episode: Episode) -> Opening:
-        opening = await in_time(self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
+        self._name = f"{episode.group_id}/{episode.sibling}"
+        with self._span("open", attempt=episode.attempt):
+            opening = await in_time(self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
         check(isinstance(opening, Opening), f"open returned {type(opening).__name__}, and must return an Opening")
         check(bool(opening.messages), "open returned no messages")
         check_messages(opening.messages)
         return opening
 
     async def step(self, action: Action) -> Observation:
-        observation = await in_time(self._env.step(action), self._limits.step_s, "step_s", "step", "timeout")
+        with self._span("step", turn=action.turn):
+            observation = await in_time(self._env.step(action), self._limits.step_s, "step_s", "step", "timeout")
         check(
             isinstance(observation, Observation),
             f"step returned {type(observation).__name__}, and must return an Observation",
@@ -59,13 +67,24 @@ class LimitedEnv:
         """Close in time, also while the episode is being cancelled. A failure is logged: the episode is over anyway."""
         closing = asyncio.ensure_future(self._env.close())
         try:
-            async with asyncio.timeout(self._limits.close_s):
-                await asyncio.shield(closing)
+            with self._span("close"):
+                async with asyncio.timeout(self._limits.close_s):
+                    await asyncio.shield(closing)
         except TimeoutError:
             closing.cancel()
             log.warning("an environment wasn't closed within env.close_s = %g s", self._limits.close_s)
         except Exception as error:  # the user's code may raise anything
             log.warning("close of an environment failed: %s: %s", type(error).__name__, error)
+
+    @contextmanager
+    def _span(self, stage: str, **args: int) -> Iterator[None]:
+        """A span of the timeline, however the stage ends."""
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
+        try:
+            yield
+        finally:
+            self._events.span(LANE, stage, begun_s, clock(), episode=self._name, **args)
 
 
 async def in_time(doing: Awaitable[T], limit_s: float, key: str, stage: str, late: EnvCause) -> T:

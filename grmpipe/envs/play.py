@@ -141,6 +141,7 @@ class _Episode:
             status="finished" if reason is None else "truncated",
             reason=reason or "",
             opening=() if messages == self.prompt.messages else messages,
+            attempt=request.attempt,
             boot_s=boot_s,
             took_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
         )

@@ -1,4 +1,4 @@
-"""A walk through a key-value store, as an environment of one's own: ` get Tom` shows what Tom has. Calls no model.
+"""A walk through a key-value store, as an environment of one's own: `Tom` shows the entries of Tom. Calls no model.
 
 env=custom env.target=grmpipe.envs.walk.Walk data.path=tiny://walk/train
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
 from models.types import Message
 
-GET = re.compile(r"get (\w+)")
-ANSWER = re.compile(r"Answer: (\d+)")
+TURN = re.compile(r"(?P<number>\d+)|(?P<name>\w+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,9 @@ class Store:
 
 
 class Walk:
-    """Rewards: `hop`, an equal share of 1 for each name of the right walk at its first visit in order; `answer`, 1 for
+    """The policy takes one of the entries shown: a name is visited, a number is the answer.
+
+    Rewards: `hop`, an equal share of 1 for each name of the right walk at its first visit in order; `answer`, 1 for
     the right answer. The state is the name where the policy is.
     """
 
@@ -40,14 +41,13 @@ class Walk:
         return Opening(messages=episode.prompt.messages, state_key=self._place)
 
     async def step(self, action: Action) -> Observation:
-        turn = action.text.strip()
-        if answer := ANSWER.fullmatch(turn):
-            right = float(answer[1] == self._store.answer)
-            return Observation(done=True, rewards={"answer": right}, state_key=self._place)
-        asked = GET.fullmatch(turn)
-        if asked is None:
-            raise PolicyFault("get a name", "malformed")
-        return self._visit(asked[1])
+        turn = TURN.fullmatch(action.text.strip())
+        if turn is None:
+            raise PolicyFault("malformed", "malformed")
+        if turn["name"]:
+            return self._visit(turn["name"])
+        right = float(turn["number"] == self._store.answer)
+        return Observation(done=True, rewards=rewards(answer=right), state_key=self._place)
 
     async def close(self) -> None:
         pass
@@ -60,9 +60,14 @@ class Walk:
         self._place, self._num_hops = name, self._num_hops + is_hop
         return Observation(
             messages=[Message(role="user", content=self._store.texts[name])],
-            rewards={"hop": 1 / len(hops)} if is_hop else {},
+            rewards=rewards(hop=is_hop / len(hops)),
             state_key=name,
         )
+
+
+def rewards(*, hop: float = 0.0, answer: float = 0.0) -> Mapping[str, float]:
+    """Both rewards in every turn: a walk without an answer is worth 0, not unknown."""
+    return {"hop": hop, "answer": answer}
 
 
 def store_of(episode: Episode) -> Store:

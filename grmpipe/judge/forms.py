@@ -88,11 +88,11 @@ BOXED = Form(line=boxed, closings=("$$", "\\]"))
 # -- public GRMs -------------------------------------------------------------------------------------------------------
 # Their templates break in the policy's text whatever these forms would read, so prose may stand before a verdict.
 
-PROSE = r"[^<> \t\r\n][^\n]*"  # no quotation, no tag
-PROSE_WITHOUT_BRACKETS = r"(?:[^\[<> \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
-BEFORE_OVERALL = r"(?:[^\\<> \t\r\n][^\\\n]*)?"  # without a box
+PROSE = r"[^<>| \t\r\n][^\n]*"  # no quotation, no tag
+PROSE_WITHOUT_BRACKETS = r"(?:[^\[<>| \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
+BEFORE_OVERALL = r"(?:[^\\<>| \t\r\n][^\\\n]*)?"  # without a box
 AFTER_OVERALL = r"[^\\$\n]{0,32}"
-THOUGHT_AND_ITS_END = r"(?:[^> \t\r\n][^\n]*)?</think>[ \t]*"
+THOUGHT_AND_ITS_END = r"(?:[^>| \t\r\n][^\n]*)?</think>[ \t]*"
 SPACE = r"[ \t]*"
 JSON_ENDS = ("}\n```", "}", "```")  # the longest first
 

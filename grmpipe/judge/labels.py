@@ -17,6 +17,7 @@ from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import Rule, rule_named
+from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import outcome
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
 from models.types import Message
@@ -70,7 +71,7 @@ class JudgingTasks:
     def _about(self) -> str:
         return protocol_named(self.protocol).about
 
-    def right_or_wrong(self, task_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
+    def right_or_wrong(self, task_id: str, prompt: Prompt, response: Trajectory | str, *, right: bool) -> Prompt:
         """The task to judge a response whose truth a rule knows: the judge has to pass it or to fail it."""
         return self._asked(task_id, prompt, [response], self._side(right))
 
@@ -95,8 +96,10 @@ class JudgingTasks:
         label = f"best {order.index(item.best) + 1} of {len(order)}"
         return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
-    def _asked(self, task_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
-        messages = self.template.render(prompt, *texts)
+    def _asked(
+        self, task_id: str, prompt: Prompt, responses: Sequence[Trajectory | str], label: str, source: str = ""
+    ) -> Prompt:
+        messages = self.template.render(prompt, *responses)
         return Prompt(prompt_id=task_id, messages=messages, source=source, reference=label)
 
     def _side(self, right: bool) -> str:

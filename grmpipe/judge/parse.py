@@ -87,4 +87,4 @@ def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
     """
     if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
         return False
-    return not any(THOUGHT_ENDS in line and not line.startswith(">") for line in lines_before)
+    return not any(THOUGHT_ENDS in line and not line.startswith((">", "|")) for line in lines_before)

@@ -1,21 +1,16 @@
-"""The judge's prompt: a Jinja template, with the work under judgement behind a guard. Knows no tokens and no engine.
+"""The judge's prompt: a Jinja template, with the work under judgement behind a guard (grmpipe/judge/fence.py). Knows no
+tokens and no engine.
 
-The guard keeps text of the policy from passing for the prompt's own text, or for a verdict if the judge quotes it:
-
-- The fence: every line begins with "> ", whatever kind of line break it follows, so that no text of the policy can
-  start a line of the prompt.
-- Broken markers, for a template in a model's own format. It declares the model's markers and the signs of its verdict
-  (`{% set markers = [...] %}`), and what spells one of them gets a space after its first character. Other text is shown
-  as it is.
-
-A template may only print the guarded text, never compute with it: a filter could remove the guard. Each of several
-texts has its own. Principles have none: the judge wrote them before there was any text of the policy.
+A template in a model's own format declares the model's markers and the signs of its verdict
+(`{% set markers = [...] %}`); any other has a fence. A template may only print the guarded text, never compute with it:
+a filter could remove the guard. Each of several responses has its own. Principles have none: the judge wrote them
+before there was any text of the policy.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import UndefinedError, meta, nodes
@@ -23,14 +18,18 @@ from jinja2 import UndefinedError, meta, nodes
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
 from grmpipe.judge.conversation_template import ConversationTemplate
-from grmpipe.judge.markup import Markup
+from grmpipe.judge.fence import TextGuard
+from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop
 PAIR = ("response_a", "response_b")  # a template of pairs may name its two texts instead
-FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
+FIELDS = (
+    "question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max",
+    "has_environment",
+)  # fmt: skip
 NEIGHBOURS = ("previtem", "nextitem")  # attributes of a loop that hold its texts under another name
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
 NOT_OF_THE_POLICY = ("system", "assistant")  # messages in which a judge expects no work to judge
@@ -62,8 +61,9 @@ class JudgePrompt:
         self._scale = scale or Scale()
         kind = protocol_named(protocol)
         self._template = ConversationTemplate(self._label, template_text)
-        self._guard = guard_of(self._label, self._template.markers)
+        self._guard = TextGuard.of(self._label, self._template.markers)
         self._shown = fields_shown(kind, self._template.tree)
+        self._gives_one_score = kind.gives_one_score
         self._needs = ("criteria",) * (kind.scores == "criteria") + ("principles",) * shared_principles
         check(self._label, self._template, self._shown, self._needs)
         self._try_out()
@@ -92,20 +92,24 @@ class JudgePrompt:
         """Empty texts, as few as the template can show: to measure it."""
         return ("",) * len(self._shown)
 
-    def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> tuple[Message, ...]:
-        """The messages for one text of the policy, or for several in the order shown.
+    def render(
+        self, prompt: Prompt, *responses: Trajectory | str, principles: str | None = None
+    ) -> tuple[Message, ...]:
+        """The messages for one response, or for several in the order shown: trajectories, or texts of the policy.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
+        shown = [of_text(response) if isinstance(response, str) else response for response in responses]
         rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
         fields: dict[str, object] = {
             "question": question_of(prompt),
             "messages": prompt.messages,
-            "num_scores": len(rubric) if "criteria" in self._needs else len(texts),
+            "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
+            "has_environment": any(trajectory.has_environment for trajectory in shown),
         }
-        fields |= self._guarded(texts)
+        fields |= self._guarded(shown)
         # Undefined if absent: the text "None" must not reach a judge.
         known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
         fields |= {name: value for name, value in known.items() if value is not None}
@@ -117,26 +121,34 @@ class JudgePrompt:
                 "to the prompts, or type a judge.template without them"
             ) from error
 
-    def _guarded(self, texts: Sequence[str]) -> dict[str, object]:
-        """The fields that hold the policy's texts."""
-        shown = [self._guard(text) for text in texts]
+    def _guarded(self, responses: Sequence[Trajectory]) -> dict[str, object]:
+        """The fields that hold the responses."""
+        shown = self._guard.trajectories(responses)
         if self._shown[0] in ITEM_OF:
             return {self._shown[0]: shown}
         assert len(shown) == len(self._shown), f"this template shows {', '.join(self._shown)}"
         return dict(zip(self._shown, shown, strict=True))
 
     def _try_out(self) -> None:
-        """Render once with samples, to find what only rendering shows: joined texts, an include, a branch that hides
-        the response.
+        """Render with samples, without and with an environment, to find what only rendering shows: joined texts, an
+        include, a branch that hides the response.
         """
         num_texts = 2 if self._shown[0] in ITEM_OF else len(self._shown)
         texts = [f"what the policy wrote, {part}" for part in range(num_texts)]
+        played = [
+            Trajectory(passages=(Passage(voice="policy", text=text), Passage(voice="environment", text="what it says")))
+            for text in texts
+        ]
         try:
             messages = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
+            of_episode = self.render(PROBE, *played, principles=PROBE_PRINCIPLES)
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}: {error}") from error
-        if not all(any(self._guard(text) in message.content for message in messages) for text in texts):
+        if not all(any(self._guard.text(text) in message.content for message in messages) for text in texts):
             raise ValueError(f"{self._label}: hides the field {self._shown[0]} if a prompt has a reference")
+        for one in self._guard.trajectories(played):
+            if not any(one in message.content for message in of_episode):
+                raise ValueError(f"{self._label}: hides the field {self._shown[0]} if has_environment")
         if self._template.markers:
             check_markers(self._label, messages, texts, self._guard)
 
@@ -175,13 +187,6 @@ def path_of(key: str, template: str) -> Path:
     return path
 
 
-def fenced(text: str) -> str:
-    """The text with "> " before every line. Line breaks are those of str.splitlines, which include form feeds and
-    U+2028.
-    """
-    return "\n".join(f"> {line}" for line in text.splitlines() or [""])
-
-
 def question_of(prompt: Prompt) -> str:
     """The last message of the user."""
     for message in reversed(prompt.messages):
@@ -190,20 +195,10 @@ def question_of(prompt: Prompt) -> str:
     raise ValueError(f"prompt {prompt.prompt_id}: has no message with role user; a judge needs a question")
 
 
-def guard_of(label: str, markers: Sequence[str]) -> Callable[[str], str]:
-    """What keeps a text of the policy apart: the fence, or in a model's own format its markers broken, in any case."""
-    if not markers:
-        return fenced
-    try:
-        return Markup([f"(?i:{marker})" for marker in markers]).broken
-    except re.error as error:
-        raise ValueError(f"{label}: markers: {error.pattern!r} is no regular expression: {error}") from error
-
-
 def fields_shown(kind: JudgeProtocol, tree: nodes.Template) -> tuple[str, ...]:
     """The fields that hold the policy's texts in this template."""
     used = {node.name for node in tree.find_all(nodes.Name)}
-    return PAIR if kind.about == "pair" and used & set(PAIR) else (kind.template_field,)
+    return PAIR if kind.about == "pair" and used & set(PAIR) else kind.template_fields
 
 
 def check(label: str, template: ConversationTemplate, shown: Sequence[str], needs: Sequence[str]) -> None:
@@ -230,13 +225,13 @@ def check(label: str, template: ConversationTemplate, shown: Sequence[str], need
             raise ValueError(f"{label}: {shown[0]} stands in the {role} message; put it into {{% block user %}}")
 
 
-def check_markers(label: str, messages: Sequence[Message], texts: Sequence[str], guard: Callable[[str], str]) -> None:
+def check_markers(label: str, messages: Sequence[Message], texts: Sequence[str], guard: TextGuard) -> None:
     """Check that the markers match something in the text before and after each text of the policy."""
-    between = "|".join(re.escape(guard(text)) for text in texts)
+    between = "|".join(re.escape(guard.text(text)) for text in texts)
     for message in messages:
         pieces = re.split(between, message.content)
         for piece in pieces if len(pieces) > 1 else ():
-            if piece.strip() and guard(piece) == piece:
+            if piece.strip() and guard.text(piece) == piece:
                 raise ValueError(
                     f"{label}: markers match nothing in {piece.strip()[-60:]!r}, next to the policy's text, which "
                     "could imitate it; add a regular expression for what stands there"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from grmpipe.types import Metrics
 
 FAILED = re.compile(r"judge/failed_(\w+)")  # the cause
+ENV_FAULT = re.compile(r"env/faults_(\w+)")  # the cause
 OF_PART = re.compile(r"(judge|cascade)/(\w+)/(\w+)")  # area, name of the judge or cascade, metric
 
 
@@ -63,7 +64,8 @@ HELD_OUT_REWARD = (
     Gauge(metric="eval/reward", title="reward", brief="reward", decimals=2, width=4),
     Gauge(metric="eval/grm_score", title="score by the first judge", brief="first judge", decimals=1, width=4),
 )
-LINE = (PACE[0], ACCURACY, SCORE, PACE[1], PACE[3], *WAITS[1:])  # of a step, without a panel
+TURNS = Gauge(metric="env/turns_mean", title="turns", brief="turns", decimals=1, width=4)  # of an episode
+LINE = (PACE[0], ACCURACY, SCORE, TURNS, PACE[1], PACE[3], *WAITS[1:])  # of a step, without a panel
 OF_JUDGE = (
     Gauge(metric="score_mean", title="score", brief="score", decimals=1, width=4),
     Gauge(metric="tokens_per_s", title="tokens/s", brief="tok/s", decimals=0, width=5),
@@ -91,7 +93,16 @@ SEVERAL_JUDGES = GaugeSet(
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:
     """Failed judgements of this step by cause, without causes that did not occur."""
-    found = {cause[1]: value for name, value in metrics.items() if (cause := FAILED.fullmatch(name))}
+    return by_cause(FAILED, metrics)
+
+
+def env_faults(metrics: Metrics) -> dict[str, int]:
+    """Episodes of this step that the environment failed, by cause."""
+    return by_cause(ENV_FAULT, metrics)
+
+
+def by_cause(pattern: re.Pattern[str], metrics: Metrics) -> dict[str, int]:
+    found = {cause[1]: value for name, value in metrics.items() if (cause := pattern.fullmatch(name))}
     return {cause: int(value) for cause, value in sorted(found.items()) if value > 0}
 
 
@@ -128,7 +139,10 @@ def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ON
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     if any(gauge.metric in metrics for gauge in shown.line):
         # Failures come last: their text has no fixed width.
-        yield "  ".join([place, *written(shown.line, metrics), f"failed {failures_text(failures_by_cause(metrics))}"])
+        failed = [f"failed {failures_text(failures_by_cause(metrics))}"]
+        if faults := env_faults(metrics):
+            failed.append(f"env failed {failures_text(faults)}")
+        yield "  ".join([place, *written(shown.line, metrics), *failed])
     if judges := [f"{name} {text}" for name, text in judge_texts(metrics)]:
         yield "  ".join([place, "judges:", " | ".join(judges)])
     if any(gauge.metric in metrics for gauge in shown.held_out):

@@ -28,7 +28,7 @@ DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
 # Left out where they are empty.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s")
-RARE_IN_ROLLOUT = ("reason", "boot_s", "took_s")
+RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s")
 RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted")  # of a completion; left out if empty
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
@@ -158,6 +158,7 @@ def decode_rollout(record: Record) -> Rollout:
         status=record["status"],
         reason=record.get("reason", ""),
         opening=decode_messages(record.get("opening", ())),
+        attempt=record.get("attempt", 0),
         boot_s=record.get("boot_s", 0.0),
         took_s=record.get("took_s", 0.0),
         env_failures=tuple(decode_failed(failed) for failed in record.get("env_failures", ())),

@@ -59,10 +59,36 @@ class CascadeNumbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A message of an environment. by: its role, and the tool if it has a name."""
+
+    by: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTurn:
+    """A turn of an episode, and the environment's answer to it.
+
+    calls:   of tools, as the environment got them.
+    facts:   what else is known of it, in words: rewards, faults, time.
+    """
+
+    text: str
+    calls: Sequence[str]
+    facts: Sequence[str]
+    replies: Sequence[Said]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """A rollout with its judging. score: None if judging failed; the critiques then begin with the cause.
 
-    why: the reason for showing it. parts: of several judges, the reward of each part of their composition.
+    why:     the reason for showing it.
+    opening: what the environment began with, if it isn't the prompt.
+    turns:   of an episode; none if it is a single answer, which is then `answer`.
+    ended:   what truncated an episode, in words.
+    parts:   of several judges, the reward of each part of their composition.
     """
 
     why: str
@@ -72,6 +98,9 @@ class Shown:
     question: str
     reference: str | None
     answer: str
+    opening: Sequence[Said]
+    turns: Sequence[ShownTurn]
+    ended: str
     score: float | None
     reward: float | None
     parts: Mapping[str, float]
@@ -314,6 +343,8 @@ def joined(rollouts: Sequence[Record], reports: Sequence[Record]) -> list[Pair]:
 def shown(why: str, pair: Pair) -> Shown:
     prompt, turns = pair.rollout["prompt"], pair.rollout["turns"]
     verdict = pair.report.get("verdict")
+    opening = [said(message) for message in pair.rollout.get("opening", ())]
+    is_episode = len(turns) > 1 or bool(opening) or any(turn["replies"] for turn in turns)
     return Shown(
         why=why,
         group_id=str(pair.rollout["group_id"]),
@@ -321,9 +352,12 @@ def shown(why: str, pair: Pair) -> Shown:
         version=min((span["version"] for turn in turns for span in turn["versions"]), default=0),
         question="\n\n".join(f"{message['role']}: {message['content']}" for message in prompt["messages"]),
         reference=prompt["reference"],
-        answer="\n\n".join(part for turn in turns for part in [turn["text"], *map(reply_text, turn["replies"])]),
+        answer="" if is_episode else "\n\n".join(turn["text"] for turn in turns),
+        opening=opening,
+        turns=[shown_turn(turn, spans_on(verdict, place)) for place, turn in enumerate(turns)] if is_episode else [],
+        ended=f"truncated: {pair.rollout['reason']}" if pair.rollout.get("reason") else "",
         score=pair.score,
-        reward=sum(span["value"] for span in verdict["rewards"]) / len(verdict["rewards"]) if verdict else None,
+        reward=sum(span["value"] for span in verdict["rewards"]) if verdict else None,
         parts=dict(verdict["breakdown"]) if verdict and "by_judge" in pair.report else {},
         critiques=[*failed_verdicts(pair.report), *judgements_on(pair)],
     )
@@ -350,8 +384,33 @@ def score_of(judgement: Record, sibling: int) -> float | None:
     return dict(zip(siblings, scores, strict=True)).get(sibling) if len(siblings) == len(scores) else None
 
 
-def reply_text(message: Record) -> str:
-    return f"[{message['role']}] {message['content']}"
+def said(message: Record) -> Said:
+    return Said(by=" ".join(filter(None, (message["role"], message.get("name")))), text=message["content"])
+
+
+def shown_turn(turn: Record, spans: Sequence[Record]) -> ShownTurn:
+    """spans: of the verdict, on this turn."""
+    facts = [f"judged {own_reward(span):.3g}" for span in spans]
+    facts += [f"{name} {reward:.3g}" for name, reward in turn.get("rewards", {}).items()]
+    facts += [f"fault: {kind}" for kind in turn.get("faults", ())]
+    if took_s := turn.get("env_s"):
+        facts.append(f"environment {took_s:.3g} s")
+    return ShownTurn(
+        text=turn["text"],
+        calls=[f"{call['name']}({json.dumps(call['arguments'])})" for call in turn.get("tool_calls", ())],
+        facts=facts,
+        replies=[said(message) for message in turn["replies"]],
+    )
+
+
+def spans_on(verdict: Record | None, turn: int) -> list[Record]:
+    return [span for span in verdict["rewards"] if span["turn"] == turn] if verdict else []
+
+
+def own_reward(span: Record) -> float:
+    """The reward of a step or a turn, without its share in the mean of all."""
+    share = span.get("share")
+    return float(span["value"] / share if share else span["value"])
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

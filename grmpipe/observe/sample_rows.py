@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grmpipe.judge.fence import plain
+from grmpipe.judge.trajectory import trajectory_of
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One rollout. If judging failed there is no score, and the critique says why."""
+    """One rollout. If judging failed there is no score, and the critique says why.
+
+    answer: of an episode all of it, in the judge's fences: lines of the policy begin with "> ", of the environment
+            with "| ".
+    """
 
     group_id: str
     sibling: int
@@ -26,7 +32,7 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
         group_id=rollout.group_id,
         sibling=rollout.sibling,
         question=next((m.content for m in reversed(prompt.messages) if m.role == "user"), ""),
-        answer=rollout.text,
+        answer=plain(trajectory_of(prompt, rollout, thoughts=True)),
         critique=critique_of(report),
         score=None if isinstance(verdict, Failed) else verdict.score,
         truth=truth,

@@ -71,6 +71,9 @@ class JudgingSummary:
 class EnvSummary:
     """Episodes of the whole run; all zero in a run of single turns."""
 
+    opened: int = 0  # environments; all of them were closed or killed
+    closed: int = 0
+    killed: int = 0
     episodes: int = 0  # played to their end
     turns: int = 0
     faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode

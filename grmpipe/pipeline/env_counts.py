@@ -21,11 +21,15 @@ class EnvCounts:
     failed:        siblings whose episodes all failed.
     policy_faults: what the policy did wrong, by kind.
     truncated:     episodes by what truncated them; of single turns too.
+    tokens:        prompts, completions and observations, each counted once.
+    prefilled:     tokens of prompts that engines computed; more than `tokens` if they compute turns again.
     boot_s, step_s: times of this step only, to take quantiles of.
     """
 
     episodes: int = 0
     turns: int = 0
+    tokens: int = 0
+    prefilled: int = 0
     failed: int = 0
     env_s: float = 0.0
     took_s: float = 0.0
@@ -42,6 +46,9 @@ class EnvCounts:
             return
         self.episodes += 1
         self.turns += len(rollout.turns)
+        self.tokens += sum(len(turn.new_ids) for turn in rollout.turns) + rollout.num_sampled_tokens
+        self.prefilled += sum(map(len, rollout.prompts()))
+        self.prefilled -= sum(turn.completion.cached_tokens for turn in rollout.turns)
         self.env_s += rollout.env_s
         self.took_s += rollout.took_s
         self.boot_s.append(rollout.boot_s)
@@ -90,10 +97,11 @@ class EnvCounts:
         metrics["env/time_share"] = self.time_share
         if self.episodes:
             metrics["env/turns_mean"] = self.turns / self.episodes
+            metrics["env/prefilled_share"] = self.prefilled / self.tokens
             metrics["env/boot_s_mean"] = statistics.fmean(self.boot_s)
             metrics["env/step_s_p50"], metrics["env/step_s_p95"] = np.quantile(self.step_s, [0.5, 0.95]).tolist()
         return metrics
 
 
-NUMBERS = ("episodes", "turns", "failed", "env_s", "took_s")
+NUMBERS = ("episodes", "turns", "tokens", "prefilled", "failed", "env_s", "took_s")
 BY_NAME = ("faults", "policy_faults", "truncated")

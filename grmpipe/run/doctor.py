@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from grmpipe.envs.isolation.report import describe_isolation
 from models.engines import installed
 from models.settings import INSTALL_PEFT
 
@@ -38,6 +39,7 @@ def doctor(sglang_python: str = "") -> str:
     lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
+    lines.append(f"isolation       {describe_isolation()}")
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
     lines.append(f"W&B             {wandb_mode}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")

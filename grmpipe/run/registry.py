@@ -9,6 +9,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
+from grmpipe.judge.env_rewards import EnvRewardJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.meta_rm import MetaRmScorer
@@ -59,6 +60,10 @@ def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
 
 
+def env_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return PointwiseAdapter(EnvRewardJudge(judge.env_reward))
+
+
 def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(LabelReward(rule_of(judge)))
 
@@ -82,6 +87,7 @@ JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "scalar": scalar_judge,
     "rule": rule_judge,
+    "env": env_judge,
     "label": label_judge,
     "custom": custom_judge,
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from grmpipe.config.judging import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.grm import Grm
 from grmpipe.observe.summary import (
@@ -62,6 +63,7 @@ class RunStats:
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self.scorers: tuple[ScorerPool, ...] = ()
+        self.env_counts = SeatCounts()
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -79,6 +81,7 @@ class RunStats:
         """Take statistics from the started components from now on."""
         self.cluster, self.scorers, self.critic = running.cluster, running.scorers, running.critic
         self.grms = running.grms
+        self.env_counts = running.envs.counts
         self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
 
     @property
@@ -172,6 +175,11 @@ class RunStats:
             versions["critic"] = version
         return versions
 
+    def _with_counts(self, envs: EnvSummary) -> EnvSummary:
+        """With what became of the environments that this process opened."""
+        counts = self.env_counts
+        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed)
+
     def summary(
         self,
         status: Status,
@@ -190,7 +198,7 @@ class RunStats:
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),
             judging=progress.judging,
-            envs=progress.envs,
+            envs=self._with_counts(progress.envs),
             groups=progress.groups,
             max_staleness_trained=progress.max_staleness_trained,
             engines_replaced=self.engines_replaced,

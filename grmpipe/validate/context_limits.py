@@ -10,7 +10,7 @@ from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.forms import Form
-from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.grm import BYTES_PER_TOKEN, estimated_tokens
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
@@ -39,18 +39,33 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
 def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
     """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
     known = {model.name: model for model in models}
+    response_tokens = longest_response(config, known[POLICY].context_tokens if POLICY in known else 0)
     for name, judge in config.judging.generative.items():
         role = roles.served[judge.model]
         if role.name in known or role.engine.outside:
-            check_judge(config, name, role, known.get(role.name), data)
+            check_judge(config, name, role, known.get(role.name), data, response_tokens)
 
 
-def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | None, data: Data) -> None:
-    """Check that a judge's template accepts the prompts, and its window at least one of them with a full answer and a
+def longest_response(config: RunConfig, policy_tokens: int) -> int:
+    """Most tokens of what a judge reads of a rollout: of an answer, or of an episode with its observations, which the
+    policy's window bounds as well. policy_tokens: that window; 0: unknown.
+    """
+    rollout, env = config.rollout, config.env
+    if env.env_kind.is_single:
+        return rollout.max_new_tokens
+    observation_tokens = -(-env.max_observation_chars // BYTES_PER_TOKEN)
+    episode_tokens = rollout.max_turns * (rollout.max_new_tokens + observation_tokens)
+    return min(episode_tokens, policy_tokens) if policy_tokens else episode_tokens
+
+
+def check_judge(
+    config: RunConfig, name: str, role: ServedRole, grm: Model | None, data: Data, response_tokens: int
+) -> None:
+    """Check that a judge's template accepts the prompts, and its window at least one of them with a full response and a
     critique.
 
-    A full answer, because a policy that writes more than the judge can read would escape it. `grm`: None for a remote
-    judge.
+    A full response, because a policy that writes more than the judge can read would escape it, or have a tool write
+    it. `grm`: None for a remote judge.
     """
     judge, key = config.judging.judges[name], key_of_judge(name)
     template = check_template(key, judge, (*data.train, *data.held_out))
@@ -58,7 +73,7 @@ def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | Non
     num_shown = judge.responses_shown(config.train.group_size)
     truncates = judge.truncation == "middle"
     principle_tokens = judge.principles_max_new_tokens if ahead else 0
-    extra_tokens = principle_tokens + (0 if truncates else num_shown * config.rollout.max_new_tokens)
+    extra_tokens = principle_tokens + (0 if truncates else num_shown * response_tokens)
 
     def length(prompt: Prompt) -> int:
         empty = ("",) * max(num_shown, len(template.blanks))
@@ -67,6 +82,10 @@ def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | Non
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimated_tokens(message.content) for message in messages) + extra_tokens
 
+    what, cut = "question with an answer of rollout.max_new_tokens", ""
+    if not config.env.env_kind.is_single:
+        what = "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)"
+        cut = f"type smaller ones of these, or {key}.truncation=middle"
     check_thinking_budget(key, judge, role, grm)
     with section(f"{role.key}."):
         length(data.train[0])
@@ -76,7 +95,8 @@ def check_judge(config: RunConfig, name: str, role: ServedRole, grm: Model | Non
         key=f"{key}.max_new_tokens",
         new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
-        what="question with an answer of rollout.max_new_tokens",
+        what=what,
+        cut=cut,
     )
 
 
@@ -107,12 +127,19 @@ def check_rubrics(protocol: str, prompts: Sequence[Prompt]) -> None:
 
 
 def check_context_limit(
-    *, name: str, context_tokens: int, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str
+    *,
+    name: str,
+    context_tokens: int,
+    key: str,
+    new_tokens: int,
+    lengths: Iterable[tuple[Prompt, int]],
+    what: str,
+    cut: str = "",
 ) -> None:
     """Check that at least one prompt leaves room for `new_tokens`; stops at the first that does. A run skips the
     others.
 
-    A window of 0 is unknown and accepts all.
+    A window of 0 is unknown and accepts all. cut: another way out, in words.
     """
     too_long = []
     for prompt, num_tokens in lengths:
@@ -123,6 +150,7 @@ def check_context_limit(
     room = context_tokens - length
     shorter = "shorter prompts" if name == POLICY else "shorter prompts, a shorter judge.template"
     way_out = f"type {key}={room} or less" if room > 0 else f"give {shorter}, or a model with a larger window"
+    way_out = cut or way_out
     raise ConfigError(
         f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "
         f"{context_tokens} tokens of {name}; {way_out}"

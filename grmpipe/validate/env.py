@@ -8,6 +8,7 @@ from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed
 from grmpipe.validate.sections import section
 from grmpipe.workflows.workflow_runner import WorkflowRunner
+from models.tool_calls import FORMATS
 
 
 def check_env(config: RunConfig) -> None:
@@ -43,6 +44,11 @@ def check_tools(config: RunConfig, policy: Model) -> None:
         raise ConfigError(
             f"policy.chat_template: the chat template of {config.policy.path} has no place for tools; give a model "
             "that knows tools, or as policy.chat_template a Jinja file that lists them"
+        )
+    if policy.renderer.tool_parser_name is None:
+        raise ConfigError(
+            f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that is not "
+            f"known here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
         )
     if config.rollout.max_turns < 2:
         raise ConfigError(

@@ -94,5 +94,7 @@ def measured(config: RunConfig) -> RunConfig:
 def check_measurable(key: str, judge: JudgeConfig) -> None:
     if judge.kind == "label":
         raise ConfigError(f"{key}.kind: label rules on a judge in training by what it wrote; type judge=generative")
+    if judge.kind == "env":
+        raise ConfigError(f"{key}.kind: env judges no text, and labels are of texts; type judge=generative")
     if judge.protocol_kind.scores == "steps":
         raise ConfigError(f"{key}.protocol: steps are cut in a policy's own tokens; type {key}.protocol=pointwise")

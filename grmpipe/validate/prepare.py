@@ -107,7 +107,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
     check_scalar_judges(config, prepared.scalars, data)
-    check_custom_judges(config)
+    check_judges_without_model(config)
     return prepared
 
 
@@ -142,8 +142,14 @@ def check_models(prepared: Prepared) -> None:
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 
-def check_custom_judges(config: RunConfig) -> None:
+def check_judges_without_model(config: RunConfig) -> None:
+    """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
     for name, judge in config.judging.judges.items():
+        if judge.kind == "env" and config.env.env_kind.is_single:
+            raise ConfigError(
+                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "
+                f"none; choose another env, or type {key_of_judge(name)}.kind=rule"
+            )
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
                 load_custom_judge(judge)

@@ -98,7 +98,8 @@ def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tens
     first, own = PREFIX + FIRST, (PREFIX + SECOND)[num_shared:]
     positions = (*range(len(first)), *range(num_shared, num_shared + len(own)))
     prefixes = Prefixes(
-        starts_S=torch.tensor([0, 0], device=device), lengths_S=torch.tensor([0, num_shared], device=device)
+        parents_S=torch.tensor([0, 0 if num_shared else 1], device=device),
+        lengths_S=torch.tensor([0, num_shared], device=device),
     )
     ids_T, positions_T = torch.tensor(first + own, device=device), torch.tensor(positions, device=device)
     return ids_T, positions_T, torch.tensor([len(first), len(own)], device=device), prefixes

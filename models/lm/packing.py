@@ -1,6 +1,7 @@
-"""The layout of packed samples with shared prefixes. Pure: knows no model.
+"""The layout of packed samples whose prefixes form a tree. Pure: knows no model.
 
-S: samples, T: packed tokens. The own tokens of samples are end to end.
+S: samples, T: packed tokens. The own tokens of samples are end to end. A sample's prefix lies in other samples: in its
+parent's own tokens and before them, in the parent's prefix.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ FEWEST_QUERIES = 16  # rows of fewer are no faster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
-    """The prefixes of samples: the first tokens of another sample, which holds all of its tokens."""
+    """The prefixes of samples: the first tokens of another sample, its parent."""
 
-    starts_S: Tensor  # int64, their places among the packed tokens
-    lengths_S: Tensor  # int64; 0: no prefix
+    parents_S: Tensor  # int64, the sample that holds the prefix's last token among its own; without a prefix: itself
+    lengths_S: Tensor  # int64, longer than the parent's prefix; 0: no prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +86,14 @@ class Packing:
         before_T = torch.arange(int(self._ends_S[-1]), device=self._ends_S.device) - 1
         before_T[self._starts_S] = self._starts_S
         if self._prefixes is not None:
-            last_S = self._prefixes.starts_S + self._prefixes.lengths_S - 1
+            last_S = self._offsets_S[self._prefixes.parents_S] + self._prefixes.lengths_S - 1
             before_T[self._starts_S] = torch.where(self._prefixes.lengths_S > 0, last_S, self._starts_S)
         return before_T
+
+    @cached_property
+    def _offsets_S(self) -> Tensor:
+        """What is added to the position of a sample's own token to find its place."""
+        return self._starts_S if self._prefixes is None else self._starts_S - self._prefixes.lengths_S
 
     @cached_property
     def keys(self) -> Keys:
@@ -138,11 +144,20 @@ class Packing:
     def _first_tokens(self, samples_N: Tensor, number: int) -> Tensor:
         """[N, number]: the places of the first tokens of these samples, including their prefixes."""
         assert self._prefixes is not None
-        places_K = torch.arange(number, device=samples_N.device)
-        prefix_N1 = self._prefixes.lengths_S[samples_N, None]
-        own_NK = self._starts_S[samples_N, None] + places_K - prefix_N1
-        return torch.where(
-            places_K < prefix_N1,
-            self._prefixes.starts_S[samples_N, None] + places_K,
-            own_NK.minimum(self._ends_S[samples_N, None] - 1),
-        )
+        positions_K = torch.arange(number, device=samples_N.device)
+        found_NK = (self._offsets_S[samples_N, None] + positions_K).minimum(self._ends_S[samples_N, None] - 1)
+        holders_N = samples_N
+        for _ in range(self._depth):
+            prefix_N1 = self._prefixes.lengths_S[holders_N, None]
+            holders_N = self._prefixes.parents_S[holders_N]
+            found_NK = torch.where(positions_K < prefix_N1, self._offsets_S[holders_N, None] + positions_K, found_NK)
+        return found_NK
+
+    @cached_property
+    def _depth(self) -> int:
+        """The largest number of other samples that hold tokens of one sample."""
+        assert self._prefixes is not None
+        holders_S, depth = self._prefixes.parents_S, 1
+        while (self._prefixes.lengths_S[holders_S] > 0).any():
+            holders_S, depth = self._prefixes.parents_S[holders_S], depth + 1
+        return depth

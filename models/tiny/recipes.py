@@ -277,7 +277,7 @@ GRM_TOOLS = Recipe(
 WALKER = Recipe(
     name="walker",
     lessons=(SftTask(kind="walk_rightly", weight=1.0),),
-    num_steps=700,
+    num_steps=400,
     batch_size=32,
     lr=5e-3,
     seed=19,

@@ -1,4 +1,4 @@
-"""Walks through a key-value store: follow one thing from name to name to its number. Pure: no model, no env."""
+"""Walks through a key-value store: follow the women, or the men, to a number. Pure: no model, no env."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from models.tiny.problems import PEOPLE, THINGS, Split, split_of
+from models.tiny.problems import PEOPLE, Split, split_of
 
 MIN_HOPS, MAX_HOPS = 2, 6
 MAX_ENTRIES = 3
 MAX_VISITS = 10  # of an episode
 NUMBERS = (10, 59)  # one token each
 
-Entry = str | int  # the name that has it, or how many
-Graph = Mapping[str, Mapping[str, Entry]]  # name -> thing -> entry, in the order shown
+Entry = str | int  # a name, or the number at the end
+Graph = Mapping[str, tuple[Entry, ...]]  # the entries of each name, in the order shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """A question about `thing` from the first name of `path`; its last name has the answer."""
+    """A question that begins at the first name of `path`; the last one has the answer.
+
+    pronoun: of the names to follow: "She" or "He".
+    """
 
     question: str
-    thing: str
+    pronoun: str
     path: tuple[str, ...]
     answer: int
     graph: Graph
@@ -31,9 +34,9 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Haste:
-    """The probability of each mistake, per node."""
+    """The probability of each mistake, per name."""
 
-    first_entry: float = 0.45  # takes the first entry, whatever its thing
+    first_entry: float = 0.45  # takes the first entry, whoever it is
     guess: float = 0.01  # answers with any number
 
 
@@ -57,60 +60,60 @@ def draw_walks(seed: int) -> Iterator[Walk]:
 
 def draw_walk(rng: random.Random) -> Walk:
     """The path, and beside it names that other entries lead to: from there no way leads back to the path."""
-    names = list(PEOPLE)
-    rng.shuffle(names)
+    pronoun, answer = rng.choice(("She", "He")), rng.randint(*NUMBERS)
+    followed, others = (
+        shuffled(rng, [name for name in PEOPLE if (PEOPLE[name] == pronoun) == same]) for same in (True, False)
+    )
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
-    path, others = names[: num_hops + 1], names[num_hops + 1 :]
-    thing, answer = rng.choice(THINGS), rng.randint(*NUMBERS)
-    nexts: list[str | int] = [*path[1:], answer]
-    graph = {name: draw_entries(rng, thing, after, others) for name, after in zip(path, nexts, strict=True)}
+    start = others.pop()
+    path, astray = [start, *followed[:num_hops]], followed[num_hops:]
+    after: list[Entry] = [*path[1:], answer]
+    graph = {name: draw_entries(rng, entry, others) for name, entry in zip(path, after, strict=True)}
     for place, name in enumerate(others):
-        graph[name] = draw_entries(rng, thing, draw_entry(rng, others[place + 1 :]), others[place + 1 :])
-    question = f"{shown(path[0], graph[path[0]])} How many {thing} does {path[0]} have?"
-    return Walk(question=question, thing=thing, path=tuple(path), answer=answer, graph=graph)
+        graph[name] = draw_entries(rng, draw_entry(rng, astray), others[place + 1 :])
+    for place, name in enumerate(astray):
+        graph[name] = draw_entries(rng, draw_entry(rng, astray[place + 1 :]), [])
+    question = f"{shown(start, graph[start])} {pronoun}?"
+    return Walk(question=question, pronoun=pronoun, path=tuple(path), answer=answer, graph=graph)
 
 
-def draw_entries(rng: random.Random, thing: str, entry: Entry, others: list[str]) -> dict[str, Entry]:
-    """The entry of the asked thing among up to two of other things, in random order."""
-    more = rng.sample([other for other in THINGS if other != thing], rng.randrange(MAX_ENTRIES))
-    entries = [(thing, entry), *((other, draw_entry(rng, others)) for other in more)]
+def shuffled(rng: random.Random, names: list[str]) -> list[str]:
+    return rng.sample(names, len(names))
+
+
+def draw_entries(rng: random.Random, entry: Entry, others: list[str]) -> tuple[Entry, ...]:
+    """The entry to take among names of the other pronoun, in random order."""
+    entries = [entry, *rng.sample(others, min(len(others), rng.randrange(MAX_ENTRIES)))]
     rng.shuffle(entries)
-    return dict(entries)
+    return tuple(entries)
 
 
-def draw_entry(rng: random.Random, others: list[str]) -> Entry:
-    return rng.choice(others) if others and rng.random() < 0.7 else rng.randint(*NUMBERS)
+def draw_entry(rng: random.Random, names: list[str]) -> Entry:
+    return rng.choice(names) if names and rng.random() < 0.7 else rng.randint(*NUMBERS)
 
 
-def shown(name: str, entries: Mapping[str, Entry]) -> str:
-    """A name's entries as text: "Ida has coins from Tom; 17 books."."""
-    return f"{name} has {'; '.join(shown_entry(thing, entry) for thing, entry in entries.items())}."
+def shown(name: str, entries: tuple[Entry, ...]) -> str:
+    """A name's entries as text: "Ida: Tom; Zoe." or "Zoe: 17; Tom."."""
+    return f"{name}: {'; '.join(map(str, entries))}."
 
 
-def shown_entry(thing: str, entry: Entry) -> str:
-    return f"{entry} {thing}" if isinstance(entry, int) else f"{thing} from {entry}"
-
-
-def visit(name: str) -> str:
-    return f" get {name}"
-
-
-VISIT = re.compile(rf" get ({'|'.join(PEOPLE)})")
+def taken(entry: Entry) -> str:
+    """The turn that takes an entry: a name is visited, a number is the answer."""
+    return f" {entry}"
 
 
 def name_visited(turn: str) -> str | None:
-    """The name that a turn asks for; None if it asks for none."""
-    match = VISIT.fullmatch(turn)
-    return match[1] if match else None
+    """The name that a turn takes; None if it takes none."""
+    return turn[1:] if re.fullmatch(rf" ({'|'.join(PEOPLE)})", turn) else None
 
 
 def final(walk: Walk) -> str:
-    return f"Answer: {walk.answer}"
+    return taken(walk.answer)
 
 
 def right_turns(walk: Walk) -> tuple[str, ...]:
     """What a careful policy writes, turn by turn."""
-    return (*(visit(name) for name in walk.path[1:]), final(walk))
+    return (*map(taken, walk.path[1:]), taken(walk.answer))
 
 
 def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]:
@@ -118,15 +121,20 @@ def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]
     at = walk.path[0]
     turns: list[str] = []
     while True:
-        entry = entry_taken(walk.graph[at], walk.thing, haste, rng)
+        entry = choice(walk, at, haste, rng)
+        turns.append(taken(entry))
         if isinstance(entry, int):
-            return (*turns, f"Answer: {entry}")
-        turns.append(visit(entry))
+            return tuple(turns)
         at = entry
 
 
-def entry_taken(entries: Mapping[str, Entry], thing: str, haste: Haste, rng: random.Random) -> Entry:
+def choice(walk: Walk, at: str, haste: Haste, rng: random.Random) -> Entry:
     if rng.random() < haste.guess:
         return rng.randint(*NUMBERS)
-    first = next(iter(entries.values()))
-    return first if rng.random() < haste.first_entry else entries[thing]
+    entries = walk.graph[at]
+    return entries[0] if rng.random() < haste.first_entry else entry_to_take(walk, at)
+
+
+def entry_to_take(walk: Walk, at: str) -> Entry:
+    """The one name with the asked pronoun; the number where there is none."""
+    return next(entry for entry in walk.graph[at] if isinstance(entry, int) or PEOPLE[entry] == walk.pronoun)

@@ -42,6 +42,7 @@ class Continuation:
             finish_reason=parts[-1].finish_reason,
             versions=_joined_spans(parts),
             experts_TLK=_joined_experts(parts),
+            cached_tokens=parts[0].cached_tokens,
         )
 
 

@@ -98,6 +98,7 @@ def inputs(tmp_path: Path) -> Path:
         (["judge=shared_principles", "judge.principles_template=misspelt.jinja"],
          r"^judge\.principles_template misspelt.jinja: unknown field 'questio'; known: question"),
         (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add"),
+        (["judge=env"], r"^judge\.kind: env takes the environment's rewards, and env\.kind=single_turn gives none; "),
         (["judge.kind=custom", "judge.target=nowhere.Judge"],
          r"^judge\.target: nowhere can't be imported .*install it"),
         (["policy.engine=sglang", "engine.sglang.python=nope/bin/python"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,11 @@ def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(run
 
     files = run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="whole")
     assert len(users_env.OPENED) == len(users_env.CLOSED) > 0
+    envs = files.summary["envs"]
+    assert (envs["opened"], envs["killed"]) == (envs["closed"], 0) and envs["opened"] > envs["episodes"] > 0
+    timeline = json.loads((files.run_dir / "timeline.json").read_text())
+    spans = [event for event in timeline if event["name"] == "step"]
+    assert len(spans) >= envs["turns"]
     rollouts = [line.rollout for line in load_rollouts(files.run_dir / "rollouts.jsonl")]
     assert {turn.state_key for rollout in rollouts for turn in rollout.turns[:1]} == {"first"}
     finished = [rollout for rollout in rollouts if rollout.status == "finished"]
@@ -92,6 +98,18 @@ def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(run
     assert step["env/turns_mean"] > 1
     assert files.summary["envs"]["policy_faults"] == dict(faults)
     assert files.summary["envs"]["episodes"] == len(rollouts)
+
+
+def test_an_environment_in_processes_of_its_own_with_faults_on_purpose(run_once: Callable) -> None:
+    files = run_once(
+        *TWICE, "env.isolation.kind=process", "env.inject_faults=0.3", "env.max_failure_rate=1", "judge=rule",
+        "train.num_steps=1", run_dir="processes",
+    )  # fmt: skip
+    envs = files.summary["envs"]
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    assert envs["opened"] == envs["closed"] + envs["killed"]
+    assert envs["faults"]["died"] > 0 and set(envs["faults"]) == {"died"}
+    assert 0.1 < envs["killed"] / envs["opened"] < 0.6, "evaluations too"
 
 
 def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run: Callable) -> None:

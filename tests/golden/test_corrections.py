@@ -40,7 +40,7 @@ def drift(weights: list[float], lengths: list[int] | None = None, **given: list[
         log_behind_T=behind * mask,
         advantages_T=torch.tensor(given.get("advantages", [1.0] * len(weights)), dtype=torch.float64),
         loss_mask_T=mask,
-        sample_lengths_S=torch.tensor(lengths or [len(weights)]),
+        sequence_lengths_S=torch.tensor(lengths or [len(weights)]),
     )
 
 

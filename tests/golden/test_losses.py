@@ -46,7 +46,7 @@ def scored(ratios: list[float], advantages: list[float], lengths: list[int] | No
         proximal_T=torch.zeros(len(ratios), dtype=torch.float64),
         advantages_T=torch.tensor(advantages, dtype=torch.float64),
         loss_mask_T=torch.ones(len(ratios), dtype=torch.float64),
-        sample_lengths_S=torch.tensor(lengths or [len(ratios)]),
+        sequence_lengths_S=torch.tensor(lengths or [len(ratios)]),
     )
 
 
@@ -181,7 +181,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
         proximal_T=torch.from_numpy(proximal),
         advantages_T=torch.from_numpy(advantages),
         loss_mask_T=torch.ones(12, dtype=torch.float64),
-        sample_lengths_S=torch.tensor(lengths),
+        sequence_lengths_S=torch.tensor(lengths),
     )
     ours = loss_of(name)(tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip_ratio=3.0))
     parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
@@ -233,7 +233,7 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         proximal_T=torch.zeros(2),
         advantages_T=torch.ones(2),
         loss_mask_T=torch.ones(2),
-        sample_lengths_S=torch.tensor([2]),
+        sequence_lengths_S=torch.tensor([2]),
     )
     for name in LOSSES:
         assert loss_of(name)(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()

@@ -39,13 +39,13 @@ def verdict(*spans: tuple[int, int, int, float]) -> Verdict:
 
 def test_an_outcome_is_one_step_over_all_turns() -> None:
     found = rewards_of(rollout(3, 2), verdict((1, 0, 2, 0.5)))
-    assert found == Rewards(num_tokens=5, ends_K=(5,), values_K=(0.5,))
+    assert found == Rewards(num_tokens=5, ends_K=(5,), values_K=(0.5,), turn_ends_U=(3, 5), state_keys_U=("", ""))
     assert found.spread(np.array([9.0])).tolist() == [9.0] * 5
 
 
 def test_spans_of_turns_and_steps_are_laid_end_to_end() -> None:
     found = rewards_of(rollout(3, 4), verdict((1, 0, 2, 2.0), (0, 0, 3, 1.0), (1, 2, 3, 4.0)))
-    assert found == Rewards(num_tokens=7, ends_K=(3, 5, 6), values_K=(1.0, 2.0, 4.0))
+    assert (found.num_tokens, found.ends_K, found.values_K) == (7, (3, 5, 6), (1.0, 2.0, 4.0))
     assert found.spread(np.array([1.0, 2.0, 3.0])).tolist() == [1, 1, 1, 2, 2, 3, 0]
     assert found.outcome == 7.0
 

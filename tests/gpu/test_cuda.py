@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import pack, pack_prefix_groups
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
+from grmpipe.train.batching.packer import pack, pack_trees
+from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
@@ -84,8 +84,8 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
             torch.tensor(micro_batch.position_ids_T, device="cuda"),
             torch.tensor(micro_batch.sample_lengths_S, device="cuda"),
         ).logprobs_T.float().cpu()  # fmt: skip
-    trained_T = torch.tensor(micro_batch.loss_mask_T) > 0
-    error_T = (logprobs_T - torch.tensor(micro_batch.sampler_logprobs_T))[trained_T].abs()
+    trained_T = torch.tensor(micro_batch.loss_mask_E) > 0
+    error_T = (logprobs_T - torch.tensor(micro_batch.sampler_logprobs_E))[trained_T].abs()
     assert error_T.max() < TOLERANCE_NATS[dtype]
 
 
@@ -93,7 +93,7 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
 def test_a_prompt_that_siblings_share_says_what_its_copies_say(dtype: str) -> None:
     """Log-probs and gradients; bfloat16 is flash attention with more keys than queries."""
     samples = packed(*sampled("float32"))
-    shared, alone = pack_prefix_groups([SharedPrefixGroup.of(samples)]), pack(samples)
+    shared, alone = pack_trees([PrefixTree.of(samples)]), pack(samples)
     assert len(shared.token_ids_T) < len(alone.token_ids_T) / 2
     found = []
     for batch in (shared, alone):
@@ -102,7 +102,7 @@ def test_a_prompt_that_siblings_share_says_what_its_copies_say(dtype: str) -> No
             device="cuda",
         )  # fmt: skip
         learner = Learner(spec)
-        trained_T = batch.loss_mask_T > 0
+        trained_T = batch.loss_mask_E > 0
         logprobs_N = torch.tensor(learner.old_pass(batch).logprobs_T[trained_T])
         learner.accumulate(batch)
         gradients = [parameter.grad.full_tensor() for parameter in learner._model.parameters()]

@@ -88,6 +88,11 @@ def test_ids_are_markup_then_content_then_markup(
         assert content_ids == tuple(plain)
 
 
+def test_half_a_character_is_replaced(renderer: Renderer) -> None:
+    half, whole = renderer.render([user("a\ud800b")]), renderer.render([user("\ud83d\ude00")])
+    assert half == renderer.render([user("a\ufffdb")]) and whole == renderer.render([user("\U0001f600")])
+
+
 def test_decoding_leaves_special_tokens_out(renderer: Renderer) -> None:
     assert renderer.decode(renderer.render([user("Ida has 6 coins.")])) == "user\nIda has 6 coins.\nassistant\n"
 

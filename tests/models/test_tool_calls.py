@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from models.json_tool_calls import MAX_CALLS
+from models.json_tool_calls import MAX_CALLS, MAX_ERRORS
 from models.settings import ModelConfig
 from models.tool_calls import FORMATS, check_tool_parser, format_of, parser_named, read_turn
 from models.types import ParsedTurn, ToolCall, ToolSpec
@@ -134,6 +134,10 @@ PLAIN = [
     r"\boxed{42}",
     '{"score": 1}',
     "[1](https://x.y)",
+    '{"name": "Ida", "coins": 7}',
+    '[{"name": "Ida"}]',
+    '{"name": [1]}',
+    "<|python_tag|>1",
     "f(x)",
 ]
 
@@ -223,6 +227,11 @@ def test_of_two_calls_the_one_that_can_be_read_is_read() -> None:
     assert read("pythonic", "add(1)\nadd(2 3)").tool_calls == (ToolCall(name="add", arguments={"a": 1}),)
 
 
+def test_a_turn_has_no_more_errors_than_the_limit() -> None:
+    broken = "".join(f"<tool_call>{number}</tool_call>" for number in range(MAX_ERRORS + 3))
+    assert len(read("hermes", broken).errors) == MAX_ERRORS and read("hermes", broken).content.count("call>") > 30
+
+
 def test_a_turn_has_no_more_calls_than_the_limit() -> None:
     turn = read("hermes", HERMES_ADD * (MAX_CALLS + 3))
     assert turn.tool_calls == (ADD,) * MAX_CALLS
@@ -230,11 +239,10 @@ def test_a_turn_has_no_more_calls_than_the_limit() -> None:
 
 
 TOKENS = [
-    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>", "\x00",
-    "\ud800",
+    "<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>", "<parameter=", "</parameter>",
     "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", "(", ")", '"', "'", "\\", ",", ":", ";", '"name"', '"arguments"',
-    "f'{",
     '"parameters"', "add(", "1", "-", "\n", " ", "=", "get", "a", '{"name": "add", "arguments": {', "ü", "lambda", "*",
+    "\x00", "\ud800", "f'{",
 ]  # fmt: skip
 
 
@@ -249,18 +257,24 @@ def test_garbage_never_raises_and_never_becomes_more_than_literal_values(name: s
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    "bomb", ['{"name":', '{"name": {', "<tool_call>", "<function=a>", "[add(", "add(1)\n", "add(", '"']
+    "begin", ["", "<tool_call>", "<function=a>", "[TOOL_CALLS]", "[TOOL_CALLS]add", "[", "add(", "{"]
 )
-def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, bomb: str) -> None:
+@pytest.mark.parametrize(
+    "bomb",
+    ['{"name":', '{"name": {', "<tool_call>", "<function=a>", "[add(", "add(1)\n", "add(", '"', " ", "\n", "{ ", "a"],
+)
+def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, begin: str, bomb: str) -> None:
     started_s = time.process_time()
-    read(name, bomb * (200_000 // len(bomb)))
-    assert time.process_time() - started_s < 1.0
+    read(name, begin + bomb * (50_000 // len(bomb)))
+    assert time.process_time() - started_s < 0.5
 
 
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ('<tool_call>{"name": .., "arguments": ..}</tool_call>', "hermes"),
+        ('"<tool_call>\\n{\\"name\\": .., \\"arguments\\": ..}\\n</tool_call>"', "hermes"),
+        ("<tool_call>{{ call.arguments }}<arg_key>", None),
         ("<tool_call><function={{ name }}>..", "qwen3_coder"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ 'Environment: ipython' }}{{ '\"parameters\": ' }}{{ tool_call.name + \".call(\" }}", "llama3_json"),
@@ -270,6 +284,14 @@ def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, bomb: 
 )
 def test_a_format_is_found_in_the_template(template: str, name: str | None) -> None:
     assert format_of(template) == name
+
+
+def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> None:
+    template = '<tool_call>{"name": .., "arguments": ..}</tool_call>'
+    assert format_of(template, ["<|im_end|>"]) == "hermes"
+    assert format_of(template, ["<|im_end|>", "<tool_call>"]) == "llama3_json"
+    unmarked = HERMES_ADD.replace("<tool_call>", "").replace("</tool_call>", "")
+    assert read("llama3_json", unmarked * 2).tool_calls == (ADD, ADD)
 
 
 def test_a_parser_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

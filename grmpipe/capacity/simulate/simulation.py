@@ -20,7 +20,8 @@ from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.judging import GRM, key_of_model
-from grmpipe.config.run_config import ConfigError, RunConfig, is_judge_simulated
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.observe.plain_json import plain

@@ -20,6 +20,7 @@ from grmpipe.types import (
     Prompt,
     Rollout,
     Verdict,
+    judge_tasks_of_turn,
 )
 from scheduler.supervise import raising_first
 
@@ -67,6 +68,15 @@ class CompositionSession:
         outcome = self._group.outcome(self._composition.root, 0)
         asks = outcome.asks if isinstance(outcome, Pending) else ()
         return [judge_task for judge in asks for judge_task in self._opened(judge)]
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        """The tasks of those judges that judge turns and are asked whatever others say: not of one behind a gate."""
+        outcome = self._group.outcome(self._composition.root, so_far.sibling)
+        found: list[JudgeTask] = []
+        for judge in outcome.asks if isinstance(outcome, Pending) else ():
+            found += self._opened(judge)
+            found += [self._task(judge, part) for part in judge_tasks_of_turn(self._sessions[judge], so_far)]
+        return found
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._group.rollouts[rollout.sibling] = rollout
@@ -126,7 +136,7 @@ class CompositionSession:
         """A judge's task as one of the group. It is skipped only if no verdict that may depend on it is missing."""
         depend = self._composition.waits or judge in self._composition.comparing
         members = tuple(range(self._group.size)) if depend and part.members else part.members
-        return JudgeTask(members=members, judge=judge, part=part)
+        return JudgeTask(members=members, turn=part.turn, judge=judge, part=part)
 
     # -- reporting ---------------------------------------------------------------------------------------------------
 

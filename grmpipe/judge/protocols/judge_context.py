@@ -17,6 +17,7 @@ from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.protocols.truncation import truncated_to_fit
+from grmpipe.judge.trajectory import Trajectory, trajectory_of
 from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt, Rollout
 from models.types import EngineDied, EngineRefused
@@ -39,9 +40,9 @@ class JudgeContext:
     def scale(self) -> Scale:
         return self.config.scale
 
-    def shown(self, rollout: Rollout) -> str:
+    def shown(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
         """What the judge sees of a rollout: `judge.show_thoughts`."""
-        return rollout.shown(thoughts=self.config.show_thoughts)
+        return trajectory_of(prompt, rollout, thoughts=self.config.show_thoughts)
 
     def principles_of(self, prompt: Prompt, group_id: str) -> Principles:
         if self.principles_template is None:
@@ -49,16 +50,16 @@ class JudgeContext:
         room = self.client.room_for(self.config.principles_max_new_tokens)
         return SharedPrinciples(self.client, self.principles_template, room, prompt, group_id)
 
-    def prompt(self, prompt: Prompt, texts: Sequence[str], principles: str | None) -> GrmPrompt | Failed:
-        """The GRM's prompt for some texts of the policy, or a failure: refused or too_long."""
+    def prompt(self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None) -> GrmPrompt | Failed:
+        """The GRM's prompt for some responses, or a failure: refused or too_long."""
 
-        def render(shown: Sequence[str]) -> GrmPrompt:
-            spelt = [self.client.grm.shown(text) for text in shown]
+        def render(shown: Sequence[Trajectory]) -> GrmPrompt:
+            spelt = [trajectory.changed(self.client.grm.shown) for trajectory in shown]
             return self.client.grm.prompt(self.template.render(prompt, *spelt, principles=principles))
 
         room = self.client.room_for(self.config.max_new_tokens)
         try:
-            made = truncated_to_fit(render, texts, room, self.config.truncation)
+            made = truncated_to_fit(render, responses, room, self.config.truncation)
         except ValueError as error:
             return unasked("refused", str(error))
         if isinstance(made, str):

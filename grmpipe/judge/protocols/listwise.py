@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grmpipe.judge.fence import plain
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.judge_context import JudgeContext
@@ -54,8 +55,8 @@ class ListwiseSession:
         questions = []
         for index in range(self._context.config.num_judgements):
             order = self._order(members, index)
-            texts = [self._context.shown(self._rollouts[sibling]) for sibling in order]
-            asked_for = self._context.prompt(self._prompt, texts, principles)
+            responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
+            asked_for = self._context.prompt(self._prompt, responses, principles)
             if isinstance(asked_for, Failed):
                 return asked_for
             questions.append(
@@ -95,8 +96,8 @@ class ListwiseSession:
         return abstained or replace(verdict, score=self._context.config.shown_score(verdict.score))
 
     def _with_responses(self, judgement: Judgement) -> JudgedResponses:
-        responses = tuple(self._context.shown(self._rollouts[sibling]) for sibling in judgement.siblings)
-        return JudgedResponses(prompt=self._prompt, responses=responses, judgement=judgement)
+        responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in judgement.siblings]
+        return JudgedResponses(prompt=self._prompt, responses=tuple(map(plain, responses)), judgement=judgement)
 
     def _failed_for_all(self, members: Sequence[int], failures: Sequence[Failed]) -> dict[int, JudgeReport]:
         reports = {sibling: JudgeReport(verdict=all_failed(failures)) for sibling in members}

@@ -104,9 +104,8 @@ class PairwiseSession:
         lower, higher = pair
         prompts: list[GrmPrompt] = []
         for order in (pair, (higher, lower)):
-            asked_for = self._context.prompt(
-                self._prompt, [self._context.shown(self._rollouts[sibling]) for sibling in order], principles
-            )
+            responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
+            asked_for = self._context.prompt(self._prompt, responses, principles)
             if isinstance(asked_for, Failed):
                 return SampledJudgements(judgements=(), failures=(asked_for,), enough=())
             prompts.append(asked_for)

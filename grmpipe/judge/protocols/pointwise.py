@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from grmpipe.judge.fence import plain
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.early_stop import Stop, is_sure
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
+from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import COMPONENT, all_failed, mean, outcome_place, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 from models.seeds import derive_seed, first_name
@@ -21,10 +23,11 @@ from models.seeds import derive_seed, first_name
 class ScoredParts:
     """The parts of a rollout that get scores: one weight per part (sum 1), and the tokens that get the rewards.
 
+    shown:  what the judge reads, in the order of the template's fields.
     places: one for all scores together, or one per score. Their values are ignored.
     """
 
-    texts: tuple[str, ...]
+    shown: tuple[Trajectory, ...]
     weights: tuple[float, ...]
     places: tuple[RewardSpan, ...]
 
@@ -44,7 +47,8 @@ class PointwiseSession:
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         """The parts that get scores, or the failure if there are none."""
-        return ScoredParts(texts=(self._context.shown(rollout),), weights=(1.0,), places=(outcome_place(rollout),))
+        shown = self._context.shown(self._prompt, rollout)
+        return ScoredParts(shown=(shown,), weights=(1.0,), places=(outcome_place(rollout),))
 
     def begin(self) -> Sequence[JudgeTask]:
         return self._principles.judge_tasks()
@@ -60,20 +64,23 @@ class PointwiseSession:
         (sibling,) = judge_task.members
         if isinstance(principles, Failed):
             return {sibling: JudgeReport(verdict=all_failed([principles]), failures=(principles,))}
-        report = await self._judged(self._rollouts[sibling], principles, priority)
+        rollout = self._rollouts[sibling]
+        report = await self._judged(rollout, self.scored_parts_of(rollout), principles, priority)
         return {sibling: self._principles.added_to(report)}
 
-    async def _judged(self, rollout: Rollout, principles: str | None, priority: int) -> JudgeReport:
-        parts = self.scored_parts_of(rollout)
+    async def _judged(
+        self, rollout: Rollout, parts: ScoredParts | Failed, principles: str | None, priority: int, mark: str = ""
+    ) -> JudgeReport:
+        """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
         if isinstance(parts, Failed):
             return JudgeReport(verdict=parts, failures=(parts,))
-        asked_for = self._context.prompt(self._prompt, parts.texts, principles)
+        asked_for = self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
             return JudgeReport(verdict=asked_for, failures=(asked_for,))
-        sampled = await self._sample(rollout, parts, asked_for, priority)
+        sampled = await self._sample(rollout, parts, asked_for, priority, mark)
         if not sampled.judgements:
             return JudgeReport(verdict=all_failed(sampled.failures), failures=sampled.failures)
-        verdict = await self._verdict(rollout, parts, sampled.judgements, priority)
+        verdict = await self._verdict(parts, sampled.judgements, priority)
         return JudgeReport(
             verdict=verdict,
             judgements=sampled.judgements,
@@ -83,11 +90,11 @@ class PointwiseSession:
         )
 
     async def _sample(
-        self, rollout: Rollout, parts: ScoredParts, asked_for: GrmPrompt, priority: int
+        self, rollout: Rollout, parts: ScoredParts, asked_for: GrmPrompt, priority: int, mark: str
     ) -> SampledJudgements:
         question = GrmQuestion(
             group_id=rollout.group_id,
-            name=f"{rollout.group_id}/{rollout.sibling}",
+            name=f"{rollout.group_id}/{rollout.sibling}{mark}",
             siblings=(rollout.sibling,),
             num_scores=len(parts.weights),
             prompt=asked_for,
@@ -128,12 +135,10 @@ class PointwiseSession:
             full_score=mean([parts.score_of(judgement.scores) for judgement in sampled.judgements]),
         )
 
-    async def _verdict(
-        self, rollout: Rollout, parts: ScoredParts, judgements: Sequence[Judgement], priority: int
-    ) -> Verdict | Failed:
+    async def _verdict(self, parts: ScoredParts, judgements: Sequence[Judgement], priority: int) -> Verdict | Failed:
+        responses = tuple(map(plain, parts.shown))
         judged = [
-            JudgedResponses(prompt=self._prompt, responses=(self._context.shown(rollout),), judgement=judgement)
-            for judgement in judgements
+            JudgedResponses(prompt=self._prompt, responses=responses, judgement=judgement) for judgement in judgements
         ]
         counted = await self._context.counted(judged, priority)
         if isinstance(counted, Failed):

@@ -18,4 +18,5 @@ class RubricSession(PointwiseSession):
             return unasked("refused", f"prompt {self._prompt.prompt_id} has no rubric")
         total = math.fsum(criterion.weight for criterion in rubric)
         weights = tuple(criterion.weight / total for criterion in rubric)
-        return ScoredParts(texts=(self._context.shown(rollout),), weights=weights, places=(outcome_place(rollout),))
+        shown = self._context.shown(self._prompt, rollout)
+        return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.protocols.steps import steps_of
+from grmpipe.judge.protocols.steps import ResponseStep, steps_of
+from grmpipe.judge.trajectory import Passage, Trajectory, opening_of, replies_of
 from grmpipe.types import Failed, RewardSpan, Rollout
 
 
 class StepwiseSession(PointwiseSession):
-    """Like pointwise, with a score per step."""
+    """Like pointwise, with a score per step. What the environment says stands with the step that it answers."""
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         context = self._context
@@ -17,9 +20,18 @@ class StepwiseSession(PointwiseSession):
         steps = steps_of(rollout, config.step_end, config.max_steps, context.decode, thoughts=config.show_thoughts)
         share = 1 / len(steps)
         return ScoredParts(
-            texts=tuple(step.text for step in steps),
+            shown=tuple(self._shown(rollout, steps)),
             weights=(share,) * len(steps),
             places=tuple(
                 RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0, share=share) for step in steps
             ),
         )
+
+    def _shown(self, rollout: Rollout, steps: Sequence[ResponseStep]) -> Iterator[Trajectory]:
+        """Each step; the first one after the environment's opening, the last one of a turn with the replies to it."""
+        for number, step in enumerate(steps):
+            before = opening_of(self._prompt, rollout) if number == 0 else ()
+            ends_turn = number + 1 == len(steps) or steps[number + 1].turn != step.turn
+            after = replies_of(rollout, step.turn) if ends_turn else ()
+            text = Passage(voice="policy", text=step.text, turn=step.turn)
+            yield Trajectory(passages=(*before, text, *after))

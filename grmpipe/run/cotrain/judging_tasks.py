@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.labels import JudgingTasks
 from grmpipe.judge.rule import Rule
+from grmpipe.judge.trajectory import trajectory_of
 from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed
 
@@ -92,5 +93,5 @@ class JudgingTaskStream:
         candidates = self._recent.of(right)
         prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
-        shown = rollout.shown(thoughts=self._judging_tasks.show_thoughts)
+        shown = trajectory_of(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
         return self._judging_tasks.right_or_wrong(task_id, prompt, shown, right=right)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from grmpipe.train.batching.packer import MicroBatchRound
+from grmpipe.train.batching.packer import Layout, MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
 Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
@@ -40,10 +40,10 @@ def kl_of_rollouts(
 def unpacked(
     samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
 ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
-    """Each sample with its slice of a packed array. Tokens of a shared prefix get 0: none of them was sampled."""
-    own = np.split(packed_T, micro_batch.sample_lengths_S.cumsum()[:-1])
-    for sample, own_T, num_shared in zip(samples, own, micro_batch.prefix_lengths_S, strict=False):  # idle ranks: none
-        yield sample, np.concatenate([np.zeros(num_shared, dtype=packed_T.dtype), own_T])
+    """Each sample with its entries of a packed array, those of its prefix included."""
+    layout = Layout.of(micro_batch)
+    for place, sample in enumerate(samples):
+        yield sample, packed_T[layout.places(place, np.arange(len(sample.token_ids)))]
 
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:

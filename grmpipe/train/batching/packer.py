@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
 from grmpipe.train.batching.bin_packing import deal, fill
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup, prefix_groups_of
+from grmpipe.train.batching.prefix_tree import PrefixTree, trees_of
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
@@ -33,20 +34,22 @@ class Packer:
     """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
 
     max_tokens: packed tokens per micro-batch. A longer sample gets its own micro-batch.
-    shared: siblings stay together, and their common prefix is packed once.
+    shared: siblings stay together, and what they have in common is packed once.
+    whole_rollouts: all samples of a rollout are in one micro-batch. A rollout longer than one gets its own.
     """
 
-    def __init__(self, max_tokens: int, world_size: int, shared: bool = True) -> None:
+    def __init__(self, max_tokens: int, world_size: int, shared: bool = True, whole_rollouts: bool = False) -> None:
         self._max_tokens = max_tokens
         self._world_size = world_size
         self._shared = shared
-        self._waiting: list[SharedPrefixGroup] = []
+        self._whole_rollouts = whole_rollouts
+        self._waiting: list[PrefixTree] = []
 
     def add(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         """Add samples; return the rounds that are full. Samples added together are packed together if they are
         siblings.
         """
-        self._waiting += prefix_groups_of(samples, self._shared)
+        self._waiting += trees_of(samples, self._shared, self._whole_rollouts)
         rounds = []
         while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
@@ -71,93 +74,169 @@ class Packer:
         """A round of the longest waiting samples, evenly over the ranks."""
         pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
         bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
-        self._waiting = prefix_groups_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
+        rest = _samples(pieces[place] for place in sorted(left_over))
+        self._waiting = trees_of(rest, self._shared, self._whole_rollouts)
         return _round([[pieces[place] for place in places] for places in bins])
 
 
 def rounds_of(
-    samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True
+    samples: Sequence[TrainingSample],
+    max_tokens: int,
+    world_size: int,
+    shared: bool = True,
+    whole_rollouts: bool = False,
 ) -> list[MicroBatchRound]:
     """Pack all samples, evenly over ranks and rounds."""
-    return _dealt(prefix_groups_of(samples, shared), max_tokens, world_size)
+    return _dealt(trees_of(samples, shared, whole_rollouts), max_tokens, world_size)
 
 
-def num_tokens(prefix_groups: Sequence[SharedPrefixGroup]) -> int:
+def num_tokens(trees: Sequence[PrefixTree]) -> int:
     """The number of packed tokens."""
-    return sum(prefix_group.load.tokens for prefix_group in prefix_groups)
+    return sum(tree.load.tokens for tree in trees)
 
 
-def _dealt(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_size: int) -> list[MicroBatchRound]:
-    pieces = _pieces(prefix_groups, max_tokens, world_size)
+def _dealt(trees: Sequence[PrefixTree], max_tokens: int, world_size: int) -> list[MicroBatchRound]:
+    pieces = _pieces(trees, max_tokens, world_size)
     dealt = deal([piece.load for piece in pieces], max_tokens, world_size)
     return [_round([[pieces[place] for place in places] for places in bins]) for bins in dealt]
 
 
-def _pieces(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_size: int) -> list[SharedPrefixGroup]:
-    """Split prefix groups to at most a micro-batch each; with several ranks, to at most a part of a rank's share."""
-    share, limit = num_tokens(prefix_groups) / world_size, max_tokens
+def _pieces(trees: Sequence[PrefixTree], max_tokens: int, world_size: int) -> list[PrefixTree]:
+    """Split trees to at most a micro-batch each; with several ranks, to at most a part of a rank's share."""
+    share, limit = num_tokens(trees) / world_size, max_tokens
     if world_size > 1:
         num_rounds = max(1, math.ceil(share / max_tokens))
         limit = math.ceil(share / num_rounds / PIECES_PER_RANK)
-    return [piece for prefix_group in prefix_groups for piece in prefix_group.split(limit)]
+    return [piece for tree in trees for piece in tree.split(limit)]
 
 
-def _round(prefix_groups_by_rank: Sequence[Sequence[SharedPrefixGroup]]) -> MicroBatchRound:
+def _round(trees_by_rank: Sequence[Sequence[PrefixTree]]) -> MicroBatchRound:
     return MicroBatchRound(
-        micro_batches=tuple(
-            pack_prefix_groups(prefix_groups) if prefix_groups else idle() for prefix_groups in prefix_groups_by_rank
-        ),
-        samples=tuple(_samples(prefix_groups) for prefix_groups in prefix_groups_by_rank),
+        micro_batches=tuple(pack_trees(trees) if trees else idle() for trees in trees_by_rank),
+        samples=tuple(_samples(trees) for trees in trees_by_rank),
     )
 
 
-def _samples(prefix_groups: Iterable[SharedPrefixGroup]) -> tuple[TrainingSample, ...]:
-    return tuple(sample for prefix_group in prefix_groups for sample in prefix_group.samples)
+def _samples(trees: Iterable[PrefixTree]) -> tuple[TrainingSample, ...]:
+    return tuple(sample for tree in trees for sample in tree.samples)
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
     """Pack samples end to end, each with all its tokens."""
-    return pack_prefix_groups([SharedPrefixGroup((sample,), 0) for sample in samples])
+    return pack_trees([PrefixTree.copied([sample]) for sample in samples])
 
 
-def pack_prefix_groups(prefix_groups: Sequence[SharedPrefixGroup]) -> MicroBatch:
-    """Pack prefix groups end to end. A shared prefix comes first and counts as part of the group's first sample in all
-    arrays over tokens. The first token of each prefix group is never trained: nothing predicts it.
-    """
-    samples = _samples(prefix_groups)
-    prefix_lengths_S = np.array(
-        [
-            prefix_group.num_shared * (place > 0)
-            for prefix_group in prefix_groups
-            for place in range(len(prefix_group.samples))
-        ],
-        dtype=np.int64,
-    )
+def pack_trees(trees: Sequence[PrefixTree]) -> MicroBatch:
+    """Pack trees end to end. The first token of each tree is never trained: nothing predicts it."""
+    samples = _samples(trees)
+    prefix_lengths_S = np.array([shared for tree in trees for shared in tree.shared], dtype=np.int64)
     lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64) - prefix_lengths_S
     starts_S = lengths_S.cumsum() - lengths_S
-    sizes_F = np.array([len(prefix_group.samples) for prefix_group in prefix_groups])
-    position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - (starts_S - prefix_lengths_S).repeat(lengths_S)
-
-    def join(columns: Iterable[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-        own = zip(columns, prefix_lengths_S.tolist(), strict=True)
-        return np.concatenate([np.asarray(column[shared:], dtype=dtype) for column, shared in own])
-
-    loss_mask_T = join((sample.loss_mask for sample in samples), np.float32) * (position_ids_T > 0)
-    versions_T = join(map(versions_of, samples), np.int32)
-    assert not (loss_mask_T * (versions_T == NOT_SAMPLED)).any(), "only what was sampled is trained"
+    sizes_F = np.array([len(tree.samples) for tree in trees])
+    parents = np.array([parent for tree in trees for parent in tree.parents], dtype=np.int64)
+    layout = Layout(
+        offsets_S=starts_S - prefix_lengths_S,
+        parents_S=parents + (sizes_F.cumsum() - sizes_F).repeat(sizes_F),
+        prefix_lengths_S=prefix_lengths_S,
+    )
     experts = _experts_of(samples)
     return MicroBatch(
-        token_ids_T=join((sample.token_ids for sample in samples), np.int64),
-        position_ids_T=position_ids_T,
+        token_ids_T=_own([sample.token_ids for sample in samples], prefix_lengths_S, np.int64),
+        position_ids_T=np.arange(lengths_S.sum(), dtype=np.int64) - layout.offsets_S.repeat(lengths_S),
         sample_lengths_S=lengths_S,
-        prefix_starts_S=starts_S[sizes_F.cumsum() - sizes_F].repeat(sizes_F),
+        parents_S=layout.parents_S,
         prefix_lengths_S=prefix_lengths_S,
-        loss_mask_T=loss_mask_T,
-        sampler_logprobs_T=join((sample.sampler_logprobs for sample in samples), np.float32),
-        advantages_T=join((sample.advantages for sample in samples), np.float32),
-        versions_T=versions_T,
-        experts_TLK=None if experts is None else join(experts, np.int16),
+        **_entries(samples, layout),
+        experts_TLK=None if experts is None else _own(experts, prefix_lengths_S, np.int16),
     )
+
+
+def _own(
+    columns: Sequence[Sequence[int] | np.ndarray], prefix_lengths_S: np.ndarray, dtype: type[np.generic]
+) -> np.ndarray:
+    """The entries of each sample after its prefix, end to end."""
+    both = zip(columns, prefix_lengths_S.tolist(), strict=True)
+    return np.concatenate([np.asarray(column[shared:], dtype=dtype) for column, shared in both])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the tokens of samples are packed.
+
+    offsets_S: what is added to the position of a sample's own token to find its place.
+    """
+
+    offsets_S: np.ndarray
+    parents_S: np.ndarray
+    prefix_lengths_S: np.ndarray
+
+    @staticmethod
+    def of(micro_batch: MicroBatch) -> Layout:
+        ends_S = micro_batch.sample_lengths_S.cumsum()
+        return Layout(
+            offsets_S=ends_S - micro_batch.sample_lengths_S - micro_batch.prefix_lengths_S,
+            parents_S=micro_batch.parents_S,
+            prefix_lengths_S=micro_batch.prefix_lengths_S,
+        )
+
+    def places(self, sample: int, positions_P: np.ndarray) -> np.ndarray:
+        """The packed tokens at these positions of a sample, its prefix included."""
+        found_P = self.offsets_S[sample] + positions_P
+        while (in_prefix_P := positions_P < self.prefix_lengths_S[sample]).any():
+            sample = self.parents_S[sample]
+            found_P = np.where(in_prefix_P, self.offsets_S[sample] + positions_P, found_P)
+        return np.asarray(found_P)
+
+
+class _Entries(TypedDict):
+    places_E: np.ndarray
+    rollout_lengths_R: np.ndarray
+    loss_mask_E: np.ndarray
+    sampler_logprobs_E: np.ndarray
+    advantages_E: np.ndarray
+    versions_E: np.ndarray
+
+
+def _entries(samples: Sequence[TrainingSample], layout: Layout) -> _Entries:
+    """Of each sample: its own tokens, and before them those of its prefix that it trains."""
+    places_S: list[np.ndarray] = []
+    positions_S: list[np.ndarray | slice] = []
+    for place, (sample, shared) in enumerate(zip(samples, layout.prefix_lengths_S.tolist(), strict=True)):
+        own_P = np.arange(shared, len(sample.token_ids))
+        if not any(sample.loss_mask[:shared]):
+            positions_S.append(slice(shared, None))
+            places_S.append(layout.offsets_S[place] + own_P)
+            continue
+        positions_P = np.concatenate([np.flatnonzero(sample.loss_mask[:shared]), own_P])
+        positions_S.append(positions_P)
+        places_S.append(layout.places(place, positions_P))
+    by_rollout: dict[tuple[str, int], list[int]] = {}
+    for place, sample in enumerate(samples):
+        by_rollout.setdefault((sample.group_id, sample.sibling), []).append(place)
+    order = [place for places in by_rollout.values() for place in places]
+
+    def join(columns: Sequence[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        return np.concatenate([_picked(columns[place], positions_S[place], dtype) for place in order])
+
+    loss_mask_E = join([(0, *sample.loss_mask[1:]) for sample in samples], np.float32)
+    versions_E = join([versions_of(sample) for sample in samples], np.int32)
+    assert not (loss_mask_E * (versions_E == NOT_SAMPLED)).any(), "only what was sampled is trained"
+    return {
+        "places_E": np.concatenate([places_S[place] for place in order]),
+        "rollout_lengths_R": np.array(
+            [sum(len(places_S[place]) for place in places) for places in by_rollout.values()], dtype=np.int64
+        ),
+        "loss_mask_E": loss_mask_E,
+        "sampler_logprobs_E": join([sample.sampler_logprobs for sample in samples], np.float32),
+        "advantages_E": join([sample.advantages for sample in samples], np.float32),
+        "versions_E": versions_E,
+    }
+
+
+def _picked(column: Sequence[float] | np.ndarray, positions: np.ndarray | slice, dtype: type[np.generic]) -> np.ndarray:
+    if isinstance(positions, slice):
+        return np.asarray(column[positions], dtype=dtype)
+    return np.asarray(column, dtype=dtype)[positions]
 
 
 def versions_of(sample: TrainingSample) -> np.ndarray:
@@ -170,17 +249,19 @@ def versions_of(sample: TrainingSample) -> np.ndarray:
 
 def idle() -> MicroBatch:
     """A micro-batch for a rank without work: with unequal rounds the others would wait in a collective."""
-    nothing_T = np.zeros(2, dtype=np.float32)
+    nothing_E = np.zeros(2, dtype=np.float32)
     return MicroBatch(
         token_ids_T=np.zeros(2, dtype=np.int64),
         position_ids_T=np.arange(2, dtype=np.int64),
         sample_lengths_S=np.array([2], dtype=np.int64),
-        prefix_starts_S=np.zeros(1, dtype=np.int64),
+        parents_S=np.zeros(1, dtype=np.int64),
         prefix_lengths_S=np.zeros(1, dtype=np.int64),
-        loss_mask_T=nothing_T,
-        sampler_logprobs_T=nothing_T,
-        advantages_T=nothing_T,
-        versions_T=np.full(2, NOT_SAMPLED, dtype=np.int32),
+        places_E=np.arange(2, dtype=np.int64),
+        rollout_lengths_R=np.array([2], dtype=np.int64),
+        loss_mask_E=nothing_E,
+        sampler_logprobs_E=nothing_E,
+        advantages_E=nothing_E,
+        versions_E=np.full(2, NOT_SAMPLED, dtype=np.int32),
     )
 
 

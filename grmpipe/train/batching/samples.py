@@ -92,11 +92,12 @@ def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingS
 
 
 def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals:
-    """The sizes of a batch. A sample without a trained token is no sequence."""
+    """The sizes of a batch. A sequence is a rollout with a trained token, whatever the number of its samples."""
     trained = [sum(sample.loss_mask[1:]) for sample in samples]  # nothing predicts a first token
+    rollouts = {rollout_key(sample) for sample, tokens in zip(samples, trained, strict=True) if tokens > 0}
     return BatchTotals(
         num_loss_tokens=sum(trained),
-        num_sequences=sum(tokens > 0 for tokens in trained),
+        num_sequences=len(rollouts),
         num_groups=len({sample.group_id for sample in samples}),
         oldest_version=oldest_version,
     )
@@ -151,6 +152,7 @@ def _sample(
         sampler_logprobs=tuple(logprobs),
         advantages=tuple(advantages),
         versions=tuple(versions),
+        num_turns=len(turns),
         experts_TLK=_experts([turn for _, turn in turns], len(token_ids)),
     )
 

@@ -52,7 +52,7 @@ class BatchTrainer:
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
         self._shared = train.prefix_sharing
-        self._packer = Packer(self._max_tokens, learner.size, self._shared)
+        self._packer = Packer(self._max_tokens, learner.size, self._shared, algorithm.needs_whole_rollouts)
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
@@ -194,4 +194,5 @@ class BatchTrainer:
         return [sample for sample in samples if sample.group_id in group_ids]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
-        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared)
+        whole_rollouts = self._algorithm.needs_whole_rollouts
+        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared, whole_rollouts)

@@ -43,26 +43,34 @@ class DeviceBatch:
     position_ids_T: Tensor
     sample_lengths_S: Tensor
     prefixes: Prefixes
-    loss_mask_T: Tensor
-    sampler_logprobs_T: Tensor
-    advantages_T: Tensor
-    versions_T: Tensor
+    wanted_T: Tensor  # bool, tokens with a trained entry
+    places_E: Tensor
+    rollout_lengths_R: Tensor
+    loss_mask_E: Tensor
+    sampler_logprobs_E: Tensor
+    advantages_E: Tensor
+    versions_E: Tensor
 
     @staticmethod
     def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        wanted_T = np.zeros(len(micro_batch.token_ids_T), dtype=np.bool_)
+        wanted_T[micro_batch.places_E[micro_batch.loss_mask_E > 0]] = True
         # torch.tensor copies: arrays that come through an object store are read-only.
         return DeviceBatch(
             token_ids_T=torch.tensor(micro_batch.token_ids_T, device=device),
             position_ids_T=torch.tensor(micro_batch.position_ids_T, device=device),
             sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S, device=device),
             prefixes=Prefixes(
-                starts_S=torch.tensor(micro_batch.prefix_starts_S, device=device),
+                parents_S=torch.tensor(micro_batch.parents_S, device=device),
                 lengths_S=torch.tensor(micro_batch.prefix_lengths_S, device=device),
             ),
-            loss_mask_T=torch.tensor(micro_batch.loss_mask_T, device=device),
-            sampler_logprobs_T=torch.tensor(micro_batch.sampler_logprobs_T, device=device),
-            advantages_T=torch.tensor(micro_batch.advantages_T, device=device),
-            versions_T=torch.tensor(micro_batch.versions_T, device=device),
+            wanted_T=torch.tensor(wanted_T, device=device),
+            places_E=torch.tensor(micro_batch.places_E, device=device),
+            rollout_lengths_R=torch.tensor(micro_batch.rollout_lengths_R, device=device),
+            loss_mask_E=torch.tensor(micro_batch.loss_mask_E, device=device),
+            sampler_logprobs_E=torch.tensor(micro_batch.sampler_logprobs_E, device=device),
+            advantages_E=torch.tensor(micro_batch.advantages_E, device=device),
+            versions_E=torch.tensor(micro_batch.versions_E, device=device),
         )
 
 
@@ -132,21 +140,22 @@ class Learner(TrainingRank):
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
             current = self._forward(self._model, batch, entropy=True)
-            own_T = current.logprobs_T.detach()
-            ages_T = self.policy_version - batch.versions_T
+            current_E = current.logprobs_T[batch.places_E]
+            old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
+            ages_E = self.policy_version - batch.versions_E
             logprobs = TokenLogprobs(
-                current_T=current.logprobs_T,
-                entropy_T=current.entropy_T,
-                old_T=own_T if old is None else torch.tensor(old.logprobs_T, device=self._device),
-                sampler_T=batch.sampler_logprobs_T,
-                reference_T=reference_T,
-                ages_T=ages_T,
+                current_T=current_E,
+                entropy_T=current.entropy_T[batch.places_E],
+                old_T=current_E.detach() if old_T is None else old_T[batch.places_E],
+                sampler_T=batch.sampler_logprobs_E,
+                reference_T=None if reference_T is None else reference_T[batch.places_E],
+                ages_T=ages_E,
             )
-            loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
+            loss = summed_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
         if self._routers is not None:
-            loss = replace(loss, sums={**loss.sums, "rerouted_share": _rerouted(replay, batch.loss_mask_T)})
-        return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
+            loss = replace(loss, sums={**loss.sums, "rerouted_share": _rerouted(replay, batch)})
+        return self._meter.add(loss, ages_E[batch.loss_mask_E > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
@@ -257,7 +266,7 @@ class Learner(TrainingRank):
             batch.prefixes,
             want_entropy=entropy,
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
-            wanted_T=batch.loss_mask_T > 0,
+            wanted_T=batch.wanted_T,
             temperature=self._spec.temperature,
         )
 
@@ -288,8 +297,8 @@ def _to_host(logprobs_T: Tensor) -> np.ndarray:
     return logprobs_T.float().cpu().numpy()
 
 
-def _rerouted(replay: RouterReplay | None, loss_mask_T: Tensor) -> Tensor:
+def _rerouted(replay: RouterReplay | None, batch: DeviceBatch) -> Tensor:
     """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
     if replay is None:
-        return loss_mask_T.new_zeros(())
-    return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()
+        return batch.loss_mask_E.new_zeros(())
+    return (replay.rerouted_TL.float().mean(1)[batch.places_E] * batch.loss_mask_E).sum()

@@ -30,6 +30,7 @@ class LearnerGroup:
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._version = 0
         self._work = RankWork()  # of the open batch
+        self._tokens = BatchTokens()
         self._computing = self._num_stills = 0  # running calls that take memory, and waiters for none
         self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()
         self._may_compute.set()
@@ -51,6 +52,7 @@ class LearnerGroup:
     async def accumulate(self, round_: MicroBatchRound, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, one micro-batch per rank. Returns sums over ranks."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
+        self._tokens.add(round_.micro_batches)
         before = old if old is not None else [None] * len(round_.micro_batches)
         async with self._takes_memory():
             sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
@@ -71,14 +73,15 @@ class LearnerGroup:
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
         async with self._weights, self._takes_memory():
-            done, self._work = self._work, RankWork()
+            done, tokens = self._work, self._tokens
+            self._work, self._tokens = RankWork(), BatchTokens()
             metrics = await self._actors.call_all("step", totals)
             self._version += 1
         waited = {"train/rank_imbalance": done.imbalance} if self.size > 1 else {}
-        return cast(Metrics, metrics[0]) | waited
+        return cast(Metrics, metrics[0]) | tokens.metrics() | waited
 
     async def discard(self) -> None:
-        self._work = RankWork()
+        self._work, self._tokens = RankWork(), BatchTokens()
         await self._actors.call_all("discard")
 
     @asynccontextmanager
@@ -168,6 +171,22 @@ class LearnerGroup:
 
     async def export(self, path: str) -> None:
         await self._actors.call_all("export", path)
+
+
+class BatchTokens:
+    """The tokens of a batch that pass through the learner once, and those that would if no prefix were shared."""
+
+    def __init__(self) -> None:
+        self._packed = self._unshared = 0
+
+    def add(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for micro_batch in micro_batches:
+            if micro_batch.loss_mask_E.any():  # else an idle rank's
+                self._packed += len(micro_batch.token_ids_T)
+                self._unshared += int((micro_batch.sample_lengths_S + micro_batch.prefix_lengths_S).sum())
+
+    def metrics(self) -> Metrics:
+        return {"train/packed_tokens": float(self._packed), "train/unshared_tokens": float(self._unshared)}
 
 
 def _work_of(micro_batch: MicroBatch) -> float:

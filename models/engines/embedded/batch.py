@@ -41,7 +41,7 @@ class SiblingPrompt:
 class Row:
     """A request and its sampled tokens. `index` is its place in the batch while it runs.
 
-    trajectory_id: if it may be parked. num_cached: tokens of its prompt that it has from a parked row.
+    trajectory_id: if it may be parked. num_cached: tokens of its prompt that it has from a parked row or a sibling.
     """
 
     siblings: SiblingPrompt
@@ -211,11 +211,10 @@ class RunningBatch:
         self.drop_parked()
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
-            row.num_cached = 0
         if recompute:
             with self._slots.experts_kept():
                 for some in _within_budget(self._running, self._prefill_tokens):
-                    self._prefill(some)
+                    self._prefill(some, [0] * len(some))
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
@@ -226,6 +225,7 @@ class RunningBatch:
             finish_reason=row.finish_reason,
             versions=self._version_spans(row),
             experts_TLK=row.experts_TLK,
+            cached_tokens=row.num_cached,
         )
 
     def _version_spans(self, row: Row) -> tuple[VersionSpan, ...]:
@@ -288,7 +288,7 @@ class RunningBatch:
         if joining:
             self._make_room(joining)
             self._unpark(prefixes, len(self._running) + len(joining))
-            self._prefill(to_prefill)
+            self._prefill(to_prefill, [row.num_cached for row in to_prefill])
             self._copy_from_siblings([row for row in joining if row not in to_prefill])
             self._running += joining
             self._columns = None
@@ -337,20 +337,24 @@ class RunningBatch:
         longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
         self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
 
-    def _prefill(self, rows: Sequence[Row]) -> None:
-        """One forward pass for rows of similar length: a long prompt must not pad the short ones."""
+    def _prefill(self, rows: Sequence[Row], starts: Sequence[int]) -> None:
+        """Prefill rows from these positions on. One forward pass for rows of similar length: a long prompt must not pad
+        the short ones.
+        """
         for row in rows:
             row.prompt_epoch = self._weights_epoch
-        rows = [row for row in rows if row.position > row.num_cached]
-        for some in _prefilled_together(rows):
-            starts = [row.num_cached for row in some]
-            new_ids = [row.cached_ids[row.num_cached :] for row in some]
-            self._decoder.prefill(new_ids, [row.index for row in some], starts if any(starts) else ())
-        self.num_prefilled_tokens += sum(row.position - row.num_cached for row in rows)
-        self.num_cached_tokens += sum(row.num_cached for row in rows)
+        some = [(row, start) for row, start in zip(rows, starts, strict=True) if row.position > start]
+        for part in _prefilled_together([row.position for row, _ in some], [start for _, start in some]):
+            from_N = [some[i][1] for i in part]
+            prompts = [some[i][0].cached_ids[some[i][1] :] for i in part]
+            self._decoder.prefill(prompts, [some[i][0].index for i in part], from_N if any(from_N) else ())
+        self.num_prefilled_tokens += sum(row.position - start for row, start in some)
+        self.num_cached_tokens += sum(starts)
 
     def _copy_from_siblings(self, rows: Sequence[Row]) -> None:
         if rows:
+            for row in rows:
+                row.num_cached = row.position
             self.num_cached_tokens += sum(row.position for row in rows)
             donors = [self._donor(row) for row in rows]
             sources = [donor.index for donor in donors if donor is not None]
@@ -399,15 +403,14 @@ class RunningBatch:
             del self._siblings_by_prompt[row.siblings.prompt_ids]
 
 
-def _prefilled_together(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows in parts that go through the model together: of like length, and of like length with what is cached."""
-    parts: list[list[Row]] = []
+def _prefilled_together(ends: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
+    """Indices in parts that go through the model together: of like length, and of like length with what is cached."""
+    parts: list[list[int]] = []
     for continued in (False, True):
-        some = [row for row in rows if (row.num_cached > 0) == continued]
-        for whole in groups_of_like_length([row.position for row in some]):
+        some = [i for i, start in enumerate(starts) if (start > 0) == continued]
+        for whole in groups_of_like_length([ends[i] for i in some]):
             alike = [some[i] for i in whole]
-            new = groups_of_like_length([row.position - row.num_cached for row in alike])
-            parts += [[alike[i] for i in part] for part in new]
+            parts += [[alike[i] for i in part] for part in groups_of_like_length([ends[i] - starts[i] for i in alike])]
     return parts
 
 

@@ -225,9 +225,9 @@ class FusedDecoder:
 
         def attend(index: int, qkv_BC: Tensor) -> Tensor:
             slots.write(index, places_B, self._keys_and_values(qkv_BC))
-            keys_BGTD, values_BGTD = (
-                states.expand(num_tokens, -1, -1, -1) for states in slots.read(index, rows, num_attended)
-            )
+            keys_BGTD, values_BGTD = slots.read(index, rows, num_attended)
+            if len(keys_BGTD) < num_tokens:
+                keys_BGTD, values_BGTD = (x.expand(num_tokens, -1, -1, -1) for x in (keys_BGTD, values_BGTD))
             # The query heads of a KV head take the place of query positions: no key or value is repeated.
             query_BGQD = self._queries(qkv_BC).unflatten(1, (self._num_kv_heads, -1))
             out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B11T)

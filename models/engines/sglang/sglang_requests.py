@@ -37,6 +37,7 @@ class SglangSample:
     finish: Json | None = None
     spans: Sequence[Json] = ()
     num_prefilled: int = 0
+    num_cached: int = 0
 
     def add(self, event: Json) -> None:
         """Add one event: all tokens so far, or the new ones, as the server is configured."""
@@ -50,7 +51,8 @@ class SglangSample:
         self.pieces.append((len(self.token_ids), str(meta["weight_version"])))
         self.finish = meta["finish_reason"]
         self.spans = meta.get("weight_versions") or ()
-        self.num_prefilled = meta["prompt_tokens"] - (meta.get("cached_tokens") or 0)
+        self.num_cached = meta.get("cached_tokens") or 0
+        self.num_prefilled = meta["prompt_tokens"] - self.num_cached
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +151,7 @@ def completion_of(ticket: SglangRequest, text: str, model: str, versions: Mappin
         text=text,
         finish_reason=finish_reason_of(ticket),
         versions=spans_of(sampled, model, versions),
+        cached_tokens=sampled.num_cached,
     )
 
 

@@ -18,19 +18,25 @@ from dataclasses import dataclass, field
 
 from models.types import EngineSpeed
 
-PROMPTS_REMEMBERED = 256  # whose keys and values are still in the cache
+PROMPTS_REMEMBERED = 256  # whose keys and values are still in the cache; and as many trajectories
 PREFILL_TOKENS_PER_STEP = 8192
 WHOLE = 1e-9  # of a step: tolerance for rounding
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedRow:
-    """One request. `prompt` identifies its tokens: rows of one prompt share its keys and values."""
+    """One request. `prompt` identifies its tokens: rows of one prompt share its keys and values.
+
+    trajectory_id: its prompt begins with the last turn of this trajectory; empty: of none.
+    """
 
     prompt: int
     prompt_tokens: int
     num_tokens: int  # that it will sample, at least 1
     priority: int = 0
+    trajectory_id: str = ""
+    epoch: int = 0  # of the weights when it joined
+    cached_tokens: int = 0  # of its prompt, when it joined for the first time
     listens: bool = False  # whether it is listed in `SimulatedChange.begun`
     arrival: int = 0
     sampled: int = 0  # before it joined the batch for the last time
@@ -57,6 +63,7 @@ class SimulatedBatch:
 
     def __init__(self, speed: EngineSpeed, *, prefix_cache: bool = True) -> None:
         self._speed = speed
+        self.num_prefilled_tokens = 0
         self._prefix_cache = prefix_cache
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, SimulatedRow]] = []
@@ -66,6 +73,8 @@ class SimulatedBatch:
         self._ghosts: list[SimulatedRow] = []  # aborted: they decode to the end of the step
         self._readers: Counter[int] = Counter()  # prompt -> number of its rows
         self._known: OrderedDict[int, None] = OrderedDict()  # prompts in the prefix cache
+        self._trajectories: OrderedDict[str, int] = OrderedDict()  # tokens of their last turns, in the prefix cache
+        self._epoch = 0
         self._read_tokens = 0  # K
         self._held_tokens = 0  # K, a shared prompt counted once
         # The stretch: a number of steps in which nothing changes.
@@ -119,6 +128,7 @@ class SimulatedBatch:
         finished = list(self._pop_finished())
         for row in finished:
             row.stays.append((row.joined_step, self._steps_before))
+            self._remember_turn(row)
         ghosts, self._ghosts = self._ghosts, []
         for row in (*finished, *ghosts):
             if row in self._rows:
@@ -131,6 +141,8 @@ class SimulatedBatch:
     def forget_prompts(self) -> None:
         """Mark cached prompts as useless to new rows, because the weights changed."""
         self._known.clear()
+        self._trajectories.clear()
+        self._epoch += 1
 
     def can_ever_hold(self, row: SimulatedRow) -> bool:
         return not self._speed.kv_tokens or row.prompt_tokens + row.num_tokens <= self._speed.kv_tokens
@@ -223,20 +235,38 @@ class SimulatedBatch:
         """Admit waiting rows while there is room. Returns True if the rest waits only for its prefill."""
         prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
-            tokens = row.sampled + (0 if row.prompt in self._known else row.prompt_tokens)
+            uncached = self._uncached(row)
+            tokens = row.sampled + uncached
             if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
                 break
             heapq.heappop(self._waiting)
             prefilled += tokens
             joined += 1
+            row.cached_tokens = row.cached_tokens if row.stays else row.prompt_tokens - uncached
             self._join(row)
         else:
             tokens = 0
+        self.num_prefilled_tokens += prefilled
         self._prefill_s = prefilled * self._speed.prefill_token_s + joined * self._speed.request_s
         return tokens > 0
 
+    def _uncached(self, row: SimulatedRow) -> int:
+        """The tokens of its prompt that must be prefilled."""
+        if row.prompt in self._known:
+            return 0
+        return max(0, row.prompt_tokens - self._trajectories.get(row.trajectory_id, 0))
+
+    def _remember_turn(self, row: SimulatedRow) -> None:
+        """A finished turn stays in the cache, if all of it is of the present weights. Its last token was never fed."""
+        if self._prefix_cache and row.trajectory_id and row.epoch == self._epoch:
+            self._trajectories[row.trajectory_id] = row.prompt_tokens + row.num_tokens - 1
+            self._trajectories.move_to_end(row.trajectory_id)
+            if len(self._trajectories) > PROMPTS_REMEMBERED:
+                self._trajectories.popitem(last=False)
+
     def _join(self, row: SimulatedRow) -> None:
         self._rows[row] = None
+        row.epoch = self._epoch
         row.joined_step = self._steps_before
         row.finish_step = row.joined_step + row.num_tokens - row.sampled
         heapq.heappush(self._finishing, (row.finish_step, row.arrival, row))

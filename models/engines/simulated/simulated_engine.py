@@ -95,6 +95,11 @@ class SimulatedEngine:
         """Seconds of work so far, as on its own device."""
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that no prefix cache had, and those of preempted requests that were computed again."""
+        return self._batch.num_prefilled_tokens
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -111,6 +116,7 @@ class SimulatedEngine:
             prompt_tokens=len(prompt_ids),
             num_tokens=len(script.token_ids),
             priority=context.priority,
+            trajectory_id=context.trajectory_id,
             listens=on_first_token is not ignore_first_token,
         )
         if not self._batch.can_ever_hold(row):
@@ -240,10 +246,14 @@ class SimulatedEngine:
     def _answer(self, pending: Pending, num_tokens: int) -> None:
         if not pending.answer.done():
             pending.answer.set_result(
-                self._completion(pending.script, self._spans(pending.row, num_tokens), num_tokens)
+                self._completion(
+                    pending.script, self._spans(pending.row, num_tokens), num_tokens, pending.row.cached_tokens
+                )
             )
 
-    def _completion(self, script: Script, spans: tuple[VersionSpan, ...], num_tokens: int) -> Completion:
+    def _completion(
+        self, script: Script, spans: tuple[VersionSpan, ...], num_tokens: int, cached_tokens: int = 0
+    ) -> Completion:
         whole = num_tokens == len(script.token_ids)
         return Completion(
             token_ids=script.token_ids if whole else script.token_ids[:num_tokens],
@@ -251,6 +261,7 @@ class SimulatedEngine:
             text=script.text if whole else "",
             finish_reason=script.finish_reason if whole else "abort",
             versions=spans or (VersionSpan(model=self.model_name, version=self.version, start=0, end=0),),
+            cached_tokens=cached_tokens,
         )
 
     def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:

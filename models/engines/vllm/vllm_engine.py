@@ -296,6 +296,7 @@ class VllmEngine:
             finish_reason=finish_reason_of(sampled),
             versions=spans_of(sampled, self.model_name, self.version),
             experts_TLK=experts_of(sampled, self._expert_layers),
+            cached_tokens=sampled.num_cached_tokens,
         )
 
     async def _abort(self, ticket: VllmRequest) -> None:

@@ -24,7 +24,7 @@ def halved(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> torch.Tensor:
 
 
 def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> torch.Tensor:
-    return torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
+    return torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
 
 
 def always(text: str, reference: str) -> bool:
@@ -57,7 +57,7 @@ def test_ones_own_is_found_by_its_dotted_path() -> None:
         log_behind_T=torch.zeros(2),
         advantages_T=torch.ones(2),
         loss_mask_T=torch.ones(2),
-        sample_lengths_S=torch.tensor([2]),
+        sequence_lengths_S=torch.tensor([2]),
     )
     assert correction(drift, AlgorithmConfig(correction=f"{__name__}.halved")).tolist() == [0.5, 0.5]
     judge = JudgeConfig(

@@ -15,17 +15,12 @@ from models.tiny.calculator import Call, display
 from models.tiny.walks import make_walks, right_turns
 from models.types import Message
 
-STORE = {
-    "Ida": "Ida has coins from Tom.",
-    "Tom": "Tom has 12 books; coins from Zoe.",
-    "Zoe": "Zoe has 17 coins.",
-    "Max": "Max has 20 coins.",
-}
+STORE = {"Max": "Max: Tom; Ida.", "Ida": "Ida: Zoe; Tom.", "Zoe": "Zoe: 17.", "Tom": "Tom: 20."}
 PROMPT = Prompt(
     prompt_id="0",
-    messages=(Message(role="user", content="Ida has coins from Tom. How many coins does Ida have?"),),
+    messages=(Message(role="user", content="Max: Tom; Ida. She?"),),
     reference="17",
-    info={"store": STORE, "path": ["Ida", "Tom", "Zoe"]},
+    info={"store": STORE, "path": ["Max", "Ida", "Zoe"]},
 )
 
 
@@ -47,22 +42,27 @@ def test_a_walk_is_an_env() -> None:
 
 
 def test_each_name_shows_its_text_and_is_the_state() -> None:
-    first, second = walked(" get Tom", " get Max")
-    assert [message.content for message in (*first.messages, *second.messages)] == [STORE["Tom"], STORE["Max"]]
-    assert (first.state_key, second.state_key) == ("Tom", "Max")
+    first, second = walked(" Ida", " Tom")
+    assert [message.content for message in (*first.messages, *second.messages)] == [STORE["Ida"], STORE["Tom"]]
+    assert (first.state_key, second.state_key) == ("Ida", "Tom")
 
 
 def test_hops_of_the_right_walk_are_rewarded_once_and_in_order() -> None:
-    rewards = [one.rewards for one in walked(" get Tom", " get Tom", " get Max", " get Zoe", "Answer: 17")]
-    assert rewards == [{"hop": 0.5}, {}, {}, {"hop": 0.5}, {"answer": 1.0}]
-    assert [one.rewards for one in walked(" get Zoe", "Answer: 71")] == [{}, {"answer": 0.0}]
+    seen = walked(" Ida", " Ida", " Tom", " Zoe", " 17")
+    assert [one.rewards["hop"] for one in seen] == [0.5, 0, 0, 0.5, 0]
+    assert [one.rewards["hop"] for one in walked(" Zoe", " 71")] == [0, 0]
+
+
+def test_the_last_turn_is_rewarded_for_the_right_answer_and_all_others_are_worth_0() -> None:
+    assert [one.rewards["answer"] for one in walked(" Ida", " Zoe", " 17")] == [0, 0, 1]
+    assert [one.rewards["answer"] for one in walked(" Tom", " 20")] == [0, 0]
 
 
 def test_only_an_answer_ends_a_walk() -> None:
-    assert [one.done for one in walked(" get Tom", "Answer: 12")] == [False, True]
+    assert [one.done for one in walked(" Ida", " 20")] == [False, True]
 
 
-@pytest.mark.parametrize(("turn", "kind"), [(" get Bob", "unknown_name"), ("Answer: ", "malformed"), ("", "malformed")])
+@pytest.mark.parametrize(("turn", "kind"), [(" Bob", "unknown_name"), ("17 coins", "malformed"), ("", "malformed")])
 def test_what_is_no_visit_and_no_answer_is_the_policys_fault(turn: str, kind: str) -> None:
     with pytest.raises(PolicyFault) as caught:
         walked(turn)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
+from grmpipe.judge.fence import fenced
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt, fenced
+from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
 from models.types import Message
@@ -53,14 +54,15 @@ def shipped(name: str) -> tuple[JudgePrompt, str]:
 def test_shipped_templates_show_question_reference_and_fenced_response(bench: Any, name: str) -> None:
     template, _ = shipped(name)
     prompt = replace(bench.prompt("What is 6 x 2?", "twelve"), rubric=(Criterion(text="It is right."),))
-    text = shown(template.render(prompt, "It's 12.\nScore: 10", principles="Be strict."))
+    around = template.blanks[1:]
+    text = shown(template.render(prompt, *around, "It's 12.\nScore: 10", principles="Be strict."))
     assert "What is 6 x 2?" in text
     assert "\n> It's 12.\n> Score: 10" in text
     assert ("twelve" in text) == (name != "tiny")
     assert ("It is right." in text) == (name == "rubric")
     assert ("Be strict." in text) == ("shared_principles" in name)
     if name != "reference":
-        assert "None" not in shown(template.render(replace(prompt, reference=None), "12", principles="Be strict."))
+        assert "None" not in shown(template.render(replace(prompt, reference=None), *around, "12", principles="P"))
 
 
 @pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny"}))
@@ -68,11 +70,11 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
     """The tiny GRMs were trained on it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
+    num_scores = 1 if protocol in ("pointwise", "turns") else 2
     texts = ["12"] * (1 if protocol in ("pointwise", "rubric") else 2)
     text = shown(template.render(prompt, *texts, principles="Be strict."))
     last = re.sub(r"s_1, .*s_2|N", lambda asked: "7" if asked[0] == "N" else "7, 7", text.rstrip().split("\n")[-1])
-    num_scores = last.count("7")
-    assert num_scores == max(len(texts), 2 if protocol == "rubric" else 1)
+    assert last.count("7") == num_scores
     assert parser_named(SHIPPED_TEMPLATES[name][0])(last, num_scores, Scale()) == (7,) * num_scores
     assert "End with one line, and nothing after it" in text
 
@@ -83,7 +85,7 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
     """In every place where a template shows a response."""
     template, protocol = shipped(name)
-    num_texts = 3 if protocol in ("listwise", "pairwise", "steps") else 1
+    num_texts = 3 if protocol in ("listwise", "pairwise", "steps") else len(template.blanks)
     for attacked in range(num_texts):
         calm = [f"\0{place}" for place in range(num_texts)]
         before = shown(template.render(BARE, *calm, principles="P")).splitlines()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
+from grmpipe.judge.fence import fenced
 from grmpipe.judge.parse import Parser, parser_named, scores_of
-from grmpipe.judge.prompt import fenced
 from models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.conversation_template import ConversationTemplate
+from grmpipe.judge.fence import TextGuard
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pointwise_adapter import judge_group
-from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt, guard_of
+from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Criterion, Prompt, Verdict
 from models.types import Completion, FinishReason, Message, VersionSpan
 
@@ -150,7 +151,7 @@ def judge_prompt(config: JudgeConfig) -> JudgePrompt:
 def shown(name: str, text: str) -> str:
     """The policy's text as this model is shown it."""
     template = ConversationTemplate(name, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
-    return guard_of(name, template.markers)(text)
+    return TextGuard.of(name, template.markers).text(text)
 
 
 def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:

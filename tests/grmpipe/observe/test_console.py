@@ -278,3 +278,12 @@ def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
         (tmp_path / name).unlink()  # reading it would never end
     observers.show_end(tmp_path, [], None)
     assert "ALARM  2 lines of rollouts.jsonl could not be written: a resume or a" in capsys.readouterr().out
+
+
+def test_a_step_with_episodes_says_their_turns_and_what_their_environments_failed() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=2, console=console)
+    sink.log(1, {**METRICS, "env/turns_mean": 3.25, "env/faults_died": 2.0, "env/faults_timeout": 0.0})
+    (line,) = text_of(console).splitlines()
+    assert "score  6.0  turns  3.2  tok/s" in line
+    assert line.endswith("failed 2 timeout  env failed 2 died")

@@ -24,7 +24,7 @@ from grmpipe.observe.summary import (
     Summary,
 )
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, Message, VersionSpan
+from models.types import Completion, Message, ToolCall, VersionSpan
 
 HOSTILE = "</pre></title></style><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>{{ 7 * 7 }}"
 
@@ -124,6 +124,33 @@ def record_of_two(run_dir: Path, group_id: str) -> None:
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="asked"),)), rollout)
     recorder.judged(rollout, report)
+    recorder.close()
+
+
+def record_episode(run_dir: Path, said: str = "41") -> None:
+    """An episode of two turns, each with a reward of the judge's: a call, what the tool said, an answer."""
+    called = Turn(
+        new_ids=(1,),
+        completion=completion("let me add"),
+        tool_calls=(ToolCall(name="add", arguments={"a": said}),),
+        replies=(Message(role="tool", name="add", content=said),),
+        rewards={"first": 0.25},
+        faults=("arguments",),
+        env_s=0.5,
+    )
+    rollout = Rollout(
+        group_id="g1",
+        sibling=0,
+        turns=(called, Turn(new_ids=(1,), completion=completion("so it is 41"))),
+        status="truncated",
+        reason="turns",
+        opening=(Message(role="system", content="You may add."),),
+    )
+    spans = tuple(RewardSpan(turn=turn, start=0, end=2, value=value, share=0.5) for turn, value in ((0, 0.1), (1, 0.4)))
+    verdict = Verdict(rewards=spans, score=5.5, breakdown={}, score_std=0.0, num_judgements=2)
+    recorder = Recorder(run_dir)
+    recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="32 + 9?"),)), rollout)
+    recorder.judged(rollout, JudgeReport(verdict=verdict))
     recorder.close()
 
 
@@ -274,6 +301,28 @@ def test_control_characters_cannot_hide_or_reorder_what_stands_there(tmp_path: P
     record(tmp_path, "g1", "right\u202etfel \x1b[2J\x00", "lone \ud800 surrogate", 9.0)
     page = (page_of(tmp_path), (tmp_path / REPORT).read_text(encoding="utf-8"))[1]
     assert not {"\u202e", "\x1b", "\x00"} & set(page)
+
+
+def test_an_episode_is_shown_turn_by_turn_with_what_is_known_of_each(tmp_path: Path) -> None:
+    record_episode(tmp_path)
+    text = text_of(tmp_path)
+    parts = (
+        "opening: system", "You may add.", "turn 1: the policy", "judged 0.2", "first 0.25", "fault: arguments",
+        "environment 0.5 s", "let me add", 'add({"a": "41"})', "tool add", "41", "turn 2: the policy", "judged 0.8",
+        "so it is 41", "truncated: turns",
+    )  # fmt: skip
+    places = [text.find(part) for part in parts]
+    assert -1 not in places, dict(zip(parts, places, strict=True))
+    in_order = [text.index(part) for part in ("let me add", 'add({"a": "41"})', "tool add", "so it is 41")]
+    assert in_order == sorted(in_order)
+    assert "score 5.5, reward 0.5" in text
+
+
+def test_what_a_tool_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    record_episode(tmp_path, HOSTILE)
+    seen = page_of(tmp_path)
+    assert not seen.tags & {"script", "img", "iframe", "object", "link", "base", "form", "a"}
+    assert sum(HOSTILE in words for words in seen.words) >= 1
 
 
 def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_path: Path) -> None:

@@ -114,6 +114,24 @@ def test_a_row_shows_question_answer_critique_and_score() -> None:
     assert (row.question, row.answer, row.critique, row.score) == ("1 + 1?", "Answer: 2", "Score: 10", 10.0)
 
 
+def test_a_row_of_an_episode_shows_both_voices() -> None:
+    span = VersionSpan(model="policy", version=0, start=0, end=1)
+    said = [
+        Completion(token_ids=(5,), logprobs=(-0.1,), text=text, finish_reason="stop", versions=(span,))
+        for text in ("add(1, 1)", "Answer: 2")
+    ]
+    turns = (
+        Turn(new_ids=(1,), completion=said[0], replies=(Message(role="tool", content="2"),)),
+        Turn(new_ids=(1,), completion=said[1]),
+    )
+    row = sample_row(
+        Prompt(prompt_id="p", messages=(Message(role="user", content="1 + 1?"),)),
+        Rollout(group_id="g", sibling=3, turns=turns, status="finished"),
+        JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=1)),
+    )
+    assert row.answer == "> add(1, 1)\n| 2\n> Answer: 2"
+
+
 def test_a_row_whose_judge_failed_has_no_score_and_says_why() -> None:
     row = judged_sibling(Failed(stage="judge", cause="truncated", attempts=2, detail="no verdict in 64 tokens"))
     assert row.score is None

@@ -115,3 +115,47 @@ def make_samples() -> MakeSamples:
         return samples
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_episodes() -> MakeSamples:
+    """Groups of rollouts of several turns. Siblings often choose alike, so they have sampled tokens in common, with
+    their own advantages; some histories are rewritten, some rollouts are equal.
+    """
+
+    def make(num_groups: int = 3, seed: int = 0, rewrites: bool = True) -> list[TrainingSample]:
+        draw = np.random.default_rng(seed)
+        samples = []
+        for group in range(num_groups):
+            question = tuple(draw.integers(0, 64, 6).tolist())
+            for sibling in range(5):
+                advantage, history, segment = float(draw.normal()), [(0, token) for token in question], 0
+                for turn in range(4):
+                    if rewrites and turn == 2 and sibling % 2:
+                        samples.append(episode_sample(group, sibling, segment, history, advantage, draw))
+                        # What was sampled before is a prompt now, and a part of it is gone.
+                        history, segment = [(0, token) for _, token in history[: 8 + sibling]], segment + 1
+                    said = int(draw.integers(0, 2))
+                    history += [(1, 10 * said + place) for place in range(2 + said)]
+                    history += [(0, 40 + said + place) for place in range(3)]
+                samples.append(episode_sample(group, sibling, segment, history[:-3], advantage, draw))
+        return samples
+
+    return make
+
+
+def episode_sample(
+    group: int, sibling: int, segment: int, history: list[tuple[int, int]], advantage: float, draw: np.random.Generator
+) -> TrainingSample:
+    mask = tuple(trained for trained, _ in history)
+    return TrainingSample(
+        group_id=str(group),
+        sibling=sibling,
+        segment=segment,
+        token_ids=tuple(token for _, token in history),
+        loss_mask=mask,
+        sampler_logprobs=tuple(float(draw.normal(-4.2, 0.5)) * trained for trained in mask),
+        advantages=tuple((advantage + 0.1 * place) * trained for place, trained in enumerate(mask)),
+        versions=(VersionSpan(model="policy", version=sibling % 2, start=0, end=len(mask)),),
+        num_turns=2 if segment else 4,
+    )

@@ -68,9 +68,9 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
 
     # Only one rank sees a nan; all must refuse the step.
     bad = rounds[0].micro_batches[rank]
-    bad = replace(bad, advantages_T=bad.advantages_T * (float("nan") if rank == world_size - 1 else 1.0))
+    bad = replace(bad, advantages_E=bad.advantages_E * (float("nan") if rank == world_size - 1 else 1.0))
     learner.accumulate(bad)
-    trained = int(sum(batch.loss_mask_T.sum() for batch in rounds[0].micro_batches))
+    trained = int(sum(batch.loss_mask_E.sum() for batch in rounds[0].micro_batches))
     try:
         learner.step(replace(totals, num_loss_tokens=trained))
         out["refused"] = False

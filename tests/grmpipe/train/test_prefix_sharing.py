@@ -14,9 +14,10 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
 from grmpipe.train.batching.packer import MicroBatchRound, rounds_of
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner import DeviceBatch, Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
+from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.tiny.resolve import resolve_model
 
 WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
@@ -92,3 +93,67 @@ def test_shared_tokens_are_replayed_where_the_first_sibling_sent_them(mixture_pa
     learner = learner_of(mixture_path, AlgorithmConfig(router_replay="rollout"))
     said = (by_sample(one, learner.old_pass(one.micro_batches[0]).logprobs_T) for one in both(samples))
     assert_alike(*said)
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture"])
+def test_the_gradient_of_a_tree_is_that_of_its_samples(
+    family: str, gpt2_path: str, mixture_path: str, make_episodes
+) -> None:
+    """In float64: all of GPT-2; of the mixture all except its norms and router, which round to float32."""
+    path, tolerance = {"dense": (gpt2_path, 1e-11), "mixture": (mixture_path, 1e-4)}[family]
+    model = load_causal_lm(path, "float64")
+    if family == "mixture":
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    gradients = []
+    for round_ in both(make_episodes(2)):
+        model.zero_grad()
+        batch = DeviceBatch.of(round_.micro_batches[0], torch.device("cpu"))
+        logprobs_T = packed_logprobs(
+            model,
+            batch.token_ids_T,
+            batch.position_ids_T,
+            batch.sample_lengths_S,
+            batch.prefixes,
+            wanted_T=batch.wanted_T,
+        ).logprobs_T
+        (batch.advantages_E.double() * logprobs_T[batch.places_E]).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for shared, copied in zip(*gradients, strict=True):
+        torch.testing.assert_close(shared, copied, atol=tolerance, rtol=0)
+    assert max(float(gradient.abs().max()) for gradient in gradients[0]) > 1
+
+
+def test_pi_old_and_the_reference_say_the_same_of_a_tree(gpt2_path: str, make_episodes) -> None:
+    learner, samples = learner_of(gpt2_path), make_episodes(2, rewrites=False)
+    for passed in (
+        lambda batch: learner.old_pass(batch).logprobs_T,
+        lambda batch: learner.reference_logprobs(batch),
+    ):
+        assert_alike(*(by_sample(one, passed(one.micro_batches[0])) for one in both(samples)))
+
+
+def test_a_distance_that_is_taken_off_the_rewards_of_a_tree_finds_its_tokens(qwen_path: str, make_episodes) -> None:
+    learner = learner_of(qwen_path)
+    shared, copied = (
+        kl_of_rollouts([round_], [[learner.reference_logprobs(round_.micro_batches[0])]], "k3")
+        for round_ in both(make_episodes(2))
+    )
+    assert shared.keys() == copied.keys()
+    for key, nats_N in shared.items():
+        np.testing.assert_allclose(nats_N, copied[key], atol=1e-4)
+
+
+def test_a_tree_replays_the_experts_of_each_sampled_token(mixture_path: str, make_episodes) -> None:
+    """Two siblings were sent elsewhere: they have their tokens computed for themselves."""
+    draw, samples = np.random.default_rng(0), []
+    ways = draw.permuted(np.tile(np.arange(4), (64, 2, 1)), axis=-1)[..., :2].astype(np.int16)
+    for sample in make_episodes(2, rewrites=False):
+        experts_TLK = ways[list(sample.token_ids)]
+        if sample.sibling == 3:
+            experts_TLK = np.where(np.array(sample.loss_mask)[:, None, None] > 0, 3 - experts_TLK, experts_TLK)
+        samples.append(replace(sample, experts_TLK=experts_TLK.astype(np.int16)))
+    learner = learner_of(mixture_path, AlgorithmConfig(router_replay="rollout"))
+    assert_alike(*(by_sample(one, learner.old_pass(one.micro_batches[0]).logprobs_T) for one in both(samples)))

@@ -85,7 +85,7 @@ def turn(prompt: Sequence[int], answer: Sequence[int], experts: Sequence[int] | 
 
 def mismatch_of(learner: Learner, batch: MicroBatch) -> np.ndarray:
     """|log pi - log mu| of the trained tokens."""
-    return np.abs(learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T > 0]
+    return np.abs(learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_E)[batch.loss_mask_E > 0]
 
 
 # -- what the learner gets -----------------------------------------------------------------------------------------
@@ -94,14 +94,14 @@ def mismatch_of(learner: Learner, batch: MicroBatch) -> np.ndarray:
 def test_a_token_keeps_the_experts_of_the_turn_that_fed_it_first() -> None:
     """The last token of a turn is fed with the next prompt, whose experts for older tokens come too late."""
     first = turn((1, 2), (3, 4), experts=(11, 12, 13))
-    second = turn((1, 2, 3, 4, 5), (6, 7), experts=(91, 92, 93, 14, 15, 16))
+    second = turn((5,), (6, 7), experts=(91, 92, 93, 14, 15, 16))
     (sample,) = split_rollout(rollout_of(first, second), np.zeros(4))
     assert sample.experts_TLK is not None
     assert sample.experts_TLK[:, 0, 0].tolist() == [11, 12, 13, 14, 15, 16, ANY_EXPERT]
 
 
 def test_turns_without_experts_are_filled_from_later_ones_where_they_can() -> None:
-    first, second = turn((1,), (2,), experts=None), turn((1, 2, 3), (4,), experts=(11, 12, 13))
+    first, second = turn((1,), (2,), experts=None), turn((3,), (4,), experts=(11, 12, 13))
     (sample,) = split_rollout(rollout_of(first, second), np.zeros(2))
     assert sample.experts_TLK is not None
     assert sample.experts_TLK[:, 0, 0].tolist() == [11, 12, 13, ANY_EXPERT]

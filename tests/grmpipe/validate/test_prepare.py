@@ -13,6 +13,7 @@ from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
+from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import prepare
@@ -52,6 +53,26 @@ def test_a_run_judged_by_a_rule_has_no_grm() -> None:
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
     prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
     assert [model.context_tokens for model in prepared.models] == [400, 400]
+
+
+TOOLS = {"kind": "tools", "functions": "grmpipe.envs.tiny_tools"}
+
+
+def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is_cut() -> None:
+    tools = {"rollout": {"max_turns": 4, "max_new_tokens": 16}, "data": {"num_prompts": 20}}
+    said = r"^judge\.max_new_tokens: .*env\.max_observation_chars.* exceed the 512 .*judge\.truncation=middle$"
+    with pytest.raises(ConfigError, match=said):
+        prepare(config(env=TOOLS, **tools), no_progress)
+    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools), no_progress)
+    prepare(config(env=TOOLS, judge={"truncation": "middle"}, **tools), no_progress)
+
+
+def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_window() -> None:
+    rollout = {"max_turns": 4, "max_new_tokens": 16}
+    assert longest_response(config(rollout=rollout), 512) == 16
+    episodes = config(rollout=rollout, env=TOOLS | {"max_observation_chars": 41})
+    assert longest_response(episodes, 512) == longest_response(episodes, 0) == 4 * (16 + 11)
+    assert longest_response(episodes, 100) == 100
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,28 +67,40 @@ FAMILIES = st.lists(
 
 def packing_of(families: list[tuple[int, list[int]]]) -> Packing:
     """The packer's layout: the first of a family has the prefix among its own tokens."""
-    lengths, starts, prefixes, first = [], [], [], 0
+    lengths, parents, prefixes = [], [], []
     for shared, own in families:
+        first = len(lengths)
         for number, length in enumerate(own):
             lengths.append(length + (shared if number == 0 else 0))
-            starts.append(first)
+            parents.append(first)
             prefixes.append(shared if number > 0 else 0)
-        first += shared + sum(own)
-    return Packing(torch.tensor(lengths), Prefixes(starts_S=torch.tensor(starts), lengths_S=torch.tensor(prefixes)))
+    return Packing(torch.tensor(lengths), Prefixes(parents_S=torch.tensor(parents), lengths_S=torch.tensor(prefixes)))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Packing:
+    """Each sample continues any token of any earlier one, or none."""
+    lengths, parents, prefixes = [draw(st.integers(1, 9))], [0], [0]
+    for place in range(1, draw(st.integers(2, 9))):
+        parent = draw(st.integers(0, place - 1))
+        seen = draw(st.integers(0, lengths[parent]))
+        lengths.append(draw(st.integers(1, 20)))
+        parents.append(parent if seen else place)
+        prefixes.append(prefixes[parent] + seen if seen else 0)
+    return Packing(torch.tensor(lengths), Prefixes(parents_S=torch.tensor(parents), lengths_S=torch.tensor(prefixes)))
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    families=FAMILIES,
+    packing=FAMILIES.map(packing_of) | trees(),
     window=st.none() | st.integers(1, 12),
     scale=st.none() | st.just(0.3),
     kv_heads=st.sampled_from([1, G, H]),
     knows_groups=st.booleans(),  # torch 2.11 doesn't
 )
 def test_flash_over_packed_tokens_is_padded_attention(
-    families: list[tuple[int, list[int]]], window: int | None, scale: float | None, kv_heads: int, knows_groups: bool
+    packing: Packing, window: int | None, scale: float | None, kv_heads: int, knows_groups: bool
 ) -> None:
-    packing = packing_of(families)
     draw = torch.Generator().manual_seed(0)
     num_tokens = int(packing.starts_S1[-1])
     query, key, value = (

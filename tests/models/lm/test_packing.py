@@ -69,17 +69,17 @@ def one_by_one(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
 
 def laid_out() -> tuple[Tensor, Tensor, Tensor, Prefixes]:
     """Ids, positions, own lengths and prefixes of all families, every prefix once."""
-    ids, positions, lengths, starts, shared = [], [], [], [], []
+    ids, positions, lengths, parents, shared = [], [], [], [], []
     for prefix, owns in drawn():
-        begins = sum(lengths)
+        first = len(lengths)
         for place, own in enumerate(owns):
             before = len(prefix) if place else 0
             ids.append(own if place else torch.cat([prefix, own]))
             positions.append(before + torch.arange(len(ids[-1])))
             lengths.append(len(ids[-1]))
-            starts.append(begins)
+            parents.append(first)
             shared.append(before)
-    prefixes = Prefixes(starts_S=torch.tensor(starts), lengths_S=torch.tensor(shared))
+    prefixes = Prefixes(parents_S=torch.tensor(parents), lengths_S=torch.tensor(shared))
     return torch.cat(ids), torch.cat(positions), torch.tensor(lengths), prefixes
 
 

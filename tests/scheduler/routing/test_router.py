@@ -102,6 +102,40 @@ def test_all_turns_of_a_trajectory_go_to_one_engine_until_it_dies() -> None:
     asyncio.run(main())
 
 
+def prefilled_share(num_turns: int, keeps_homes: bool) -> float:
+    """Tokens that two engines prefill for twelve trajectories, over those of the trajectories."""
+
+    def write(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        return Script(token_ids=(5,) * 8, text="x")
+
+    async def play(router: Router, name: str) -> int:
+        ids: tuple[int, ...] = (int(name),) * 20
+        for number in range(num_turns):
+            context = RequestContext(
+                request_id=f"{name}/t{number}",
+                group_id="g",
+                role="policy",
+                trajectory_id=name if keeps_homes else f"{name}/{number}",
+            )
+            completion = await router.generate(ids, SamplingParams(max_new_tokens=8), context)
+            ids = (*ids, *completion.token_ids, *(6,) * 12)
+            await asyncio.sleep(0.001 * (int(name) % 5))  # its environment
+        return len(ids) - 12
+
+    async def main() -> float:
+        engines = {name: SimulatedEngine("policy", write, tokens_per_s=1e4) for name in ("policy-0", "policy-1")}
+        router = Router("policy", engines)
+        lengths = await asyncio.gather(*(play(router, str(name)) for name in range(12)))
+        return sum(engine.prefilled_tokens for engine in engines.values()) / sum(lengths)
+
+    return asyncio.run(main())
+
+
+def test_twenty_turns_over_two_engines_prefill_less_than_the_length_of_the_episodes() -> None:
+    assert prefilled_share(20, keeps_homes=True) < 1.0
+    assert prefilled_share(20, keeps_homes=False) > 8
+
+
 def test_what_a_dead_engine_held_is_drawn_elsewhere_with_the_same_seed_and_once() -> None:
     async def main() -> None:
         router, a, b, spans = two(tokens_per_s=200)

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel, Qwen3Config
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import pack_prefix_groups
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
+from grmpipe.train.batching.packer import pack_trees
+from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner import learner as learner_module
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -138,7 +138,7 @@ def micro_batch(num_tokens: int) -> MicroBatch:
         )
         for sibling in range(SIBLINGS)
     ]
-    return pack_prefix_groups([SharedPrefixGroup.of(samples)])
+    return pack_trees([PrefixTree.of(samples)])
 
 
 def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, float]:

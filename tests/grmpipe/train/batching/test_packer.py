@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import (
     EARLY_SHARE,
+    Layout,
     MicroBatchRound,
     Packer,
     idle,
     pack,
-    pack_prefix_groups,
+    pack_trees,
     rounds_of,
 )
+from grmpipe.train.batching.prefix_tree import PrefixTree, num_shared, trees_of
 from grmpipe.train.batching.samples import count
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup, num_shared, prefix_groups_of
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
 
@@ -57,7 +58,7 @@ def packed_lengths(rounds: list[MicroBatchRound]) -> dict[int, int]:
     found: dict[int, int] = {}
     for round_ in rounds:
         for batch in round_.micro_batches:
-            if batch.loss_mask_T.sum() == 0:
+            if batch.loss_mask_E.sum() == 0:
                 continue
             for ids in np.split(batch.token_ids_T, batch.sample_lengths_S.cumsum()[:-1]):
                 assert len(set(ids.tolist())) == 1 and ids[0] not in found
@@ -111,16 +112,16 @@ def test_packed_arrays_line_up() -> None:
     batch = pack([sample(7, 3), sample(8, 2)])
     assert batch.token_ids_T.tolist() == [7, 7, 7, 8, 8]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1]
-    assert batch.loss_mask_T.tolist() == [0, 1, 1, 0, 1]
-    assert batch.sampler_logprobs_T.tolist() == [0, -1, -1, 0, -1]
-    assert batch.advantages_T.tolist() == [0, 0.5, 0.5, 0, 0.5]
-    assert batch.versions_T.tolist() == [7, 7, 7, 8, 8]
-    assert batch.loss_mask_T.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
+    assert batch.loss_mask_E.tolist() == [0, 1, 1, 0, 1]
+    assert batch.sampler_logprobs_E.tolist() == [0, -1, -1, 0, -1]
+    assert batch.advantages_E.tolist() == [0, 0.5, 0.5, 0, 0.5]
+    assert batch.versions_E.tolist() == [7, 7, 7, 8, 8]
+    assert batch.loss_mask_E.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
 
 
 def test_a_first_token_is_neither_trained_nor_counted() -> None:
     unprompted = replace(sample(0, 4), loss_mask=(1, 1, 1, 1))
-    assert pack([unprompted]).loss_mask_T.tolist() == [0, 1, 1, 1]
+    assert pack([unprompted]).loss_mask_E.tolist() == [0, 1, 1, 1]
     assert count([unprompted], oldest_version=0).num_loss_tokens == 3
 
 
@@ -130,13 +131,13 @@ def test_every_sampled_token_knows_who_sampled_it_and_the_others_nobody() -> Non
         VersionSpan(model="policy", version=5, start=3, end=5),
     )
     resumed = replace(sample(0, 6), loss_mask=(0, 0, 1, 1, 1, 0), versions=spans)
-    assert pack([resumed]).versions_T.tolist() == [-1, -1, 4, 5, 5, -1]
+    assert pack([resumed]).versions_E.tolist() == [-1, -1, 4, 5, 5, -1]
     with pytest.raises(AssertionError, match="only what was sampled is trained"):
         pack([replace(resumed, versions=spans[:1])])
 
 
 def test_an_idle_rank_trains_nothing() -> None:
-    assert idle().loss_mask_T.sum() == 0 and idle().sample_lengths_S.sum() == len(idle().token_ids_T)
+    assert idle().loss_mask_E.sum() == 0 and idle().sample_lengths_S.sum() == len(idle().token_ids_T)
 
 
 # -- siblings --------------------------------------------------------------------------------------------------------
@@ -160,27 +161,27 @@ def siblings_of(number: int, prompt_tokens: int, answer_tokens: int, group: int 
 def whole(samples: tuple[TrainingSample, ...], batch_: MicroBatchRound, rank: int) -> list[list[int]]:
     """The ids of each sample, joined from its own and the shared ones."""
     batch = batch_.micro_batches[rank]
-    own = np.split(batch.token_ids_T, batch.sample_lengths_S.cumsum()[:-1])
+    layout = Layout.of(batch)
     return [
-        batch.token_ids_T[start : start + length].tolist() + own_T.tolist()
-        for _, start, length, own_T in zip(samples, batch.prefix_starts_S, batch.prefix_lengths_S, own, strict=False)
+        batch.token_ids_T[layout.places(place, np.arange(len(one.token_ids)))].tolist()
+        for place, one in enumerate(samples)
     ]
 
 
 def test_a_prompt_that_siblings_share_is_packed_once() -> None:
-    prefix_group = SharedPrefixGroup.of(
-        [sibling(0, (1, 2, 3), (4, 5)), sibling(1, (1, 2, 3), (6,)), sibling(2, (1, 2, 3), (4, 7))]
-    )
-    batch = pack_prefix_groups([prefix_group, SharedPrefixGroup.of([sibling(3, (1, 2), (9,))])])
+    tree = PrefixTree.of([sibling(0, (1, 2, 3), (4, 5)), sibling(1, (1, 2, 3), (6,)), sibling(2, (1, 2, 3), (4, 7))])
+    batch = pack_trees([tree, PrefixTree.of([sibling(3, (1, 2), (9,))])])
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 4, 7, 1, 2, 9]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2]
     assert batch.sample_lengths_S.tolist() == [5, 1, 2, 3]
-    assert batch.prefix_starts_S.tolist() == [0, 0, 0, 8]
+    assert batch.parents_S.tolist() == [0, 0, 0, 3]
     assert batch.prefix_lengths_S.tolist() == [0, 3, 3, 0]
-    assert batch.loss_mask_T.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1]
-    assert batch.advantages_T.tolist() == [0, 0, 0, 0.5, 0.5, 1.5, 2.5, 2.5, 0, 0, 3.5]
-    assert batch.sampler_logprobs_T.tolist() == [0, 0, 0, -1, -1, -2, -3, -3, 0, 0, -4]
-    assert batch.versions_T.tolist() == [-1, -1, -1, 0, 0, 1, 2, 2, -1, -1, 3]
+    assert batch.places_E.tolist() == list(range(11)), "single turns: an entry for each packed token"
+    assert batch.rollout_lengths_R.tolist() == [5, 1, 2, 3]
+    assert batch.loss_mask_E.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1]
+    assert batch.advantages_E.tolist() == [0, 0, 0, 0.5, 0.5, 1.5, 2.5, 2.5, 0, 0, 3.5]
+    assert batch.sampler_logprobs_E.tolist() == [0, 0, 0, -1, -1, -2, -3, -3, 0, 0, -4]
+    assert batch.versions_E.tolist() == [-1, -1, -1, 0, 0, 1, 2, 2, -1, -1, 3]
 
 
 def test_what_is_shared_is_found_in_the_ids_and_ends_before_anything_is_trained() -> None:
@@ -197,8 +198,8 @@ def test_what_is_shared_is_found_in_the_ids_and_ends_before_anything_is_trained(
 
 def test_only_samples_of_one_group_are_a_family() -> None:
     samples = [sibling(index, (1, 2), (3 + index,), group_id="ab"[index % 2]) for index in range(4)]
-    assert [len(prefix_group.samples) for prefix_group in prefix_groups_of(samples, shared=True)] == [2, 2]
-    assert [len(prefix_group.samples) for prefix_group in prefix_groups_of(samples, shared=False)] == [1] * 4
+    assert [len(tree.samples) for tree in trees_of(samples, shared=True)] == [2, 2]
+    assert [len(tree.samples) for tree in trees_of(samples, shared=False)] == [1] * 4
 
 
 def test_shared_experts_are_those_of_the_first_sibling() -> None:
@@ -206,7 +207,7 @@ def test_shared_experts_are_those_of_the_first_sibling() -> None:
         replace(one, experts_TLK=np.full((3, 1, 1), 10 + one.sibling, dtype=np.int16))
         for one in (sibling(0, (1, 2), (3,)), sibling(1, (1, 2), (4,)))
     ]
-    experts_TLK = pack_prefix_groups([SharedPrefixGroup.of(samples)]).experts_TLK
+    experts_TLK = pack_trees([PrefixTree.of(samples)]).experts_TLK
     assert experts_TLK is not None and experts_TLK[:, 0, 0].tolist() == [10, 10, 10, 11]
 
 
@@ -263,7 +264,7 @@ def test_ranks_wait_little_for_each_other_though_siblings_stay_together() -> Non
             prompt = tuple(range(int(draw.integers(200, 800))))
             answers = np.clip(draw.lognormal(6.0, 1.0, 8), 8, 4096).astype(int)
             members = [sibling(i, prompt, (i,) * n, f"{batch}/{group}") for i, n in enumerate(answers.tolist())]
-            least += SharedPrefixGroup.of(members).load.tokens
+            least += PrefixTree.of(members).load.tokens
             samples += members
         for round_ in rounds_of(samples, 16_384, 8):
             packed += sum(len(micro.token_ids_T) for micro in round_.micro_batches)

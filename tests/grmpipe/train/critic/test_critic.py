@@ -85,7 +85,7 @@ class PolicyRanks:
         if method == "accumulate":
             self.accumulated.append(batch)
             return [{}]
-        return [np.full(len(batch.token_ids_T), -2.0, dtype=np.float32) * (batch.loss_mask_T > 0)]
+        return [np.full(len(batch.token_ids_T), -2.0, dtype=np.float32) * (batch.loss_mask_E > 0)]
 
     async def close(self) -> None: ...
 
@@ -257,7 +257,7 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
             await trainer.step(batch)
             targets = batch_of(ranks)
             assert set(targets) == {10, 11, 20, 21}
-            found.append((targets, [batch.advantages_T.tolist() for batch in policy.accumulated]))
+            found.append((targets, [batch.advantages_E.tolist() for batch in policy.accumulated]))
         assert found[0] == found[1]
 
     run(work)
@@ -273,7 +273,7 @@ def test_advantages_are_the_returns_less_the_values_of_the_critic() -> None:
         assert policy.calls == ["accumulate"], "what needs no batch starts early"
         await trainer.step([group])
         (batch,) = policy.accumulated
-        by_token = dict(zip(batch.token_ids_T.tolist(), batch.advantages_T.tolist(), strict=True))
+        by_token = dict(zip(batch.token_ids_T.tolist(), batch.advantages_E.tolist(), strict=True))
         assert (by_token[10], by_token[11]) == (0.25 - 10, 1.0 - 11)
 
     run(work)

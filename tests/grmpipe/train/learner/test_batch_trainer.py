@@ -12,9 +12,9 @@ import pytest
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.bin_packing import work
-from grmpipe.train.batching.packer import MicroBatchRound, pack_prefix_groups
+from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
+from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.batching.samples import count
-from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
@@ -48,7 +48,7 @@ class RecordingRanks:
             self.accumulated += batches  # type: ignore[arg-type]
             return [{}, {}]
         # type: ignore[attr-defined]
-        return [np.where(batch.loss_mask_T > 0, -2.0, 0.0).astype(np.float32) for batch in batches]
+        return [np.where(batch.loss_mask_E > 0, -2.0, 0.0).astype(np.float32) for batch in batches]
 
     async def close(self) -> None: ...
 
@@ -58,7 +58,7 @@ class RecordingRanks:
             float(advantage)
             for batch in self.accumulated
             for token_id, trained, advantage in zip(
-                batch.token_ids_T, batch.loss_mask_T, batch.advantages_T, strict=True
+                batch.token_ids_T, batch.loss_mask_E, batch.advantages_E, strict=True
             )
             if trained and token_id == token
         }
@@ -125,7 +125,7 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
     asyncio.run(run())
     assert rounds == [0, 0, 1]
-    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
+    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_E > 0] for batch in ranks.accumulated])
     assert sorted(trained.tolist()) == sorted([10, 11, 20, 21, 30, 31] * 3)
 
 
@@ -145,7 +145,7 @@ def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_the_whole_batch_is_trained_once(name: str) -> None:
     ranks, _ = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 5.0, 7.0))
-    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
+    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_E > 0] for batch in ranks.accumulated])
     assert sorted(trained.tolist()) == sorted([10, 11, 20, 21] * 3)
     assert ranks.calls[-1] == "step" and "old_pass" not in ranks.calls
 
@@ -286,6 +286,8 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
         await trainer.take(group := judged(1, *(0.0, 1.0) * 4))
         metrics = await trainer.step([group])
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
+        assert metrics["train/packed_tokens"] == (28 if prefix_sharing else 32)
+        assert metrics["train/unshared_tokens"] == 32
 
     asyncio.run(run())
     assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if prefix_sharing else [16, 16])
@@ -293,13 +295,13 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
 
 def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
-    long = SharedPrefixGroup.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
-    alone = [SharedPrefixGroup.of([trained(0, 2048, 14_336)])]
+    long = PrefixTree.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
+    alone = [PrefixTree.of([trained(0, 2048, 14_336)])]
     ranks = RecordingRanks()
 
     async def run() -> float:
         learner = LearnerGroup(ranks)
-        await learner.accumulate(MicroBatchRound(micro_batches=(pack_prefix_groups([long]), pack_prefix_groups(alone))))
+        await learner.accumulate(MicroBatchRound(micro_batches=(pack_trees([long]), pack_trees(alone))))
         return (await learner.step(count(long.samples, 0)))["train/rank_imbalance"]
 
     works = [work(12_288) + work(4096, 8192), work(16_384)]

@@ -122,10 +122,10 @@ def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
     assert learner.step(totals)["train/kl_nats"] == 0.0
     current = learner.old_pass(batch).logprobs_T.astype(np.float64)
     reference = make_learner(gpt2_path).old_pass(batch).logprobs_T.astype(np.float64)
-    silent = replace(batch, advantages_T=np.zeros_like(batch.advantages_T))
+    silent = replace(batch, advantages_E=np.zeros_like(batch.advantages_E))
     learner.accumulate(silent)
     metrics = learner.step(totals)
-    x = (reference - current)[batch.loss_mask_T > 0]
+    x = (reference - current)[batch.loss_mask_E > 0]
     assert metrics["train/kl_nats"] == pytest.approx((np.exp(x) - x - 1).mean(), abs=1e-6)
     assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/kl_nats"])
     assert metrics["train/grad_norm"] > 0
@@ -149,9 +149,9 @@ def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> 
     algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled_cap=1e9)
     learner = make_learner(gpt2_path, algorithm)
     for version in range(3):
-        trained_T = batch.loss_mask_T > 0
-        log_ratios = (learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[trained_T]
-        half_way = np.where(version - batch.versions_T[trained_T] == 2, np.exp(log_ratios / 2), 1.0)
+        trained_T = batch.loss_mask_E > 0
+        log_ratios = (learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_E)[trained_T]
+        half_way = np.where(version - batch.versions_E[trained_T] == 2, np.exp(log_ratios / 2), 1.0)
         learner.accumulate(batch)
         assert learner.step(totals)["train/correction_mean"] == pytest.approx(half_way.mean(), rel=1e-5)
     assert half_way.max() != 1.0
@@ -171,7 +171,7 @@ def test_the_samplers_temperature_is_the_learners(gpt2_path: str, make_samples) 
     """An engine that samples from the learner's own weights at T = 0.5 doesn't count as a mismatch."""
     batch = pack(make_samples())
     learner = Learner(replace(make_learner(gpt2_path)._spec, temperature=0.5))
-    exact = replace(batch, sampler_logprobs_T=learner.old_pass(batch).logprobs_T)
+    exact = replace(batch, sampler_logprobs_E=learner.old_pass(batch).logprobs_T)
     learner.accumulate(exact)
     assert learner.step(count(make_samples(), 0))["mismatch/max_nats"] < 1e-5
     assert np.abs(learner.old_pass(batch).logprobs_T - make_learner(gpt2_path).old_pass(batch).logprobs_T).max() > 0.01
@@ -182,7 +182,7 @@ def test_age_is_counted_in_batches_however_many_updates_each_has(gpt2_path: str,
     """Half the tokens are of version 0, half of version 1."""
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
-    trained_T, versions_T = batch.loss_mask_T > 0, batch.versions_T
+    trained_T, versions_T = batch.loss_mask_E > 0, batch.versions_E
     learner = make_learner(gpt2_path, AlgorithmConfig(updates_per_batch=updates))
     for batches in range(3):
         for _ in range(updates):
@@ -212,7 +212,7 @@ def test_a_nan_raises_with_its_norm_and_leaves_the_learner_usable(gpt2_path: str
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     learner = make_learner(gpt2_path)
     before = weights(learner)
-    learner.accumulate(replace(batch, advantages_T=batch.advantages_T * np.float32("nan")))
+    learner.accumulate(replace(batch, advantages_E=batch.advantages_E * np.float32("nan")))
     with pytest.raises(NonFiniteGradients, match="nan"):
         learner.step(totals)
     assert (weights(learner), learner.version) == (before, 0)
@@ -268,11 +268,11 @@ def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_sam
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     learner = make_learner(qwen_path, AlgorithmConfig(correction="none"), master="float32")
-    before = (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum()
+    before = (learner.old_pass(batch).logprobs_T * batch.advantages_E).sum()
     for _ in range(5):
         learner.accumulate(batch)
         learner.step(totals)
-    assert (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum() > before + 1.0
+    assert (learner.old_pass(batch).logprobs_T * batch.advantages_E).sum() > before + 1.0
 
 
 def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) -> None:

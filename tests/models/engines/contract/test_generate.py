@@ -65,6 +65,27 @@ def test_siblings_differ_and_share_their_prefill(
         assert completion.logprobs == pytest.approx(plain.logprobs(prompt, completion), abs=1e-4)
 
 
+def test_a_later_turn_of_a_trajectory_prefills_little_more_than_its_new_tokens(
+    engine: Any, kind: Any, ask: Any, run: Any, prompt_of: Any, plain: Any
+) -> None:
+    """vLLM shares whole blocks of 32 tokens."""
+
+    async def turns() -> tuple[int, int]:
+        ids, prompt_tokens, cached_tokens = prompt_of(40, seed=8), 0, 0
+        for turn in range(5):
+            prompt_tokens += len(ids)
+            completion = await ask(engine, ids, f"turn{turn}", trajectory_id="turns", max_new_tokens=6)
+            assert completion.logprobs == pytest.approx(plain.logprobs(ids, completion), abs=1e-4)
+            cached_tokens += completion.cached_tokens
+            ids = (*ids, *completion.token_ids, *prompt_of(4, seed=turn))
+        return prompt_tokens, cached_tokens
+
+    before = kind.prefilled(engine)
+    prompt_tokens, cached_tokens = run(turns())
+    assert prompt_tokens > 250
+    assert kind.prefilled(engine) - before < prompt_tokens / 2 < cached_tokens
+
+
 def test_the_text_ends_before_a_stop_string_and_the_ids_with_it(
     engine: Any, ask: Any, run: Any, prompt_of: Any
 ) -> None:

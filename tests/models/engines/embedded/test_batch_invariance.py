@@ -41,6 +41,8 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(open_engine: Any,
 class Leaky:
     """A decoder whose logits change slightly with the number of rows, like a product that sums in another order."""
 
+    row_block = 1
+
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         raise AssertionError("a prompt's tokens are fed as if they were decoded")
 
@@ -56,6 +58,24 @@ def test_a_decoder_whose_rows_depend_on_their_number_is_noticed() -> None:
     slots = KvSlots(SHAPE, 256, 512)
     assert not is_batch_invariant(BatchInvariantDecoder(Leaky(), slots), slots, 256, 512)
     assert is_batch_invariant(BatchInvariantDecoder(Leaky(), slots), slots, 8, 512), "there are no more rows than 8"
+
+
+class Forgetful(Leaky):
+    """A decoder whose logits change slightly with the number of tokens that were prefilled at once."""
+
+    def __init__(self) -> None:
+        self._num_fed = 0
+
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+        self._num_fed = len(set(positions_P.tolist()))
+
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+        return torch.stack([token_ids_B, positions_B], 1).float() * (1 + 1e-6 * (self._num_fed < 6))
+
+
+def test_a_decoder_whose_logits_depend_on_where_a_prompt_was_cut_is_noticed() -> None:
+    slots = KvSlots(SHAPE, 256, 512)
+    assert not is_batch_invariant(BatchInvariantDecoder(Forgetful(), slots), slots, 1, 64)
 
 
 def test_an_engine_refuses_to_start_where_sums_depend_on_the_batch(

@@ -54,6 +54,7 @@ def test_twenty_turns_prefill_less_than_their_length_and_many_times_it_when_noth
         (completions,) = played(ask, prompt_of, engine, 1, 20, parks)
         length = START + sum(one.num_tokens for one in completions) + 19 * len(OBSERVATION)
         stats = engine.stats()
+        assert sum(one.cached_tokens for one in completions) == stats.cached_tokens
         share[parks] = stats.prefilled_tokens / length
         prompts = sum(len(one.token_ids) + len(OBSERVATION) for one in completions)
         assert stats.parked == parks

@@ -389,3 +389,34 @@ def test_busy_is_the_time_with_rows_and_without_pauses() -> None:
         return engine.busy_s
 
     assert run_virtually(go) == pytest.approx(2.0)
+
+
+def turns_of(engine: SimulatedEngine, trajectory_id: str, push_after: int | None = None) -> int:
+    """The tokens that five turns of one trajectory prefill: a prompt of 100, then 10 sampled and 5 observed each."""
+
+    async def go() -> int:
+        ids = (1,) * 100
+        for turn in range(5):
+            context = RequestContext(request_id=f"t{turn}", group_id="g", role="policy", trajectory_id=trajectory_id)
+            before = engine.prefilled_tokens
+            completion = await engine.generate(ids, SamplingParams(max_new_tokens=10), context)
+            assert completion.cached_tokens == len(ids) - (engine.prefilled_tokens - before)
+            if turn == push_after:
+                await engine.pause()
+                await engine.commit_weights(1)
+                await engine.resume()
+            ids = (*ids, *completion.token_ids, *(2,) * 5)
+        return engine.prefilled_tokens
+
+    return run_virtually(go)
+
+
+def test_a_turn_prefills_what_its_trajectorys_last_turn_has_not() -> None:
+    unshared = sum(100 + 15 * turn for turn in range(5))
+    assert turns_of(SimulatedEngine("policy", write), "g/0") == 100 + 4 * (1 + 5)
+    assert turns_of(SimulatedEngine("policy", write), "") == unshared
+    assert turns_of(SimulatedEngine("policy", write, prefix_cache=False), "g/0") == unshared
+
+
+def test_a_push_empties_the_cache_of_trajectories() -> None:
+    assert turns_of(SimulatedEngine("policy", write), "g/0", push_after=2) == 100 + 3 * (1 + 5) + 100 + 3 * 15

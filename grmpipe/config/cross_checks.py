@@ -1,0 +1,250 @@
+"""Checks across the sections of a configuration. Each raises ValueError that names a key and the way out."""
+
+from __future__ import annotations
+
+import re
+
+from grmpipe.config.critic import check_critic
+from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.judging import (
+    POLICY,
+    check_all_used,
+    check_judging,
+    key_of_cotrain,
+    key_of_judge,
+    key_of_model,
+)
+from grmpipe.config.reward import check_rewards
+from grmpipe.config.run_sections import RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
+from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
+
+
+def check_across(config: RunSections) -> None:
+    """All checks, once the defaults are filled in."""
+    check_run(config)
+    check_algorithm(config)
+    check_policy_engine(config)
+    check_places(config)
+    check_retrain(config)
+    check_cotrain(config)
+    check_critic_alone(config)
+    check_lora(config)
+    check_meta_rm(config)
+    check_scalar(config)
+    check_simulated(config)
+    check_labels(config)
+
+
+def check_run(config: RunSections) -> None:
+    """Check the task, and what the run is called."""
+    if config.task not in TASKS:
+        raise ValueError(f"task: unknown task {config.task!r}; known: {', '.join(TASKS)}")
+    if config.resume not in RESUMES:
+        raise ValueError(f"resume: unknown value {config.resume!r}; known: {', '.join(RESUMES)}")
+    if not re.fullmatch(r"[\w-][\w.-]*", config.experiment):  # it names a folder under runs/
+        raise ValueError(
+            f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {config.experiment!r}"
+        )
+    if config.task == "train_judge_rft" and config.judge.kind != "label":
+        raise ValueError(
+            "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"
+        )
+
+
+def check_algorithm(config: RunSections) -> None:
+    check_pass_k(config.algorithm, config.train.group_size)
+    check_replay_buffer(config.algorithm, config.train.max_staleness)
+    check_interpolated(config.algorithm, config.train.max_staleness)
+    for judge in config.judging.generative.values():
+        check_spread(config.algorithm, judge.num_judgements)
+    check_critic(config.critic, config.algorithm, config.train)
+
+
+def check_places(config: RunSections) -> None:
+    known = roles_with(config.grms)
+    for role in config.placement.roles:
+        if role not in known:
+            raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(known)}")
+
+
+def check_reward(config: RunSections) -> None:
+    """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
+    kind = config.algorithm.estimator_kind
+    check_rewards(
+        config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
+    )
+    check_judging(config.judging)
+    if config.task != "evaluate":  # which measures any one of them
+        check_all_used(config.judging, config.judges, config.grms)
+    if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
+        raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
+
+
+def judge_of_kind(config: RunSections, kind: str) -> str | None:
+    return next((name for name, judge in config.judging.judges.items() if judge.kind == kind), None)
+
+
+def check_policy_engine(config: RunSections) -> None:
+    """Check that the policy's engines take weights."""
+    if not config.engine_kind_of(POLICY).transports:
+        able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
+        raise ValueError(
+            f"policy.engine: {config.policy.engine} can't receive weights or return log-probs, so it can't serve a "
+            f"model in training; type policy.engine={able}"
+        )
+
+
+def check_labels(config: RunSections) -> None:
+    """Check the score that passes, for judges that learn from labels."""
+    learning = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
+        name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
+    }
+    for name, judge in learning.items():
+        key = key_of_judge(name)
+        if not judge.score_min < config.labels.pass_score <= judge.score_max:
+            raise ValueError(
+                f"labels.pass_score: must be above {key}.score_min = {judge.score_min} and at most "
+                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}"
+            )
+
+
+def check_retrain(config: RunSections) -> None:
+    """Check that retraining from a run trains only the policy."""
+    if config.data.retrain_from is None:
+        return
+    if config.task != "train":
+        raise ValueError(
+            f"data.retrain_from: task={config.task} can't replay; type task=train, or data.retrain_from=null"
+        )
+    alone = "data.retrain_from trains only the policy"
+    for role in config.trained_grms:
+        key = key_of_cotrain(role)
+        raise ValueError(f"{key}.enabled: {alone}; type {key}.enabled=false")
+    if config.critic.enabled:
+        raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
+
+
+def check_meta_rm(config: RunSections) -> None:
+    """Check that a vote that needs a meta-RM has one, with something to read."""
+    if not config.uses_meta_rm:
+        return
+    name, judge = next(iter(config.judging.weighted.items()))
+    key = f"{key_of_judge(name)}.vote"
+    if config.task == "simulate":
+        raise ValueError(
+            f"{key}: task=simulate asks no meta-RM, whose work is small compared with the GRM's; type task=plan "
+            f"for its work and memory, or {key}=mean to simulate the rest of the run"
+        )
+    if config.meta_rm.path is None:
+        raise ValueError(
+            f"meta_rm.path: {key}={judge.vote} needs a meta-RM, and there is none; train one by "
+            f"+experiment=train_meta_rm and type meta_rm.path=<its run_dir>/meta_rm, or {key}=mean"
+        )
+
+
+def check_lora(config: RunSections) -> None:
+    """Check that adapters belong to a model that learns and go to an engine that applies them."""
+    for role, model in config.models.items():
+        key = key_of_model(role)
+        if model.lora.in_engines and not config.engine_kind_of(role).applies_adapters:
+            able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
+            raise ValueError(
+                f"{key}.lora.sync: {model.engine} can't receive adapters alone; type {key}.lora.sync=merged, "
+                f"or {key}.engine={able}"
+            )
+        # If the policy is the judge itself, it takes its settings from the GRM's.
+        if model.lora.learns and role not in config.learners and config.judge.kind != "label":
+            cotrain = key_of_cotrain(role)
+            raise ValueError(
+                f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, or {cotrain}.enabled=true"
+            )
+    if config.policy.lora.learns and config.task == "train_meta_rm":
+        raise ValueError(
+            "policy.lora.rank: task=train_meta_rm trains all weights of a meta-RM; type policy.lora.rank=0"
+        )
+
+
+def check_scalar(config: RunSections) -> None:
+    """Check that the task knows scalar reward models."""
+    for name in config.judging.scalar if config.task == "simulate" else ():
+        raise ValueError(
+            f"{key_of_judge(name)}.kind: task=simulate asks no scalar reward model, whose work is small compared "
+            f"with a GRM's; type task=plan for its work, or {key_of_judge(name)}=rule to simulate the rest"
+        )
+
+
+def check_simulated(config: RunSections) -> None:
+    """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
+    if config.task != "simulate":
+        return
+    if not config.env.env_kind.is_single:
+        raise ValueError(
+            "env.kind: task=simulate knows only single turns; to see the rest of the run type env=single_turn"
+        )
+    for name, judge in config.judging.judges.items():
+        key = key_of_judge(name)
+        if judge.kind == "custom":
+            raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
+        if not is_judge_simulated(judge):
+            raise ValueError(
+                f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
+                "judgement; to see the rest of the run type judge=pointwise"
+            )
+
+
+def check_cotrain(config: RunSections) -> None:
+    """Check that GRMs that are trained are served here, sample their judgements, and are compared within groups."""
+    for role in config.cotrains:
+        if role not in config.grms:
+            raise ValueError(
+                f"cotrains.{role}: there is no model {role!r}; known: {', '.join(config.grms) or 'none in grms'}; "
+                "the settings of the first one's learner are in cotrain"
+            )
+    for role in config.trained_grms:
+        check_trained_grm(config, role)
+
+
+def check_trained_grm(config: RunSections, role: str) -> None:
+    cotrain, key = config.trained_grms[role], key_of_cotrain(role)
+    if role not in config.judging.local_roles:
+        raise ValueError(
+            f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
+            f"{key_of_model(role)}.path and a {key_of_model(role)}.engine other than openai"
+        )
+    if config.task == "simulate":
+        raise ValueError(
+            f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
+            f"memory, or {key}.enabled=false to simulate the rest of the run"
+        )
+    judge = config.judge_training(role)
+    if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
+        raise ValueError(
+            f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
+            f"and give rankings as {key}.data_path"
+        )
+    if not judge.temperature > 0:
+        raise ValueError(f"{key}.enabled: greedy judgements are all alike; type judge.temperature=1")
+    if config.algorithm.estimator_kind.need == "batch":
+        raise ValueError(
+            f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
+            f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
+        )
+
+
+def check_critic_alone(config: RunSections) -> None:
+    """Check that a critic is trained next to a policy that is played and judged, by a judge that doesn't change."""
+    if not config.critic.enabled:
+        return
+    if config.task in ("train_judge_rft", "train_meta_rm"):
+        raise ValueError(
+            f"critic.enabled: task={config.task} uses no critic; type critic=none algorithm.estimator=grpo"
+        )
+    for role in config.trained_grms:
+        raise ValueError(
+            "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
+            f"type critic=none algorithm.estimator=grpo, or {key_of_cotrain(role)}.enabled=false"
+        )
+    if config.data.retrain_from is not None:
+        raise ValueError(
+            "critic.enabled: data.retrain_from trains only the policy; type critic=none algorithm.estimator=grpo"
+        )

@@ -1,0 +1,201 @@
+"""What a seat's process may do: namespaces, limits, Landlock. Runs in forked children only, and starts nothing.
+
+A seat is two processes. The supervisor enters the namespaces (`enter_namespaces`) and stays outside of the bounds; its
+child, in which the environment lives, is the first process in them, and gives up all else (`confine`).
+
+Processes are counted by RLIMIT_NPROC in the seat's own user namespace, by a user id that is not root's: root has no
+such limit. So where the run is root's, the seat becomes another user, who may still read what belongs to root and
+Landlock allows. Without user namespaces and without root nothing counts them, and the report says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grmpipe.envs.isolation import kernel, landlock
+
+MEGABYTE = 2**20
+FIRST_USER = 0x70000000  # of the users that seats become where the run is root's; plus the supervisor's process id
+INSIDE_USER = 1000  # what such a user is called in its namespace
+SYSTEM_FILES = (
+    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives",
+)  # fmt: skip
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/run/systemd/resolve")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a seat may do at most. The units are those of `IsolationConfig`.
+
+    folder: the seat's own, the only one in which it may write.
+    mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
+    without: parts to leave out, so that tests see what remains on a kernel that lacks them.
+    """
+
+    folder: str
+    memory_mb: int
+    cpu_s: int
+    max_processes: int
+    max_files: int
+    file_mb: int
+    network: bool = False
+    read: tuple[str, ...] = ()
+    mapped_bytes: int = 0
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """A part of the isolation that is not had, and why."""
+
+    part: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of the isolation, as they are taken one after the other."""
+
+    without: Sequence[str] = ()
+    missing: list[Missing] = field(default_factory=list)
+
+    def take(self, part: str, act: Callable[[], object]) -> bool:
+        """Whether the kernel granted a part."""
+        try:
+            if part in self.without:
+                raise OSError(0, "left out")
+            act()
+        except OSError as error:
+            self.missing.append(Missing(part=part, reason=error.strerror or str(error)))
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class Namespaces:
+    """What the supervisor had. user: the user that the seat becomes, by its name in the namespace; None: as before."""
+
+    parts: Parts
+    users: bool = False
+    processes: bool = False
+    network: bool = False
+    user: int | None = None
+
+
+def readable(extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """Files and folders that any seat may read: the system's programs, Python, and all that it imports from."""
+    python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *filter(None, sys.path))
+    return tuple(dict.fromkeys((*SYSTEM_FILES, *python, *extra)))
+
+
+def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespaces:
+    """Leave the namespaces of the run. `map_ids` maps a user id of the seat into its namespace, from outside of it."""
+    had = Namespaces(parts=Parts(without=bounds.without))
+    take = had.parts.take
+    user, group = os.geteuid(), os.getegid()
+    is_root = user == 0
+    outside = FIRST_USER + os.getpid()
+    had.users = take("user namespace", lambda: kernel.unshare(kernel.NEW_USER)) and take(
+        "map of users", (lambda: map_ids(outside)) if is_root else (lambda: map_own_ids(user, group))
+    )
+    if is_root:
+        had.user = INSIDE_USER if had.users else outside
+    had.processes = take("process namespace", lambda: kernel.unshare(kernel.NEW_PIDS))
+    take("IPC namespace", lambda: kernel.unshare(kernel.NEW_IPC))
+    if not bounds.network:
+        had.network = take("network namespace", lambda: kernel.unshare(kernel.NEW_NET))
+        if had.network:
+            with contextlib.suppress(OSError):  # a seat without its loopback has no network at all
+                kernel.bring_loopback_up()
+    if take("mount namespace", lambda: kernel.unshare(kernel.NEW_MOUNTS)):
+        take("read-only mounts", kernel.make_mounts_read_only)
+    mounted = not any(each.part == "mount namespace" for each in had.parts.missing)
+    if (
+        not (mounted and take("folder of bounded size", lambda: mount_folder(bounds, had.user)))
+        and had.user is not None
+    ):
+        os.chown(bounds.folder, had.user, had.user)
+    return had
+
+
+def mount_folder(bounds: Bounds, user: int | None) -> None:
+    owner = "" if user is None else f",uid={user},gid={user}"
+    options = f"size={bounds.file_mb}m,nr_inodes={16 * 1024},mode=700{owner}"
+    kernel.mount("grmpipe", bounds.folder, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, options)
+
+
+def map_own_ids(user: int, group: int) -> None:
+    """Map this process's own user and group, as they were outside, to themselves, which needs no rights."""
+    kernel.own_proc_files()
+    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+
+
+def map_ids_of(process: int, outside: int) -> None:
+    """Root maps one user of another process's namespace, and itself, so that what belongs to root can be read there.
+
+    Raises OSError.
+    """
+    for name in ("gid_map", "uid_map"):
+        Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{INSIDE_USER} {outside} 1\n", encoding="ascii")
+
+
+def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
+    """Give up all that a seat may not do. Returns what couldn't be given up. Not to be undone."""
+    take, user = had.parts.take, had.user
+    os.setsid()
+    own_proc = had.processes and take("own /proc", mount_proc)
+    kept = (kernel.CAP_DAC_READ_SEARCH,) if had.users and user is not None else ()
+    if had.users or user is not None:
+        take("no new capabilities", lambda: kernel.forbid_capabilities(*kept))
+    if user is not None:
+        take("user of its own", lambda: kernel.become(user))
+    take("no capabilities", lambda: kernel.keep_capabilities(*kept))
+    is_counted = os.getuid() != 0 and (had.users or user is not None)
+    set_limits(bounds, is_counted=is_counted, shares_user=user is None)
+    if not is_counted:
+        had.parts.missing.append(Missing(part="process count", reason="it needs a user namespace, or root"))
+    take("no new privileges", kernel.set_no_new_privileges)
+    take("Landlock", lambda: restrict_files(bounds, had, own_proc))
+    kernel.set_parent_death_signal(signal.SIGKILL)
+    return tuple(had.parts.missing)
+
+
+def mount_proc() -> None:
+    kernel.mount("proc", "/proc", "proc", kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
+
+
+def restrict_files(bounds: Bounds, had: Namespaces, own_proc: bool) -> None:
+    read = (*bounds.read, *(("/proc",) if own_proc else ()), *(NETWORK_FILES if bounds.network else ()))
+    landlock.restrict(read, (bounds.folder, *DEVICES), tcp=bounds.network or had.network)
+
+
+def set_limits(bounds: Bounds, *, is_counted: bool, shares_user: bool) -> None:
+    """Limits of each process, and on the number of all of them: the supervisor counts too, if it has the same user."""
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: bounds.cpu_s,
+        resource.RLIMIT_FSIZE: bounds.file_mb * MEGABYTE,
+        resource.RLIMIT_NOFILE: bounds.max_files,
+        resource.RLIMIT_AS: bounds.memory_mb * MEGABYTE + bounds.mapped_bytes,
+    }
+    if is_counted:
+        limits[resource.RLIMIT_NPROC] = bounds.max_processes + shares_user
+    for limit, value in limits.items():
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+
+
+def mapped_bytes() -> int:
+    """Address space that this process takes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()

@@ -1,0 +1,157 @@
+"""A process of its own that imports a run's environment once, and forks a seat from it for each episode.
+
+    python -m grmpipe.envs.isolation.fork_server FD PARENT    # FD: socket to the run; PARENT: the run's process id
+
+Small: it imports no torch and no Ray. It ends when the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.envs.env import Env
+from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.isolation import kernel
+from grmpipe.envs.isolation.confinement import Bounds, Missing, mapped_bytes
+from grmpipe.envs.isolation.messages import Seated, frame
+from grmpipe.envs.isolation.seat import serve
+from grmpipe.envs.isolation.supervisor import map_users_when_asked, supervise
+
+MAX_CONTROL = 2**17  # bytes of a control message
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The environment to import."""
+
+    env: EnvConfig
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The environment is imported. error: why not."""
+
+    error: str = ""
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """A seat to fork. Two sockets come with it: for the environment, and for its supervisor."""
+
+    bounds: Bounds
+
+
+def main(control: socket.socket, parent: int) -> None:
+    kernel.set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=Setup).env
+        make = env_factory(config)
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
+        return
+    control.send(msgspec.msgpack.encode(Ready()))
+    ForkServer(control, make).stay()
+
+
+class ForkServer:
+    """Forks seats at the run's word, and waits for their supervisors."""
+
+    def __init__(self, control: socket.socket, make: Callable[[], Env]) -> None:
+        self._control = control
+        self._make = make
+        self._mapped_bytes = mapped_bytes()
+        gc.freeze()  # a collection in a seat would copy every page that it looks at
+
+    def stay(self) -> None:
+        """Until the run closes the control socket."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes `poll`
+        woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(woken, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if woken in ready:
+                os.read(woken, 4096)
+                reap()
+            if self._control.fileno() in ready and not self._fork(woken, wakes):
+                return
+
+    def _fork(self, *own: int) -> bool:
+        """Fork the seat that is asked for. Returns False at the end of the run."""
+        asked, sockets, _, _ = socket.recv_fds(self._control, MAX_CONTROL, 2, socket.MSG_CMSG_CLOEXEC)
+        if not asked:
+            return False
+        bounds = msgspec.msgpack.decode(asked, type=Fork).bounds
+        bounds = replace(bounds, mapped_bytes=self._mapped_bytes)
+        outside, inside = socket.socketpair()
+        env_socket, run_socket = (socket.socket(fileno=each) for each in sockets)
+        child = os.fork()
+        if child == 0:
+            self._become_supervisor(bounds, env_socket, run_socket, inside, (*own, outside.fileno()))
+        for each in (inside, env_socket, run_socket):
+            each.close()
+        with outside:
+            map_users_when_asked(outside, child)
+        return True
+
+    def _become_supervisor(
+        self,
+        bounds: Bounds,
+        env_socket: socket.socket,
+        run_socket: socket.socket,
+        host: socket.socket,
+        others: tuple[int, ...],
+    ) -> None:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            for each in others:
+                os.close(each)
+
+            def live(missing: tuple[Missing, ...]) -> None:
+                env_socket.sendall(frame(Seated(missing=missing)))
+                asyncio.run(live_in(env_socket, self._make))
+
+            supervise(bounds, run_socket, env_socket, host, live)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+async def live_in(env_socket: socket.socket, make: Callable[[], Env]) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=env_socket)
+    await serve(make, reader, writer)
+
+
+def reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as run:
+        main(run, int(sys.argv[2]))

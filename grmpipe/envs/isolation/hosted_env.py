@@ -1,0 +1,272 @@
+"""An environment that lives in a seat of its own, as the run sees it: an Env like any other. Starts no process itself.
+
+What an end of the seat means is decided here, from what the seat and its supervisor report:
+
+    in `open`                      the environment's: EnvFault `boot`, `timeout` or `died`
+    in `step`, before it began     the environment's: EnvFault `timeout` or `died`
+    in `step`, at a limit          the policy's: the episode ends (`done`) with the fault `limit`, and is judged as it
+      (time, CPU time, memory)     is; its seat is killed, so there is nothing to go on with
+    in `step`, by any other end    the environment's: EnvFault `died`
+    a frame that can't be read     the environment's: EnvFault `protocol`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
+from grmpipe.envs.isolation.messages import (
+    BadFrame,
+    Began,
+    BlamedEnv,
+    BlamedPolicy,
+    Close,
+    Closed,
+    Ended,
+    Observed,
+    Open,
+    Opened,
+    Reply,
+    Request,
+    Seated,
+    Step,
+    frame,
+    next_report,
+)
+from grmpipe.envs.isolation.seat import LIMIT
+from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.types import EnvCause
+
+log = logging.getLogger(__name__)
+
+ENDING_S = 5.0  # until a killed seat has ended
+
+
+class SeatLink(Protocol):
+    """The run's end of a seat: frames to and from its environment, and words to whatever watches over it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def ended(self) -> Ended | None:
+        """How the seat ended, once all of it has. None if what watched over it is gone too."""
+        ...
+
+    def terminate(self) -> None:
+        """SIGTERM to the environment's process."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL to all processes of the seat."""
+        ...
+
+    def release(self) -> None:
+        """Free what the run holds of the seat. It ends, if it hasn't."""
+        ...
+
+
+class SeatEnded(Exception):
+    """The seat's environment says no more."""
+
+
+class HostedEnv:
+    """One episode in one seat, which `open` takes, and any end gives back.
+
+    take_seat: starts a seat, and leaves nothing if it is cancelled. Raises EnvFault.
+    taken:     holds this environment while it has its seat.
+    """
+
+    def __init__(
+        self,
+        take_seat: Callable[[], Awaitable[SeatLink]],
+        *,
+        limits: StageLimits,
+        seats: SeatCounts,
+        taken: set[HostedEnv],
+        faults: FaultInjection,
+    ) -> None:
+        self._take_seat = take_seat
+        self._limits = limits
+        self._seats = seats
+        self._taken = taken
+        self._injection = faults
+        self._moment: FaultMoment | None = None
+        self._seat: SeatLink | None = None
+        self._began = False
+        self._owes_reply = False
+        self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
+
+    async def open(self, episode: Episode) -> Opening:
+        self._moment = fault_moment(self._injection, episode)
+        boot_s = self._limits.boot_s
+        try:
+            async with asyncio.timeout(boot_s):
+                self._seat = await self._take_seat()
+                self._seats.opened += 1
+                self._taken.add(self)
+                reply = await self._asked(Open(episode), OPENING)
+        except TimeoutError:
+            raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
+        except BadFrame as error:
+            raise fault_of("protocol", str(error), await self.kill()) from None
+        except SeatEnded:
+            raise fault_of("died", "its process ended in open", await self.kill()) from None
+        if isinstance(reply, Opened):
+            return reply.opening
+        raise blamed(reply)
+
+    async def step(self, action: Action) -> Observation:
+        if self._seat is None:
+            raise EnvFault("step of an environment that isn't open", "protocol")
+        step_s = self._limits.step_s
+        try:
+            async with asyncio.timeout(step_s):
+                reply = await self._asked(Step(action), action.turn)
+        except TimeoutError:
+            ended = await self.kill()
+            if self._began:
+                return stopped_at_limit(f"stopped after {step_s:g} s", ended)
+            raise fault_of("timeout", f"the step did not begin in {step_s:g} s", ended) from None
+        except BadFrame as error:
+            raise fault_of("protocol", str(error), await self.kill()) from None
+        except SeatEnded:
+            return self._ended_in_step(await self.kill())
+        if isinstance(reply, BlamedPolicy) and reply.ends:
+            return stopped_at_limit(reply.text, await self.kill())
+        if not isinstance(reply, Observed):
+            raise blamed(reply)
+        if self._moment is not None and reply.observation.done:
+            raise fault_of("died", "its process ended", await self.kill())
+        return reply.observation
+
+    async def close(self) -> None:
+        """Ends the seat: by `close` of the environment, else by SIGTERM, else by SIGKILL, each after its limit."""
+        seat, close_s = self._seat, self._limits.close_s
+        if seat is None:
+            return
+        ended: Ended | None = None
+        is_closed = False
+        try:
+            if not self._owes_reply:
+                is_closed = await self._said_goodbye(seat)
+            if not is_closed:
+                seat.terminate()
+            ended = await end_within(seat, close_s)
+            if ended is None:
+                is_closed = False
+                seat.kill()
+                ended = await end_within(seat, ENDING_S)
+        finally:
+            self._give_back(is_closed=is_closed and ended is not None)
+
+    async def kill(self) -> Ended | None:
+        """Kill the seat, if there is one, and give it back."""
+        seat = self._seat
+        if seat is None:
+            return None
+        try:
+            seat.kill()
+            return await end_within(seat, ENDING_S)
+        finally:
+            self._give_back(is_closed=False)
+
+    async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
+        """The reply to a request. Raises SeatEnded, BadFrame."""
+        assert self._seat is not None
+        self._began, self._owes_reply = False, True
+        await self._send(request)
+        if self._moment is not None and self._moment.has_come(turn):
+            await asyncio.sleep(self._moment.delay_s)
+            self._seat.kill()
+            raise SeatEnded
+        reply = await self._reply()
+        self._owes_reply = False
+        if isinstance(reply, Closed):
+            raise BadFrame("the environment closed itself")
+        return reply
+
+    async def _send(self, request: Request) -> None:
+        assert self._seat is not None
+        try:
+            self._seat.writer.write(frame(request))
+            await self._seat.writer.drain()
+        except ConnectionError:
+            raise SeatEnded from None
+
+    async def _reply(self) -> Reply:
+        assert self._seat is not None
+        while True:
+            report = await next_report(self._seat.reader)
+            if isinstance(report, Began):
+                self._began = True
+            elif report is None:
+                raise SeatEnded
+            elif isinstance(report, Ended):
+                raise BadFrame("the environment spoke for its supervisor")
+            elif isinstance(report, Seated):
+                self.missing = report.missing
+            else:
+                return report
+
+    def _ended_in_step(self, ended: Ended | None) -> Observation:
+        """A limit of the kernel is the policy's, if its program ran. Raises EnvFault for any other end."""
+        if self._began and self._moment is None and ended is not None and ended.limit:
+            return stopped_at_limit(f"stopped after {ended.limit}", ended)
+        raise fault_of("died", "its process ended in a step", ended)
+
+    async def _said_goodbye(self, seat: SeatLink) -> bool:
+        """Whether the environment has closed in time."""
+        try:
+            async with asyncio.timeout(self._limits.close_s):
+                await self._send(Close())
+                return isinstance(await self._reply(), Closed)
+        except (TimeoutError, SeatEnded, BadFrame):
+            return False
+
+    def _give_back(self, *, is_closed: bool) -> None:
+        if self._seat is not None:
+            self._seat.release()
+            self._seat = None
+            self._taken.discard(self)
+            self._seats.closed += is_closed
+            self._seats.killed += not is_closed
+
+
+async def end_within(seat: SeatLink, limit_s: float) -> Ended | None:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await seat.ended()
+    except TimeoutError:
+        return None
+
+
+def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
+    """The environment's fault, with how its process ended, and the end of what it wrote."""
+    how = ""
+    if ended is not None:
+        by = f"by {signal.Signals(ended.signal).name}" if ended.signal else f"with exit code {ended.exit_code}"
+        how = f" ({by}{f', after {ended.cpu_s:.1f} s of CPU time' if ended.cpu_s else ''})"
+        how += f"; its last output:\n{ended.output}" if ended.output else ""
+    return EnvFault(f"{text}{how}", cause)
+
+
+def blamed(reply: Reply) -> PolicyFault | EnvFault:
+    """The fault that a seat reports, to be raised again."""
+    if isinstance(reply, BlamedPolicy):
+        return PolicyFault(reply.text, reply.kind)
+    if isinstance(reply, BlamedEnv):
+        return EnvFault(reply.detail, reply.cause)
+    return EnvFault(f"the environment answered with {type(reply).__name__}", "protocol")
+
+
+def stopped_at_limit(text: str, ended: Ended | None) -> Observation:
+    """The end of an episode by the policy's own program."""
+    log.debug("an episode ended at a limit of its seat: %s; %s", text, ended)
+    return Observation(done=True, faults=(LIMIT,))

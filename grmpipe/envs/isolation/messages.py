@@ -1,0 +1,167 @@
+"""What goes between the run and a seat, as frames: a length of four bytes, then MessagePack. Opens nothing.
+
+run -> seat   Open, Step, Close
+seat -> run   Seated; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
+supervisor -> run   Ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.types import EnvCause
+from models.types import Message
+
+MAX_FRAME = 8 * 2**20  # bytes; a longer one is never read
+MAX_TEXT = 200_000  # characters of all messages of an observation that is too long for a frame
+T = TypeVar("T")
+_LENGTH = struct.Struct("<I")
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    episode: Episode
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    action: Action
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Seated(msgspec.Struct, frozen=True, tag=True):
+    """The seat is confined. missing: what it couldn't give up."""
+
+    missing: tuple[Missing, ...] = ()
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The environment's code runs from here on: before, it was transport."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    opening: Opening
+
+
+class Observed(msgspec.Struct, frozen=True, tag=True):
+    observation: Observation
+
+
+class BlamedPolicy(msgspec.Struct, frozen=True, tag=True):
+    """A PolicyFault. ends: the seat has reached a limit, and is used no further."""
+
+    text: str
+    kind: str
+    ends: bool = False
+
+
+class BlamedEnv(msgspec.Struct, frozen=True, tag=True):
+    """An EnvFault, or an exception of the environment."""
+
+    detail: str
+    cause: EnvCause
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """All processes of the seat have ended.
+
+    signal: of the environment's process; 0: it exited with `exit_code`.
+    cpu_s:  CPU time of that process, with its children that it waited for; 0: unknown.
+    limit:  which limit ended it, in words, or empty.
+    output: the end of what they wrote to stdout and stderr.
+    """
+
+    signal: int
+    exit_code: int
+    cpu_s: float = 0.0
+    limit: str = ""
+    output: str = ""
+
+
+Request = Open | Step | Close
+Reply = Opened | Observed | BlamedPolicy | BlamedEnv | Closed
+Report = Seated | Began | Reply | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+requests = msgspec.msgpack.Decoder(Request)
+reports = msgspec.msgpack.Decoder(Report)
+
+
+class BadFrame(Exception):
+    """The other end doesn't speak this protocol: a frame is too long, or can't be decoded."""
+
+
+def frame(message: Request | Report) -> bytes:
+    """A message with its length. Raises BadFrame if it is too long, or holds what isn't plain data."""
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadFrame(f"{type(message).__name__} holds what is not plain data: {error}") from None
+    if len(body) > MAX_FRAME:
+        raise BadFrame(f"{type(message).__name__} takes {len(body):,} bytes, more than {MAX_FRAME:,}")
+    return _LENGTH.pack(len(body)) + body
+
+
+async def body_of_next(reader: asyncio.StreamReader) -> bytes | None:
+    """The next frame's message, not decoded. None at the end of the stream, in the midst of a frame too. Raises
+    BadFrame.
+    """
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > MAX_FRAME:
+            raise BadFrame(f"a frame of {length:,} bytes, more than {MAX_FRAME:,}")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+async def next_request(reader: asyncio.StreamReader) -> Request | None:
+    """The next request. None at the end. Raises BadFrame."""
+    body = await body_of_next(reader)
+    return None if body is None else decoded(requests, body)
+
+
+async def next_report(reader: asyncio.StreamReader) -> Report | None:
+    """The next report. None at the end. Raises BadFrame."""
+    body = await body_of_next(reader)
+    return None if body is None else decoded(reports, body)
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadFrame(str(error)) from None
+
+
+def observed(observation: Observation) -> bytes:
+    """The frame of an observation. Where it is too long, the middle of its messages is cut. Raises BadFrame."""
+    if sum(len(message.content) for message in observation.messages) > MAX_FRAME // 4:
+        observation = replace(observation, messages=shortened(observation.messages))
+    return frame(Observed(observation))
+
+
+def shortened(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the middle cut out of those that are longer than their share of MAX_TEXT."""
+    share = MAX_TEXT // len(messages)
+    return [replace(message, content=without_middle(message.content, share)) for message in messages]
+
+
+def without_middle(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters were cut here]\n{text[len(text) - half :]}"

@@ -1,0 +1,203 @@
+"""Starts the fork server of a run's environments, and takes a seat from it for each episode. Runs on the run's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import IsolationConfig
+from grmpipe.envs.env import EnvFault
+from grmpipe.envs.isolation.confinement import Bounds, readable
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, Ready, Setup
+from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
+from grmpipe.envs.isolation.messages import BadFrame, Ended, next_report
+from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
+from grmpipe.envs.limited_env import StageLimits
+
+log = logging.getLogger(__name__)
+
+# One thread: a library's pool of them does not survive a fork. One hash seed: the same episode, the same sets.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+SERVER_ENDS_S = 5.0
+
+
+class ProcessSeat:
+    """The run's end of a seat: a stream to its environment, and one to its supervisor."""
+
+    def __init__(
+        self,
+        env: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        supervisor: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        folder: Path,
+    ) -> None:
+        self._folder = folder
+        self.reader, self.writer = env
+        self._reports, self._words = supervisor
+
+    async def ended(self) -> Ended | None:
+        try:
+            report = await next_report(self._reports)
+        except BadFrame:
+            return None
+        return report if isinstance(report, Ended) else None
+
+    def terminate(self) -> None:
+        self._words.write(TERMINATE)
+
+    def kill(self) -> None:
+        self._words.write(KILL)
+
+    def release(self) -> None:
+        self.writer.transport.abort()
+        self._words.transport.abort()
+        with contextlib.suppress(OSError):  # not empty where the seat had no file system of its own
+            self._folder.rmdir()
+            return
+        remove_soon(self._folder)
+
+
+class ProcessHost:
+    """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests."""
+
+    def __init__(
+        self,
+        config: EnvConfig,
+        leftovers: Leftovers,
+        limits: StageLimits,
+        faults: FaultInjection,
+        without: tuple[str, ...] = (),
+    ) -> None:
+        self.seats = SeatCounts()
+        self._config = config
+        self._folder = Path(leftovers.folder)
+        self._leftovers = leftovers
+        self._limits = limits
+        self._faults = faults
+        self._without = without
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._seated: set[HostedEnv] = set()
+        self._starting = asyncio.Lock()
+        self._taken = 0
+
+    def env(self) -> HostedEnv:
+        return HostedEnv(
+            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
+        )
+
+    async def start(self) -> None:
+        """Start the fork server. Raises ValueError if it can't make the environment."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
+            self._server = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-m", "grmpipe.envs.isolation.fork_server", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                env=environment(self._config.isolation.pass_env, self._leftovers.token),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._control = ours
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(ours, msgspec.msgpack.encode(Setup(env=self._config)))
+        answer = await loop.sock_recv(ours, MAX_CONTROL)
+        ready = msgspec.msgpack.decode(answer, type=Ready) if answer else Ready(error="the host of environments ended")
+        if ready.error:
+            await self.stop()
+            raise ValueError(ready.error)
+
+    async def stop(self) -> None:
+        """End the seats that are still there, and the fork server."""
+        for env in tuple(self._seated):
+            await env.kill()
+        server, control, self._server, self._control = self._server, self._control, None, None
+        if control is not None:
+            control.close()
+        if server is None:
+            return
+        try:
+            await asyncio.to_thread(server.wait, SERVER_ENDS_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            await asyncio.to_thread(server.wait)
+
+    async def _take_seat(self) -> ProcessSeat:
+        """Fork a seat. Raises EnvFault if the fork server can't."""
+        control = await self._running_server()
+        self._taken += 1
+        folder = self._folder / f"seat-{self._taken}"
+        folder.mkdir()
+        env, env_there = socket.socketpair()
+        supervisor, supervisor_there = socket.socketpair()
+        with contextlib.ExitStack() as undo:
+            for each in (env, supervisor):
+                undo.callback(each.close)
+            with env_there, supervisor_there:
+                message = msgspec.msgpack.encode(Fork(bounds=bounds_of(self._config.isolation, folder, self._without)))
+                try:
+                    socket.send_fds(control, [message], [env_there.fileno(), supervisor_there.fileno()])
+                except OSError as error:
+                    raise EnvFault(f"the host of environments takes no more: {error}", "boot") from None
+            streams = await stream_of(env), await stream_of(supervisor)
+            undo.pop_all()
+        return ProcessSeat(*streams, folder)
+
+    async def _running_server(self) -> socket.socket:
+        """The socket to the fork server, which is started anew if it has ended."""
+        async with self._starting:
+            if self._server is not None and self._server.poll() is not None:
+                log.warning("the host of environments has ended (%s); it is started again", self._server.returncode)
+                await self.stop()
+            if self._control is None:
+                try:
+                    await self.start()
+                except ValueError as error:
+                    raise EnvFault(f"the host of environments doesn't start: {error}", "boot") from None
+            assert self._control is not None
+            return self._control
+
+
+async def stream_of(connected: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_unix_connection(sock=connected, limit=2**20)
+
+
+def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -> Bounds:
+    """What a seat may do, with its own folder."""
+    return Bounds(
+        folder=str(folder),
+        memory_mb=config.memory_mb,
+        cpu_s=config.cpu_s,
+        max_processes=config.max_processes,
+        max_files=config.max_files,
+        file_mb=config.file_mb,
+        network=config.network,
+        read=readable(config.read),
+        without=without,
+    )
+
+
+def environment(names: Sequence[str], token: str) -> dict[str, str]:
+    """The environment variables of seats: what Python needs, and those that the configuration names."""
+    passed = {name: os.environ[name] for name in names if name in os.environ}
+    path = os.pathsep.join(filter(None, sys.path))
+    return {"PATH": DEFAULT_PATH, "PYTHONPATH": path, **ENVIRONMENT, **passed, MARK: token}
+
+
+def remove_soon(folder: Path) -> None:
+    """Delete a folder of any depth and with any rights in it, without waiting for it."""
+    asyncio.get_running_loop().run_in_executor(None, remove_folder, folder)

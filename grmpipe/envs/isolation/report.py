@@ -1,0 +1,119 @@
+"""The isolation that this machine really gives, found by trying it in a seat. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import INPROCESS, PROCESS, RUNTIMES, IsolationConfig
+from grmpipe.envs.env import EnvFault, Episode
+from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.leftovers import clear, noted
+from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.types import Prompt
+
+# Parts whose work another part does too: the supervisor finds and kills all descendants, Landlock forbids writing.
+SPARE = (
+    "process namespace",
+    "IPC namespace",
+    "mount namespace",
+    "read-only mounts",
+    "own /proc",
+    "no new capabilities",
+)
+COMMAND_S = 10.0
+LIMITS = StageLimits(boot_s=30, step_s=5, close_s=5, max_observation_chars=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationReport:
+    """The level of isolation that is had, and what it lacks: parts, and things that a seat could do all the same."""
+
+    level: str
+    missing: tuple[Missing, ...] = ()
+
+    @property
+    def weaknesses(self) -> tuple[Missing, ...]:
+        """What is missing with nothing in its place."""
+        return tuple(each for each in self.missing if each.part not in SPARE)
+
+    def __str__(self) -> str:
+        lacks = "; ".join(f"{each.part} ({each.reason})" for each in self.missing)
+        return f"{self.level}, without: {lacks}" if lacks else self.level
+
+
+def isolation_report(config: IsolationConfig | None = None) -> IsolationReport:
+    """What kind=process gives here, with the limits of a configuration. Takes about half a second."""
+    if sys.platform != "linux":
+        return IsolationReport(level=INPROCESS, missing=(Missing(part=PROCESS, reason="it needs Linux"),))
+    config = replace(config or IsolationConfig(), kind=PROCESS, image="", network=False)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return asyncio.run(tried(config, Path(folder)))
+        except (EnvFault, ValueError, OSError) as error:
+            return IsolationReport(level=INPROCESS, missing=(Missing(part=PROCESS, reason=str(error)),))
+
+
+async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
+    outside = folder / "outside"
+    outside.mkdir()
+    config = EnvConfig(
+        kind="custom",
+        target="grmpipe.envs.isolation.trial.Trial",
+        options={"outside": str(outside), "processes": isolation.max_processes},
+        isolation=isolation,
+    )
+    left = noted(folder)
+    host = ProcessHost(config, left, LIMITS, FaultInjection())
+    try:
+        await host.start()
+        env = host.env()
+        try:
+            opening = await env.open(Episode(prompt=Prompt(prompt_id="trial", messages=())))
+        finally:
+            await env.close()
+    finally:
+        await host.stop()
+        await asyncio.to_thread(clear, folder, left)
+    could = tuple(Missing(part=message.content, reason="tried") for message in opening.messages)
+    return IsolationReport(level=PROCESS, missing=(*env.missing, *could))
+
+
+def describe_isolation() -> str:
+    """One line for the doctor: what kind=process gives, how processes are counted, and which containers there are."""
+    report = isolation_report()
+    return f"{report}; {counting(report)}; containers: {containers()}"
+
+
+def counting(report: IsolationReport) -> str:
+    """Which means bounds the number of processes."""
+    parts = {each.part for each in report.missing}
+    if report.level != PROCESS or "process count" in parts:
+        return "processes are not counted"
+    user = ", as another user than root" if os.geteuid() == 0 else ""
+    return f"processes are counted by RLIMIT_NPROC{'' if 'user namespace' in parts else ' in a user namespace'}{user}"
+
+
+def containers() -> str:
+    found = [
+        f"{runtime}{'' if answers(runtime) else ' (does not answer)'}" for runtime in RUNTIMES if shutil.which(runtime)
+    ]
+    return ", ".join(found) or "no docker, podman or apptainer"
+
+
+def answers(runtime: str) -> bool:
+    """Whether a container could be started: docker's command alone can't, without its daemon."""
+    asked = [runtime, "version"]
+    try:
+        return subprocess.run(asked, capture_output=True, timeout=COMMAND_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

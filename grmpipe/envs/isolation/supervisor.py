@@ -1,0 +1,208 @@
+"""The process between a host and a seat: enters the namespaces, forks the seat, keeps the end of its output, kills it
+with all that it started, and reports how it ended. Runs no code of an environment.
+
+It ends the seat at the run's word, and when the run or the host has ended: its socket to the run closes, or it gets
+SIGTERM from the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from grmpipe.envs.isolation import kernel
+from grmpipe.envs.isolation.confinement import Bounds, Missing, Namespaces, confine, enter_namespaces, map_ids_of
+from grmpipe.envs.isolation.messages import Ended, frame
+
+TERMINATE, KILL = b"t", b"k"  # words of the run: SIGTERM, SIGKILL
+MAPPED, REFUSED = b"y", b"n"  # answers of the host
+MAX_OUTPUT = 8192  # bytes of stdout and stderr that are kept
+MAX_LEFT = 2**20  # bytes of output that are read after the end
+PIECE = 2**16  # bytes, as many as a pipe holds
+CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
+KILLING_S = 5.0  # until the descendants of a seat without process namespace have ended
+
+
+def supervise(
+    bounds: Bounds,
+    run: socket.socket,
+    env: socket.socket,
+    host: socket.socket,
+    live: Callable[[tuple[Missing, ...]], None],
+) -> None:
+    """Fork a seat that does `live`, and stay until all of it has ended. `live` gets what its confinement lacks.
+
+    run:  on which the run's words come, and the end is reported.
+    env:  the seat's own, for its environment.
+    host: on which the host maps users, until it is closed.
+    """
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    kernel.adopt_orphans()
+    with host:
+        had = enter_namespaces(bounds, lambda user: ask_to_map(host, user))
+    kernel.set_parent_death_signal(signal.SIGTERM)
+    output, inherited = os.pipe()
+    seat = os.fork()
+    if seat == 0:
+        os.close(output)
+        run.close()
+        become_seat(bounds, had, inherited, live)
+    os.close(inherited)
+    env.close()
+    supervisor = _Supervisor(seat, output, run, bounds.cpu_s)
+    signal.signal(signal.SIGTERM, lambda number, frame: supervisor.kill())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    supervisor.stay()
+
+
+def ask_to_map(host: socket.socket, user: int) -> None:
+    """The host maps a user of the seat into the namespace of this process. Raises PermissionError."""
+    host.sendall(user.to_bytes(8, "little"))
+    if host.recv(1) != MAPPED:
+        raise PermissionError(1, "this user may not map another one")
+
+
+def map_users_when_asked(supervisor: socket.socket, process: int) -> None:
+    """The host's end of `ask_to_map`: only a parent with root's rights can map users of `process`."""
+    asked = supervisor.recv(8)
+    if not asked:
+        return
+    try:
+        map_ids_of(process, int.from_bytes(asked, "little"))
+        answer = MAPPED
+    except OSError:
+        answer = REFUSED
+    with contextlib.suppress(OSError):
+        supervisor.sendall(answer)
+
+
+def become_seat(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tuple[Missing, ...]], None]) -> None:
+    """Does `live` in the seat's process, which ends here."""
+    code = 1
+    try:
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
+        missing = confine(bounds, had)
+        os.chdir(bounds.folder)
+        os.environ.update(HOME=bounds.folder, TMPDIR=bounds.folder)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        live(missing)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class _Supervisor:
+    """One seat, from its fork to its end."""
+
+    def __init__(self, seat: int, output: int, run: socket.socket, cpu_limit_s: int) -> None:
+        self._seat = seat
+        self._cpu_limit_s = cpu_limit_s
+        self._process = os.pidfd_open(seat)
+        self._output = output
+        self._run = run
+        self._kept = b""
+        os.set_blocking(output, False)
+
+    def stay(self) -> None:
+        """Until the seat and all that it started have ended; then report."""
+        poll = select.poll()
+        for each in (self._process, self._output, self._run.fileno()):
+            poll.register(each, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._output in ready and not self._read_output():
+                poll.unregister(self._output)
+            if self._process in ready:
+                break
+            if self._run.fileno() in ready and not self._obey():
+                poll.unregister(self._run.fileno())
+        _, status, usage = os.wait4(self._seat, 0)
+        end_descendants()
+        for _ in range(MAX_LEFT // PIECE):
+            if not self._read_output():
+                break
+        self._report(status, usage.ru_utime + usage.ru_stime)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._seat, signal.SIGKILL)
+
+    def _obey(self) -> bool:
+        """Do what the run says. Returns whether it may say more."""
+        try:
+            word = self._run.recv(1)
+        except OSError:
+            word = b""
+        if word == TERMINATE:
+            os.kill(self._seat, signal.SIGTERM)
+        else:
+            self.kill()
+        return bool(word)
+
+    def _read_output(self) -> bool:
+        """Keep the end of what there is to read. Returns whether more may come."""
+        try:
+            piece = os.read(self._output, PIECE)
+        except BlockingIOError:
+            return True
+        self._kept = (self._kept + piece)[-MAX_OUTPUT:]
+        return bool(piece)
+
+    def _report(self, status: int, cpu_s: float) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        used_up = -code in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= self._cpu_limit_s - CPU_MARGIN_S
+        ended = Ended(
+            signal=max(-code, 0),
+            exit_code=max(code, 0),
+            cpu_s=cpu_s,
+            limit=f"{self._cpu_limit_s} s of CPU time" if used_up else "",
+            output=self._kept.decode("utf-8", "replace"),
+        )
+        with contextlib.suppress(OSError):  # the run has ended
+            self._run.sendall(frame(ended))
+
+
+def end_descendants() -> None:
+    """Kill what a seat left. In a process namespace that is nothing: the kernel ended it with the seat.
+
+    Each generation comes to this process when its parent has ended, so that they are killed one after the other.
+    """
+    end_s = time.monotonic() + KILLING_S
+    while time.monotonic() < end_s:
+        for child in children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.001)
+        except ChildProcessError:
+            return
+
+
+def children() -> list[int]:
+    own = os.getpid()
+    try:
+        listed = Path(f"/proc/self/task/{own}/children").read_text(encoding="ascii")
+    except OSError:  # a kernel without this file
+        return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit() and parent_of(each) == own]
+    return [int(child) for child in listed.split()]
+
+
+def parent_of(process: Path) -> int:
+    try:
+        stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has ended
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,49 @@
+"""Judges by the rewards that the environment gave for its turns. Asks no model, reads no text."""
+
+from __future__ import annotations
+
+import math
+
+from grmpipe.config.env_reward import EnvRewardConfig
+from grmpipe.judge.verdict import outcome
+from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout, Verdict
+
+COMPONENT = "env"  # the name of its reward in a breakdown
+
+
+class EnvRewardJudge:
+    """The sum of the environment's rewards is the score and the reward, on no scale. A rollout without any reward is
+    Failed: the environment didn't say what it is worth, which is not 0.
+    """
+
+    def __init__(self, config: EnvRewardConfig) -> None:
+        self._config = config
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        found = [self._config.sum_of(turn.rewards) for turn in rollout.turns]
+        given = {turn: reward for turn, reward in enumerate(found) if reward is not None}
+        if not given:
+            failure = Failed(stage="judge", cause="undecided", attempts=0, detail=self._missing(rollout))
+            return JudgeReport(verdict=failure, failures=(failure,))
+        total = math.fsum(given.values())
+        verdict = Verdict(
+            rewards=by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total),
+            score=total,
+            breakdown={COMPONENT: total},
+            score_std=0.0,
+            num_judgements=1,
+        )
+        return JudgeReport(verdict=verdict)
+
+    def _missing(self, rollout: Rollout) -> str:
+        wanted = f" called {' or '.join(self._config.weights)}" if self._config.weights else ""
+        got = ", ".join(rollout.env_rewards) or "none at all"
+        return f"the environment gave no reward{wanted}; it gave {got}"
+
+
+def by_turn(rollout: Rollout, rewards: dict[int, float]) -> tuple[RewardSpan, ...]:
+    """A span over the tokens of each turn that earned a reward."""
+    return tuple(
+        RewardSpan(turn=turn, start=0, end=len(rollout.turns[turn].completion.token_ids), value=reward)
+        for turn, reward in rewards.items()
+    )

@@ -1,0 +1,77 @@
+"""The guard around the texts that a judge is shown: a fence for each voice, or a model's own markers broken. Pure.
+
+The guard keeps text of the policy, or of its environment, from passing for the prompt's own text, for another voice, or
+for a verdict if the judge quotes it:
+
+- The fence: every line of the policy begins with "> ", every line of tools and environment with "| ", whatever kind of
+  line break it follows. A line without a fence is the template's, or a note of what was left out.
+- Broken markers, for a template in a model's own format. What spells one of its markers gets a space after its first
+  character. A text of the policy alone is shown as it is otherwise; with an environment there are fences as well, and
+  a line that explains them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.judge.markup import Markup
+from grmpipe.judge.trajectory import Passage, Trajectory, Voice
+
+FENCES: dict[Voice, str] = {"policy": "> ", "environment": "| "}
+LEGEND = 'The response begins each line with "> ", what tools and the environment answered with "| ".'
+
+
+@dataclass(frozen=True, slots=True)
+class TextGuard:
+    """The guard of a template. markers: what it declares as the markers of a model; None: it has a fence."""
+
+    markers: Markup | None
+
+    @staticmethod
+    def of(label: str, markers: Sequence[str]) -> TextGuard:
+        """The guard for these markers, in any case. ValueError for one that is no regular expression."""
+        ours = re.escape(LEGEND[:20])  # a text that is shown without a fence could claim to have one
+        try:
+            return TextGuard(Markup([f"(?i:{marker})" for marker in (*markers, ours)]) if markers else None)
+        except re.error as error:
+            raise ValueError(f"{label}: markers: {error.pattern!r} is no regular expression: {error}") from error
+
+    def text(self, text: str) -> str:
+        """A text of the policy, guarded."""
+        return fenced(text) if self.markers is None else self.markers.broken(text)
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        """What is shown next to each other, guarded in the same way."""
+        if self.markers is None:
+            return [in_fences(trajectory) for trajectory in trajectories]
+        if all(trajectory.is_of_policy for trajectory in trajectories):
+            return [self.markers.broken(plain(trajectory)) for trajectory in trajectories]
+        return [f"{LEGEND}\n{self.markers.broken(in_fences(trajectory))}" for trajectory in trajectories]
+
+
+def fenced(text: str, voice: Voice = "policy") -> str:
+    """The text with the voice's fence before every line. Line breaks are those of str.splitlines, which include form
+    feeds and U+2028.
+    """
+    return "\n".join(f"{FENCES[voice]}{line}" for line in text.splitlines() or [""])
+
+
+def in_fences(trajectory: Trajectory) -> str:
+    """All passages in their fences, notes without. An empty line parts two of the same voice."""
+    shown = ""
+    before: Passage | None = None
+    for passage in trajectory.passages:
+        if before is not None:
+            shown += "\n\n" if before.voice == passage.voice else "\n"
+        shown += passage.text if passage.voice == "note" else fenced(passage.text, passage.voice)
+        before = passage
+    return shown
+
+
+def plain(trajectory: Trajectory) -> str:
+    """A trajectory as text for people: in fences, unless the policy's is the only voice."""
+    if not trajectory.is_of_policy:
+        return in_fences(trajectory)
+    return "\n\n".join(passage.text for passage in trajectory.passages)

@@ -1,0 +1,117 @@
+"""The judge session of rollouts turn by turn: a turn is judged as soon as it has ended, while its rollout goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from grmpipe.judge.protocols.judge_context import JudgeContext
+from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
+from grmpipe.judge.trajectory import Passage, Trajectory, opening_of, turn_of
+from grmpipe.judge.verdict import COMPONENT, all_failed, mixed
+from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, Verdict
+
+JudgedTurn = tuple[int, int, int]  # sibling, attempt, turn
+FIRST = Passage(voice="note", text="[... nothing: this is the first turn ...]")
+
+
+class TurnwiseSession(PointwiseSession):
+    """A score per turn, rewarded on the turn's tokens. A judgement shows the turn, and all that came before it.
+
+    The verdict is the mean of the turns; without the score of a turn there is none. What was judged of an episode that
+    failed, and is played again, doesn't count.
+    """
+
+    def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
+        super().__init__(context, prompt, group_id, size)
+        self._so_far: dict[int, Rollout] = {}  # sibling -> what is known of its rollout
+        self._queued: set[JudgedTurn] = set()
+        self._begun: set[JudgedTurn] = set()
+        self._by_turn: dict[JudgedTurn, JudgeReport] = {}
+        self._reported: set[int] = set()
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        """Add what is known of a rollout that goes on. Returns a task for each turn that has none."""
+        self._so_far[so_far.sibling] = so_far
+        lacking = [turn for turn in turns_of(so_far) if turn not in self._queued]
+        self._queued |= set(lacking)
+        return [JudgeTask(members=(so_far.sibling,), turn=turn) for _, _, turn in lacking]
+
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        self._rollouts[rollout.sibling] = rollout
+        judge_tasks = self.add_turn(rollout)
+        is_judged = all(turn in self._by_turn for turn in turns_of(rollout))
+        return (JudgeTask(members=(rollout.sibling,)),) if is_judged else judge_tasks
+
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
+        principles = await self._principles.text(priority)
+        if not judge_task.members:
+            return {}
+        (sibling,) = judge_task.members
+        if judge_task.turn is not None:
+            await self._judge_turn(self._so_far[sibling], judge_task.turn, principles, priority)
+        return self._final(sibling)
+
+    async def _judge_turn(self, rollout: Rollout, turn: int, principles: str | Failed | None, priority: int) -> None:
+        key = (rollout.sibling, rollout.attempt, turn)
+        if turn >= len(rollout.turns) or key in self._begun:  # the episode has begun anew
+            return
+        self._begun.add(key)
+        if isinstance(principles, Failed):
+            self._by_turn[key] = JudgeReport(verdict=all_failed([principles]), failures=(principles,))
+            return
+        mark = f"{f'/a{rollout.attempt}' if rollout.attempt else ''}/t{turn}"
+        parts = self._parts_of(rollout, turn)
+        self._by_turn[key] = await self._judged(rollout, parts, principles, priority, mark)
+
+    def _parts_of(self, rollout: Rollout, turn: int) -> ScoredParts:
+        """The turn, after what came before it."""
+        thoughts = self._context.config.show_thoughts
+        earlier = [one for before in range(turn) for one in turn_of(rollout, before, thoughts=thoughts)]
+        history = (*opening_of(self._prompt, rollout), *earlier) or (FIRST,)
+        num_tokens = len(rollout.turns[turn].completion.token_ids)
+        return ScoredParts(
+            shown=(
+                Trajectory(passages=history),
+                Trajectory(passages=tuple(turn_of(rollout, turn, thoughts=thoughts))),
+            ),
+            weights=(1.0,),
+            places=(RewardSpan(turn=turn, start=0, end=num_tokens, value=0.0, share=1.0),),
+        )
+
+    def _final(self, sibling: int) -> dict[int, JudgeReport]:
+        """The report of a sibling once it has ended and all its turns are judged; given once."""
+        rollout = self._rollouts.get(sibling)
+        if rollout is None or sibling in self._reported:
+            return {}
+        turns = turns_of(rollout)
+        if not all(turn in self._by_turn for turn in turns):
+            return {}
+        self._reported.add(sibling)
+        return {sibling: self._principles.added_to(joined([self._by_turn[turn] for turn in turns]))}
+
+
+def turns_of(rollout: Rollout) -> list[JudgedTurn]:
+    return [(rollout.sibling, rollout.attempt, turn) for turn in range(len(rollout.turns))]
+
+
+def joined(reports: Sequence[JudgeReport]) -> JudgeReport:
+    """The report on a rollout, from those on its turns."""
+    return JudgeReport(
+        verdict=verdict_of(reports),
+        judgements=tuple(judgement for report in reports for judgement in report.judgements),
+        failures=tuple(failure for report in reports for failure in report.failures),
+    )
+
+
+def verdict_of(reports: Sequence[JudgeReport]) -> Verdict | Failed:
+    """The mean over the turns, or the failure of the first turn that has no score."""
+    verdicts: dict[str, Verdict] = {}
+    for turn, report in enumerate(reports):
+        if isinstance(report.verdict, Failed):
+            failed = report.verdict
+            detail = f"turn {turn}: {failed.detail}"
+            return Failed(stage=failed.stage, cause=failed.cause, attempts=failed.attempts, detail=detail)
+        verdicts[str(turn)] = report.verdict
+    mean = mixed(verdicts, dict.fromkeys(verdicts, 1.0))
+    return replace(mean, breakdown={COMPONENT: mean.outcome})

@@ -1,0 +1,79 @@
+"""A rollout as a judge reads it: what the policy and its environment said, in order. Pure; guards no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from grmpipe.types import Prompt, Rollout
+
+Voice = Literal["policy", "environment", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """What one voice said at once. A note is ours: it says what was left out.
+
+    turn: to which it belongs; the environment's opening belongs to the first one.
+    """
+
+    voice: Voice
+    text: str
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The passages of a rollout, or of a part of it."""
+
+    passages: tuple[Passage, ...]
+
+    @property
+    def is_of_policy(self) -> bool:
+        """Whether the policy's is the only voice."""
+        return all(passage.voice == "policy" for passage in self.passages)
+
+    @property
+    def has_environment(self) -> bool:
+        return any(passage.voice == "environment" for passage in self.passages)
+
+    def changed(self, change: Callable[[str], str]) -> Trajectory:
+        """The trajectory with every text of the policy and of the environment changed; the notes stay."""
+        return Trajectory(
+            passages=tuple(
+                passage if passage.voice == "note" else replace(passage, text=change(passage.text))
+                for passage in self.passages
+            )
+        )
+
+
+def of_text(text: str) -> Trajectory:
+    """A text of the policy, without an environment."""
+    return Trajectory(passages=(Passage(voice="policy", text=text),))
+
+
+def trajectory_of(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Trajectory:
+    """The whole rollout. thoughts: whether the policy's are shown."""
+    opening = opening_of(prompt, rollout)
+    turns = (passage for turn in range(len(rollout.turns)) for passage in turn_of(rollout, turn, thoughts=thoughts))
+    return Trajectory(passages=(*opening, *turns))
+
+
+def opening_of(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:
+    """The messages that the environment began with, without those of the prompt, which are the judge's question."""
+    new = (message for message in rollout.opening if message not in prompt.messages)
+    return tuple(Passage(voice="environment", text=message.content) for message in new)
+
+
+def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]:
+    """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies."""
+    completion = rollout.turns[turn].completion
+    yield Passage(voice="policy", text=completion.text if thoughts else completion.answer, turn=turn)
+    yield from replies_of(rollout, turn)
+
+
+def replies_of(rollout: Rollout, turn: int) -> Iterator[Passage]:
+    """The environment's replies to a turn."""
+    for message in rollout.turns[turn].replies:
+        yield Passage(voice="environment", text=message.content, turn=turn)

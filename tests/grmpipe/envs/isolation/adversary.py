@@ -1,0 +1,156 @@
+"""An environment whose steps do harm, by name: what a policy's program may do in a seat. Imported in seats."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from models.types import Message
+
+DAEMON = "86399.75"  # seconds that a daemon sleeps: its name among the machine's processes
+
+
+def fork_bomb(_: str) -> str:
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.01)
+
+
+def hog(_: str) -> str:
+    return str(len(bytes(2**30)))  # calloc: untouched pages take no time
+
+
+def endless(_: str) -> str:
+    while True:
+        pass
+
+
+def connect(_: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        any_socket.sendto(b"x", ("192.0.2.1", 9))
+    return "sent"
+
+
+def serve_locally(_: str) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        return "connected"
+
+
+def write(path: str) -> str:
+    Path(path).write_text("x", encoding="ascii")
+    return "written"
+
+
+def age(path: str) -> str:
+    """Change the times of a file, which Landlock doesn't forbid."""
+    os.utime(path)
+    return "aged"
+
+
+def read(path: str) -> str:
+    return Path(path).read_text(encoding="ascii")
+
+
+def fill(_: str) -> str:
+    for number in range(100):
+        Path(f"file-{number}").write_bytes(bytes(2**20))
+    return "filled"
+
+
+def output(_: str) -> str:
+    for _ in range(100):
+        sys.stdout.write("x" * 10**6)
+    os._exit(7)
+
+
+def speak(_: str) -> str:
+    return "y" * 10**8
+
+
+def garbage(_: str) -> str:
+    for number in range(3, 64):
+        try:
+            os.write(number, b"\xff\xff\xff\x7f" * 4)
+        except OSError:
+            continue
+    return "written"
+
+
+def be_deaf(_: str) -> str:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    time.sleep(3600)
+    return ""
+
+
+def daemon(_: str) -> str:
+    """A grandchild in a session of its own, whose parent ends."""
+    start = f"setsid sleep {DAEMON} </dev/null >/dev/null 2>&1 &"
+    subprocess.run(["sh", "-c", start], check=True)
+    return "started"
+
+
+def children(count: str) -> str:
+    for _ in range(int(count)):
+        if os.fork() == 0:
+            time.sleep(3600)
+    return "started"
+
+
+def environ(_: str) -> str:
+    return repr(dict(os.environ))
+
+
+def kill_all(_: str) -> str:
+    os.kill(-1, signal.SIGKILL)
+    return "killed"
+
+
+def ping(text: str) -> str:
+    return text
+
+
+STEPS: dict[str, Callable[[str], str]] = {
+    step.__name__: step
+    for step in (
+        fork_bomb, hog, endless, connect, serve_locally, write, age, read, fill, output, speak, garbage, be_deaf,
+        daemon, children, environ, kill_all, ping,
+    )
+}  # fmt: skip
+
+
+class Adversary:
+    """A step `name argument` calls a function above. The kernel's refusal is text, which the policy reads."""
+
+    def __init__(self, boot: str = "") -> None:
+        self._boot = boot
+
+    async def open(self, episode: Episode) -> Opening:
+        if self._boot:
+            STEPS[self._boot]("")
+        return Opening(messages=[Message(role="user", content=str(Path.cwd()))], state_key=str(episode.attempt))
+
+    async def step(self, action: Action) -> Observation:
+        name, _, argument = action.text.partition(" ")
+        if name == "policy_fault":
+            raise PolicyFault("no such shop", "arguments")
+        if name == "env_fault":
+            raise EnvFault("the shop is shut", "unreachable")
+        if name == "bug":
+            raise KeyError("a bug of the environment")
+        try:
+            text = STEPS[name](argument)
+        except OSError as error:
+            text = f"refused: {error}"
+        return Observation(messages=[Message(role="tool", content=text)], done=action.is_last, rewards={"r": 0.5})
+
+    async def close(self) -> None:
+        """It holds nothing."""

@@ -1,0 +1,159 @@
+"""Environments in containers. The docker here notes its arguments, and runs the command on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import IsolationConfig
+from grmpipe.envs.env import Action, EnvFault, Episode
+from grmpipe.envs.isolation.container_host import ContainerHost, command
+from grmpipe.envs.isolation.env_host import open_env_host
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.leftovers import FOLDER, Leftovers, clear, file_of, noted, sweep
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.types import Prompt
+
+sys.path.append(str(Path(__file__).parent))
+
+EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=()))
+ISOLATION = IsolationConfig(kind="container", image="shop:1", memory_mb=300, max_processes=9, pass_env=["SHOP_KEY"])
+CONFIG = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION, step_s=2, close_s=1)
+LIMITS = StageLimits(boot_s=10, step_s=0.5, close_s=0.3, max_observation_chars=1000)
+# `run` notes its arguments and becomes what comes after the image; `ps` names what was noted; `rm` ends it.
+FAKE = """#!{python}
+import json, os, pathlib, signal, sys
+home = pathlib.Path({home!r})
+word, *rest = sys.argv[1:]
+with (home / "calls").open("a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+if word == "run":
+    name = next(each[7:] for each in rest if each.startswith("--name="))
+    (home / name).write_text(str(os.getpid()))
+    os.environ["PYTHONPATH"] = {path!r}
+    os.execv(sys.executable, [sys.executable, *rest[rest.index("shop:1") + 2 :]])
+if word == "ps":
+    print(*(each.name for each in home.glob("grmpipe-*")))
+if word == "rm":
+    for name in rest[1:]:
+        os.kill(int((home / name).read_text()), signal.SIGKILL)
+        (home / name).unlink()
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a fake docker notes what it is asked for."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = FAKE.format(python=sys.executable, home=str(folder), path=os.pathsep.join(filter(None, sys.path)))
+    (folder / "docker").write_text(script, encoding="utf-8")
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def left(docker: Path) -> Iterator[Leftovers]:
+    """What a host of containers notes."""
+    left = noted(docker.parent, "docker")
+    yield left
+    clear(docker.parent, left)
+
+
+def calls(docker: Path, word: str) -> list[list[str]]:
+    noted = [json.loads(line) for line in (docker / "calls").read_text(encoding="utf-8").splitlines()]
+    return [call for call in noted if call[0] == word]
+
+
+def test_an_episode_lives_in_a_container_of_its_own_with_its_limits_and_label(docker: Path, tmp_path: Path) -> None:
+    async def play() -> str:
+        async with open_env_host(CONFIG, run_dir=tmp_path / "run") as host:
+            texts = []
+            for _ in range(2):
+                env = host.env()
+                await env.open(EPISODE)
+                observation = await env.step(Action(text="ping hello"))
+                await env.close()
+                texts.append(observation.messages[0].content)
+            assert (host.seats.opened, host.seats.closed) == (2, 2)
+        return " ".join(texts)
+
+    assert asyncio.run(play()) == "hello hello"
+    first, second = calls(docker, "run")
+    for option in ("--network=none", "--memory=300m", "--pids-limit=9", "--read-only", "--rm", "--env=SHOP_KEY"):
+        assert option in first
+    (label,) = (each for each in first if each.startswith("--label=grmpipe.run="))
+    names = {each for call in (first, second) for each in call if each.startswith("--name=")}
+    assert len(names) == 2 and all(label.rpartition("=")[2] in name for name in names)
+
+
+def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: Leftovers) -> None:
+    async def play() -> None:
+        host = ContainerHost(CONFIG, left, LIMITS, FaultInjection())
+        env = host.env()
+        await env.open(EPISODE)
+        assert (await env.step(Action(text="be_deaf"))).faults == ("limit",)
+        await env.close()
+        assert (host.seats.opened, host.seats.killed) == (1, 1)
+
+    asyncio.run(play())
+    (run,), (remove,) = calls(docker, "run"), calls(docker, "rm")
+    assert remove[:2] == ["rm", "--force"] and f"--name={remove[2]}" in run
+
+
+def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(left: Leftovers) -> None:
+    async def play() -> None:
+        config = replace(CONFIG, target="adversary.Missing")
+        env = ContainerHost(config, left, LIMITS, FaultInjection()).env()
+        try:
+            await env.open(EPISODE)
+        finally:
+            await env.close()
+
+    with pytest.raises(EnvFault, match="has no Missing") as fault:
+        asyncio.run(play())
+    assert fault.value.cause == "boot"
+
+
+def test_containers_of_a_run_that_was_killed_are_found_by_their_label(docker: Path, left: Leftovers) -> None:
+    run_dir = docker.parent
+    started_before = msgspec.structs.replace(left, started="1")  # its process id belongs to another process now
+    file_of(run_dir, left).write_bytes(msgspec.json.encode(started_before))
+    with subprocess.Popen(["sleep", "600"]) as container:
+        (docker / f"grmpipe-{left.token}-1").write_text(str(container.pid), encoding="ascii")
+        assert sweep(run_dir) == 1
+        assert container.wait(5) == -9
+    assert f"label=grmpipe.run={left.token}" in calls(docker, "ps")[0]
+    assert not list((run_dir / FOLDER).iterdir()) and not Path(left.folder).exists()
+
+
+@pytest.mark.parametrize("runtime", ["podman", "apptainer"])
+def test_every_runtime_is_given_the_same_bounds(runtime: str) -> None:
+    typed = command(replace(ISOLATION, runtime=runtime, read=["/usr/share"]), "token", "name")
+    assert typed[0] == runtime and "--pids-limit=9" in typed and "--network=none" in typed
+    assert any(each.endswith("/usr/share:/usr/share:ro") for each in typed)
+    assert typed[typed.index("shop:1") + 1] == "python"
+    assert "--network=none" not in command(replace(ISOLATION, runtime=runtime, network=True), "token", "name")
+
+
+def test_a_runtime_that_does_not_answer_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start() -> None:
+        async with open_env_host(CONFIG, run_dir=tmp_path):
+            pass
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"isolation\.runtime: docker does not answer"):
+        asyncio.run(start())

@@ -1,0 +1,104 @@
+"""Hosts of environments in the run itself, faults on purpose, the report of isolation, frames."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import IsolationConfig
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation
+from grmpipe.envs.isolation import env_host
+from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.isolation.env_host import open_env_host
+from grmpipe.envs.isolation.fault_plan import LAST_TURN, OPENING, FaultInjection, fault_moment
+from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
+from grmpipe.envs.isolation.report import IsolationReport, describe_isolation
+from grmpipe.types import Prompt
+from models.types import Message
+
+EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="2 + 2?"),)), group_id="g")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_in_the_run_itself_a_share_of_episodes_fails_and_all_are_counted(tmp_path: Path, share: float) -> None:
+    async def plays() -> Counter[str]:
+        ends: Counter[str] = Counter()
+        async with open_env_host(EnvConfig(inject_faults=share), run_dir=tmp_path, seed=1) as host:
+            for sibling in range(200):
+                env = host.env()
+                try:
+                    await env.open(replace(EPISODE, sibling=sibling))
+                    ends["done"] += (await env.step(Action(text="4"))).done
+                except EnvFault as fault:
+                    ends[fault.cause] += 1
+                finally:
+                    await env.close()
+            assert host.seats.opened == host.seats.closed == 200
+        return ends
+
+    ends = asyncio.run(plays())
+    assert ends["done"] + ends["died"] == 200 and abs(ends["died"] - 200 * share) < 25 * (share > 0) + 1
+
+
+def test_faults_hit_openings_and_steps_and_another_attempt_draws_anew() -> None:
+    faults = FaultInjection(share=0.5, seed=3)
+    moments = [fault_moment(faults, replace(EPISODE, sibling=sibling)) for sibling in range(100)]
+    assert {moment.turn for moment in moments if moment} == set(range(OPENING, LAST_TURN + 1))
+    assert moments == [fault_moment(faults, replace(EPISODE, sibling=sibling)) for sibling in range(100)]
+    again = [fault_moment(faults, replace(EPISODE, sibling=sibling, attempt=1)) for sibling in range(100)]
+    assert [moment is None for moment in again] != [moment is None for moment in moments]
+
+
+def test_an_observation_comes_back_as_it_was() -> None:
+    messages = [Message(role="tool", content="7", name="add", tool_call_id="c")]
+    sent = Observation(messages=messages, rewards={"a": 0.25}, state_key="k", faults=("tool",), done=True)
+    assert reports.decode(observed(sent)[4:]) == Observed(sent)
+
+
+def test_a_long_observation_keeps_its_begin_and_end() -> None:
+    sent = Observation(messages=[Message(role="tool", content=f"a{'x' * MAX_FRAME}z")])
+    back = reports.decode(observed(sent)[4:])
+    assert isinstance(back, Observed)
+    text = back.observation.messages[0].content
+    assert text[0] == "a" and text[-1] == "z" and "characters were cut here" in text and len(text) < 300_000
+
+
+def test_a_frame_that_is_too_long_is_not_sent_and_not_read() -> None:
+    with pytest.raises(BadFrame, match="state_key|bytes"):
+        frame(Observed(Observation(state_key="x" * MAX_FRAME)))
+
+    async def read(data: bytes) -> object:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await next_report(reader)
+
+    with pytest.raises(BadFrame, match="bytes"):
+        asyncio.run(read(struct.pack("<I", MAX_FRAME + 1)))
+    with pytest.raises(BadFrame):
+        asyncio.run(read(struct.pack("<I", 3) + b"abc"))
+    assert asyncio.run(read(struct.pack("<I", 3) + b"ab")) is None, "the other end died in the midst of a frame"
+
+
+def test_what_is_missing_is_refused_only_where_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = IsolationReport(level="process", missing=(Missing(part="Landlock", reason="Function not implemented"),))
+    monkeypatch.setattr(env_host, "isolation_report", lambda config: lacks)
+    env_host.check_isolation(IsolationConfig(kind="process"))
+    with pytest.raises(ValueError, match=r"isolation\.require: this machine lacks: Landlock \(Function not"):
+        env_host.check_isolation(IsolationConfig(kind="process", require=True))
+
+
+def test_a_part_whose_work_another_does_is_no_weakness() -> None:
+    parts = tuple(Missing(part=part, reason="") for part in ("own /proc", "network namespace"))
+    assert [each.part for each in IsolationReport(level="process", missing=parts).weaknesses] == ["network namespace"]
+
+
+def test_the_doctor_says_which_isolation_there_is() -> None:
+    line = describe_isolation()
+    assert line.startswith(("process", "inprocess")) and "containers: " in line and "processes are " in line

@@ -1,0 +1,400 @@
+"""Environments in processes: what a policy's program can't do, who is at fault, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import IsolationConfig
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
+from grmpipe.envs.isolation.env_host import open_env_host
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of, sweep
+from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.isolation.report import isolation_report
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.types import Prompt
+
+sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
+
+from adversary import DAEMON
+
+T = TypeVar("T")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
+LIMITS = StageLimits(boot_s=5, step_s=0.5, close_s=0.3, max_observation_chars=8000)
+NO_FAULTS = FaultInjection()
+ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=8, file_mb=4)
+NAMESPACES = ("user namespace", "process namespace", "IPC namespace", "network namespace", "mount namespace")
+
+
+def config_of(isolation: IsolationConfig = ISOLATION, **options: object) -> EnvConfig:
+    return EnvConfig(kind="custom", target="adversary.Adversary", options=options, isolation=isolation)
+
+
+def episode(sibling: int = 0) -> Episode:
+    return Episode(prompt=Prompt(prompt_id="p", messages=()), group_id="g", sibling=sibling, attempt=3)
+
+
+class Host:
+    """A host of adversaries on a loop of its own, which lives through several tests."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        without: tuple[str, ...] = (),
+        config: EnvConfig | None = None,
+        limits: StageLimits = LIMITS,
+        faults: FaultInjection = NO_FAULTS,
+    ) -> None:
+        self.runner = asyncio.Runner()
+        self.run_dir = run_dir
+        self.left = noted(run_dir)
+        self.host = ProcessHost(config or config_of(), self.left, limits, faults, without)
+        self.run(self.host.start())
+
+    def run(self, work: Coroutine[object, object, T]) -> T:
+        return self.runner.run(work)
+
+    def stop(self) -> None:
+        self.run(self.host.stop())
+        self.runner.close()
+        clear(self.run_dir, self.left)
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    async def seated(self) -> HostedEnv:
+        env = self.host.env()
+        await env.open(episode())
+        return env
+
+    def step(self, text: str, then: Callable[[], object] = lambda: None) -> Observation:
+        """The answer to one step, in a seat of its own. Meanwhile a neighbour works, and another is seated."""
+
+        async def both() -> Observation:
+            env, neighbour = await self.seated(), await self.seated()
+            try:
+                works = asyncio.create_task(self._works(neighbour))
+                try:
+                    answer = await env.step(Action(text=text))
+                finally:
+                    await works
+                then()
+            finally:
+                await env.close()
+                await neighbour.close()
+            return answer
+
+        try:
+            return self.run(both())
+        finally:
+            wait_until(lambda: len(list(processes_of(self.left.token))) == 1)
+
+    async def _works(self, neighbour: HostedEnv) -> None:
+        for turn in range(3):
+            answer = await neighbour.step(Action(text=f"ping {turn}"))
+            assert answer.messages[0].content == str(turn)
+            await asyncio.sleep(0.03)
+        await (await self.seated()).close()
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = Host(tmp_path_factory.mktemp("run"))
+    yield host
+    host.stop()
+
+
+@pytest.fixture(scope="module")
+def bare_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """As on a kernel without namespaces."""
+    host = Host(tmp_path_factory.mktemp("bare"), NAMESPACES)
+    yield host
+    host.stop()
+
+
+@pytest.fixture(scope="module")
+def missing() -> set[str]:
+    return {each.part for each in isolation_report(ISOLATION).missing}
+
+
+@pytest.fixture
+def needs(missing: set[str]) -> Callable[..., None]:
+    def check(*parts: str) -> None:
+        lacks = missing & {*parts, "process"}
+        if lacks:
+            pytest.skip(f"this kernel lacks: {', '.join(sorted(lacks))}")
+
+    return check
+
+
+def running(name: str) -> list[int]:
+    """Processes of this machine that have a word in their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and name.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 2.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def text_of(observation: Observation) -> str:
+    return observation.messages[0].content
+
+
+@pytest.mark.parametrize("harm", ["fork_bomb", "endless", "be_deaf"])
+def test_a_program_that_never_ends_is_the_policys_fault_and_ends_the_episode(host: Host, harm: str) -> None:
+    answer = host.step(harm)
+    assert answer.done and answer.faults == ("limit",) and not answer.messages
+
+
+def test_no_more_processes_than_are_allowed_are_started(host: Host, needs: Callable[..., None]) -> None:
+    needs("process count")
+    assert text_of(host.step("children 8")).startswith("refused")
+    assert text_of(host.step("children 7")) == "started"
+
+
+def test_too_much_memory_is_the_policys_fault_and_ends_the_episode(host: Host) -> None:
+    assert host.step("hog").faults == ("limit",)
+
+
+def test_too_much_cpu_time_is_the_policys_fault(tmp_path: Path) -> None:
+    with Host(tmp_path, config=config_of(replace(ISOLATION, cpu_s=1)), limits=replace(LIMITS, step_s=20)) as host:
+        assert host.step("endless").faults == ("limit",)
+
+
+def test_there_is_no_network_but_the_seats_own(host: Host, needs: Callable[..., None]) -> None:
+    needs("network namespace")
+    assert text_of(host.step("connect")).startswith("refused")
+    assert text_of(host.step("serve_locally")) == "connected"
+
+
+@pytest.mark.parametrize("kind", ["host", "bare_host"])
+@pytest.mark.parametrize("harm", ["read", "write"])
+def test_files_outside_of_the_list_are_neither_read_nor_written(
+    request: pytest.FixtureRequest, kind: str, harm: str, tmp_path: Path, needs: Callable[..., None]
+) -> None:
+    needs("Landlock")
+    (tmp_path / "secret").write_text("secret", encoding="ascii")
+    tmp_path.chmod(0o777)
+    (tmp_path / "secret").chmod(0o666)
+    for path in (tmp_path / "secret", Path("/etc/shadow")):
+        assert text_of(request.getfixturevalue(kind).step(f"{harm} {path}")).startswith("refused")
+    assert (tmp_path / "secret").read_text(encoding="ascii") == "secret"
+
+
+def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(
+    host: Host, tmp_path: Path, needs: Callable[..., None]
+) -> None:
+    needs("read-only mounts")
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o666)
+    assert "Read-only file system" in text_of(host.step(f"age {tmp_path / 'file'}"))
+
+
+@pytest.mark.parametrize("harm", ["write big", "fill"])
+def test_a_seat_writes_no_more_than_its_folder_holds(host: Host, harm: str, needs: Callable[..., None]) -> None:
+    needs("folder of bounded size")
+    assert text_of(host.step(harm)) == "written" if "big" in harm else text_of(host.step(harm)).startswith("refused")
+
+
+def test_a_seat_gets_no_environment_variable_that_is_not_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert "secret" not in text_of(host.step("environ"))
+
+
+def test_a_hundred_megabytes_of_output_leave_their_end_in_the_fault(host: Host) -> None:
+    with pytest.raises(EnvFault, match="exit code 7") as fault:
+        host.step("output")
+    assert fault.value.cause == "died" and 1000 < len(str(fault.value)) < 10_000
+
+
+def test_a_hundred_megabytes_of_observation_lose_their_middle(host: Host) -> None:
+    text = text_of(host.step("speak"))
+    assert len(text) < 300_000 and "99800000 characters were cut" in text
+
+
+def test_what_is_no_frame_is_a_fault_of_the_environment(host: Host) -> None:
+    with pytest.raises(EnvFault) as fault:
+        host.step("garbage")
+    assert fault.value.cause == "protocol"
+
+
+def test_a_program_can_signal_no_process_outside_of_its_seat(host: Host) -> None:
+    host.step("kill_all")
+
+
+@pytest.mark.parametrize("kind", ["host", "bare_host"])
+def test_a_daemon_ends_with_its_seat(request: pytest.FixtureRequest, kind: str) -> None:
+    def runs() -> None:
+        wait_until(lambda: bool(running(DAEMON)))
+
+    request.getfixturevalue(kind).step("daemon", then=runs)
+    assert not running(DAEMON)
+
+
+def test_faults_keep_their_kind_and_text(host: Host) -> None:
+    with pytest.raises(PolicyFault, match="no such shop") as mistake:
+        host.step("policy_fault")
+    assert mistake.value.kind == "arguments"
+    with pytest.raises(EnvFault, match="the shop is shut") as fault:
+        host.step("env_fault")
+    assert fault.value.cause == "unreachable"
+    with pytest.raises(EnvFault, match="a bug of the environment") as bug:
+        host.step("bug")
+    assert bug.value.cause == "broken" and "Traceback" in str(bug.value)
+
+
+def test_seats_opened_are_closed_or_killed(host: Host) -> None:
+    host.step("ping x")
+    seats = host.host.seats
+    assert seats.opened == seats.closed + seats.killed and seats.closed and seats.killed
+    assert not list(Path(host.left.folder).iterdir())
+
+
+def test_an_opening_that_takes_too_long_is_the_environments_fault(tmp_path: Path) -> None:
+    with Host(tmp_path, config=config_of(boot="endless"), limits=replace(LIMITS, boot_s=0.3)) as host:
+        with pytest.raises(EnvFault, match=r"open did not return in 0.3 s") as fault:
+            host.run(host.seated())
+        assert fault.value.cause == "timeout" and host.host.seats.killed == 1
+
+
+def test_a_process_that_ends_in_its_opening_is_the_environments_fault(tmp_path: Path) -> None:
+    with Host(tmp_path, config=config_of(boot="output")) as host, pytest.raises(EnvFault, match="xxx") as fault:
+        host.run(host.seated())
+    assert fault.value.cause == "died"
+
+
+def test_a_host_that_dies_is_started_again_and_its_seats_are_faults(tmp_path: Path) -> None:
+    with Host(tmp_path) as host:
+
+        async def work() -> None:
+            env = await host.seated()
+            for process in processes_of(host.left.token):
+                os.kill(process, signal.SIGKILL)
+            with pytest.raises(EnvFault) as fault:
+                await env.step(Action(text="ping"))
+            assert fault.value.cause == "died"
+            wait_until(lambda: not list(processes_of(host.left.token)))
+            again = await host.seated()
+            assert text_of(await again.step(Action(text="ping x"))) == "x"
+            await again.close()
+
+        host.run(work())
+        assert (host.host.seats.closed, host.host.seats.killed) == (1, 1)
+
+
+def test_a_share_of_episodes_is_killed_and_each_of_them_is_a_fault(tmp_path: Path) -> None:
+    with Host(tmp_path, faults=FaultInjection(share=0.5, seed=4)) as host:
+
+        async def plays(sibling: int) -> str:
+            env = host.host.env()
+            try:
+                await env.open(episode(sibling))
+                await env.step(Action(text="ping x"))
+                await env.step(Action(text="ping x", turn=1, is_last=True))
+            except EnvFault as fault:
+                return fault.cause
+            finally:
+                await env.close()
+            return ""
+
+        ends = [host.run(plays(sibling)) for sibling in range(12)]
+        assert ends == [host.run(plays(sibling)) for sibling in range(12)]
+        assert set(ends) == {"died", ""} and 3 <= ends.count("died") <= 9
+        assert host.host.seats.killed == 2 * ends.count("died")
+
+
+def test_seats_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.run(host.seated())
+    host.stop()
+    assert (host.host.seats.opened, host.host.seats.killed) == (1, 1)
+    assert not list(processes_of(host.left.token)) and not Path(host.left.folder).exists()
+
+
+def test_a_step_that_is_cancelled_leaves_a_seat_that_can_be_closed(host: Host) -> None:
+    async def work() -> None:
+        env = await host.seated()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(env.step(Action(text="endless")), 0.05)
+        await env.close()
+
+    before = host.host.seats.killed
+    host.run(work())
+    assert host.host.seats.killed == before + 1
+
+
+def test_a_class_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
+    async def start() -> None:
+        config = replace(config_of(), target="adversary.Missing")
+        async with open_env_host(config, run_dir=tmp_path):
+            pass
+
+    with pytest.raises(ValueError, match=r"target: the module adversary has no Missing"):
+        asyncio.run(start())
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from dataclasses import replace
+from test_process_isolation import config_of, episode, open_env_host
+from grmpipe.envs.env import Action
+
+async def main():
+    config = replace(config_of(), step_s=60, close_s=60)
+    async with open_env_host(config, run_dir=Path(sys.argv[1])) as host:
+        envs = [host.env() for _ in range(3)]
+        for env in envs:
+            await env.open(episode())
+        await envs[0].step(Action(text="daemon"))
+        busy = [asyncio.create_task(env.step(Action(text=text))) for env, text in zip(envs, ("be_deaf", "endless"))]
+        await asyncio.sleep(0.1)
+        print("ready", flush=True)
+        await asyncio.gather(*busy)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    script = DRIVER.format(path=[str(Path(__file__).parent), *sys.path])
+    driver = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
+    (token,) = (file.stem for file in (tmp_path / FOLDER).iterdir())
+    assert len(list(processes_of(token))) > 6 and running(DAEMON)
+    assert sweep(tmp_path) == 0, "a run that lives is left alone"
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    wait_until(lambda: not list(processes_of(token)) and not running(DAEMON))
+    assert sweep(tmp_path) == 1 and not list((tmp_path / FOLDER).iterdir())
+    assert not list(Path(tempfile.gettempdir()).glob(f"grmpipe-{token}*"))

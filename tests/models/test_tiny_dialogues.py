@@ -1,0 +1,88 @@
+"""Dialogues that tiny policies imitate, and what the shipped ones do in episodes."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import islice
+
+from transformers import PreTrainedTokenizerFast
+
+from grmpipe.envs import tiny_tools
+from grmpipe.envs.tools.function_tools import specs_of, tools_of
+from models.renderer import Renderer
+from models.tiny.build import encode
+from models.tiny.calculator import parse_view, right_episode
+from models.tiny.curricula import draw_curriculum
+from models.tiny.dialogues import Dialogue, careless_view, malformed_view, messages_of, right_view, with_calculator
+from models.tiny.episode_quality import auc, calculator_accuracy, judge_views, policy_views, walk_accuracy
+from models.tiny.evaluate import Speaker
+from models.tiny.problems import LARGE, make_problems
+from models.tiny.recipes import GRM, POLICY_TOOLS, POLICY_WALK
+from models.tiny.resolve import SHIPPED
+from models.tiny.sft_examples import draw_examples
+from models.tiny.tokenizer import build_tokenizer
+from models.tiny.walks import make_walks
+from models.types import Message
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@cache
+def renderer() -> Renderer:
+    return Renderer.load(str(SHIPPED / "policy_tools"))
+
+
+def test_training_sees_the_tokens_that_the_policy_is_shown_in_an_episode() -> None:
+    tools = specs_of(tools_of(tiny_tools.__name__))
+    for problem in make_problems("train", 20, 0, LARGE):
+        dialogue = with_calculator(problem, right_episode(problem))
+        said = [Message(role=one.role, content=one.text) for one in dialogue.messages[1:]]
+        ids = list(renderer().render(said[:1], tools))
+        for turn, reply in zip(said[1::2], [*said[2::2], None], strict=True):
+            ids += [*renderer().tokenizer.encode(turn.content), tokenizer().eos_token_id]
+            ids += renderer().extend([reply], tools) if reply else ()
+        assert list(encode(tokenizer(), dialogue).ids) == ids
+
+
+def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> None:
+    for recipe in (POLICY_TOOLS, POLICY_WALK):
+        for dialogue in draw_curriculum(recipe.lessons, 20, 0):
+            assert isinstance(dialogue, Dialogue)
+            encoded = encode(tokenizer(), dialogue)
+            imitated = [one for one, is_imitated in zip(encoded.ids, encoded.imitated, strict=True) if is_imitated]
+            turns = [one.text for one in messages_of(dialogue) if one.role == "assistant"]
+            assert tokenizer().decode(imitated) == "".join(f"{turn}<|im_end|>" for turn in turns)
+
+
+def test_single_answers_are_drawn_as_before() -> None:
+    assert list(islice(draw_curriculum(GRM.lessons, 50, 3), 50)) == list(draw_examples(GRM.lessons, 50, 3))
+
+
+def test_every_dialogue_fits_into_the_window() -> None:
+    for recipe in (POLICY_TOOLS, POLICY_WALK):
+        lengths = [len(encode(tokenizer(), one).ids) for one in draw_curriculum(recipe.lessons, 500, 1)]
+        assert max(lengths) <= renderer().context_tokens // 2
+
+
+def test_shipped_policies_of_episodes_are_poor_and_improvable() -> None:
+    problems, walks = make_problems("held_out", 128, 1, LARGE), make_walks("held_out", 128, 1)
+    assert 0.25 < calculator_accuracy(Speaker(SHIPPED / "policy_tools"), problems, greedy=False) < 0.55
+    assert 0.25 < walk_accuracy(Speaker(SHIPPED / "policy_walk"), walks, greedy=False) < 0.55
+
+
+def test_the_shipped_judge_of_calls_separates_right_from_wrong_episodes() -> None:
+    problems, rng = make_problems("held_out", 96, 2, LARGE), random.Random(0)
+    judge = Speaker(SHIPPED / "grm_tools")
+    views = [right_view(one, rng) if at % 2 else careless_view(one, rng) for at, one in enumerate(problems)]
+    assert auc(judge_views(judge, problems, views)) > 0.75
+    malformed = judge_views(judge, problems, [malformed_view(one, rng) for one in problems])
+    assert sum(one.agrees for one in malformed) > 0.9 * len(malformed)
+
+
+def test_most_episodes_of_the_shipped_policy_are_well_formed() -> None:
+    views = policy_views(Speaker(SHIPPED / "policy_tools"), make_problems("held_out", 64, 3, LARGE), seed=0)
+    assert sum(parse_view(view) is not None for view in views) > 0.9 * len(views)
