@@ -46,7 +46,7 @@ async def start_envs(config: EnvConfig, run_dir: Path, seed: int, events: EventS
             return Envs(workflow=workflow, seats=seats, opened=opening.pop_all())
         arguments: dict[str, object] = {}
         if config.mcp:
-            servers = arguments["servers"] = McpServers(config.mcp)
+            servers = arguments["servers"] = McpServers(config.mcp_servers)
             opening.push_async_callback(servers.close)
         host = await opening.enter_async_context(
             open_env_host(config, run_dir=run_dir, seed=seed, arguments=arguments, events=events)

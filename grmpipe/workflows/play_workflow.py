@@ -90,6 +90,8 @@ async def _ending(solver: Solver, task: Task, policy: Policy, session: Session, 
     finally:
         if not solving.done():
             await _cancelled(solving, limits.close_s)
+        if solving.done() and not solving.cancelled():
+            solving.exception()  # it was read: asyncio would complain otherwise
     if session.failed.done():
         session.failed.result()
     return _ended_itself(solving, refusal) if in_time else _out_of_time(session, idle_s, limits)
@@ -143,6 +145,7 @@ def rollout_of(request: RolloutRequest, prompt: Prompt, session: Session, ending
         turns=tuple(turns_of(line, rewards)),
         status="truncated" if reason else "finished",
         reason=reason,
+        attempt=request.attempt,
         opening=() if line[0].messages == prompt.messages else line[0].messages,
         boot_s=session.boot_s,
     )

@@ -209,7 +209,7 @@ class Session:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
-            trajectory_id=request.trajectory_id,
+            trajectory_id=request.trajectory_id if number + 1 < self._recorder.limits.max_turns else "",
         )
         params = replace(params, seed=request.seed + number, max_new_tokens=room)
         if not self._sampling:

@@ -193,6 +193,7 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.M
         ({"url": "localhost:8000"}, "^url: must begin with http"),
         ({"url": "http://x", "shared": True}, "^env: env and shared are for a command"),
         ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),
+        ({"command": "python server.py"}, "^command: must be a list"),
     ],
 )
 def test_settings_of_a_server_that_mean_nothing_are_refused(settings: dict, said: str) -> None:
@@ -201,9 +202,13 @@ def test_settings_of_a_server_that_mean_nothing_are_refused(settings: dict, said
 
 
 def test_only_an_environment_of_tools_has_servers() -> None:
-    server = McpServerConfig(url="http://x")
+    server = {"url": "http://x"}
     assert EnvConfig(kind="tools", mcp={"calc": server}).functions == ""
     with pytest.raises(ValueError, match=r"^mcp: is for env\.kind=tools"):
         EnvConfig(mcp={"calc": server})
+    with pytest.raises(ValueError, match=r"^mcp\.calc: must be a block with the keys command, env"):
+        EnvConfig(kind="tools", mcp={"calc": {"path": "x"}})
+    with pytest.raises(ValueError, match=r"^mcp\.calc\.url: must begin"):
+        EnvConfig(kind="tools", mcp={"calc": {"url": "x"}})
     with pytest.raises(ValueError, match=r"^functions: is empty"):
         EnvConfig(kind="tools")
