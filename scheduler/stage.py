@@ -111,6 +111,10 @@ class Stage(Generic[Item]):
         """Add an item. Waits while the inbox is full (backpressure)."""
         await self._inbox.put((self._rank(item), next(self._arrivals), item))
 
+    def put_nowait(self, item: Item) -> None:
+        """Add an item to an inbox without a limit."""
+        self._inbox.put_nowait((self._rank(item), next(self._arrivals), item))
+
     async def run(self) -> None:
         try:
             await self._serve()

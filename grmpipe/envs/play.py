@@ -49,15 +49,24 @@ class TurnRenderer(Protocol):
         ...
 
 
+def ignore_turn(so_far: Rollout) -> None:
+    """For callers that need no callback after a turn."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One rollout to play: a sibling of a group, and its seed. attempt: episodes of it that failed before."""
+    """One rollout to play: a sibling of a group, and its seed.
+
+    attempt: episodes of it that failed before.
+    on_turn: called after each turn but the last one, with the rollout so far, as if it was truncated there.
+    """
 
     group_id: str
     sibling: int
     seed: int
     priority: int = 0
     attempt: int = 0
+    on_turn: Callable[[Rollout], None] = field(default=ignore_turn, compare=False, repr=False)
 
     @property
     def trajectory_id(self) -> str:
@@ -116,6 +125,7 @@ class _Episode:
     on_first_token: Callable[[], None]
     tools: tuple[ToolSpec, ...] = ()
     state_key: str = ""
+    opening: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
 
     async def played(self) -> Rollout:
@@ -133,17 +143,24 @@ class _Episode:
         boot_s = round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0
         self.tools, self.state_key = tuple(opening.tools), opening.state_key
         messages = tuple(opening.messages)
+        self.opening = () if messages == self.prompt.messages else messages
         reason = await self._turns(messages, begun_s + self.limits.episode_s)
-        return Rollout(
-            group_id=request.group_id,
-            sibling=request.sibling,
-            turns=tuple(self.turns),
+        return replace(
+            self._so_far(),
             status="finished" if reason is None else "truncated",
             reason=reason or "",
-            opening=() if messages == self.prompt.messages else messages,
-            attempt=request.attempt,
             boot_s=boot_s,
             took_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
+        )
+
+    def _so_far(self) -> Rollout:
+        return Rollout(
+            group_id=self.request.group_id,
+            sibling=self.request.sibling,
+            turns=tuple(self.turns),
+            status="truncated",
+            opening=self.opening,
+            attempt=self.request.attempt,
         )
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
@@ -169,6 +186,7 @@ class _Episode:
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
+            self.request.on_turn(self._so_far())
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that the next turn may take. The first turn takes all, so that its engine refuses a long prompt."""
@@ -182,7 +200,7 @@ class _Episode:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
-            trajectory_id=request.trajectory_id if number + 1 < self.limits.max_turns else "",
+            trajectory_id=request.trajectory_id if self.limits.max_turns > 1 else "",
         )
         params = replace(self.params, seed=request.seed + number, max_new_tokens=room)
         completion = await self.policy.generate(prompt_ids, params, context, self.on_first_token)

@@ -17,7 +17,7 @@ from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.rollout_gate import PolicyFitness
-from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Verdict
+from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, PauseGate
@@ -60,7 +60,7 @@ class Producer:
             lambda item: item[0].group_id,
             width=config.judge_concurrency,
             bound=0,  # unbounded: the waiting are ranked, and admission limits their number
-            rank=lambda item: self._rank(item[0]),
+            rank=lambda item: self._rank(item[0], item[2]),
             shared_meter=engines,
         )
         self.expiring: Stage[Group] = Stage(
@@ -149,7 +149,9 @@ class Producer:
         if not group.is_open:
             return
         seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
-        request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
+        request = RolloutRequest(
+            group_id=group.group_id, sibling=sibling, seed=seed, on_turn=lambda so_far: self._turn_ended(group, so_far)
+        )
         try:
             async with self._seats[group.group_id].taken():
                 rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
@@ -170,6 +172,12 @@ class Producer:
             for judge_task in session.add(rollout):
                 await self.judging.put((group, session, judge_task))
 
+    def _turn_ended(self, group: Group, so_far: Rollout) -> None:
+        """Queue what an ended turn lets the judge do while the rollout goes on."""
+        if (session := group.session) is not None:
+            for judge_task in judge_tasks_of_turn(session, so_far):
+                self.judging.put_nowait((group, session, judge_task))
+
     # -- judge ---------------------------------------------------------------------------------------------------------
 
     async def _judge(self, item: tuple[Group, JudgeSession, JudgeTask]) -> None:
@@ -183,7 +191,7 @@ class Producer:
         group.judging_begun = True
         self._num_judging += 1
         try:
-            reports = await session.judge(judge_task, self._rank(group))
+            reports = await session.judge(judge_task, self._rank(group, judge_task))
         finally:
             self._num_judging -= 1
         for sibling, report in reports.items():
@@ -197,12 +205,14 @@ class Producer:
             self._ended(group)
         self._parts.judge_guard.verdict(report)
 
-    def _rank(self, group: Group) -> int:
-        """The rank of a group's judge tasks; the lowest is served first. Groups that are due in an earlier batch come
-        first, then those that lack fewer verdicts, then older ones. One more degree of urgency overtakes
-        `groups_per_batch` groups.
+    def _rank(self, group: Group, judge_task: JudgeTask) -> int:
+        """The rank of a judge task; the lowest is served first. Groups that are due in an earlier batch come first,
+        then those that lack fewer verdicts, then older ones. One more degree of urgency overtakes `groups_per_batch`
+        groups. A turn of a rollout that still goes on comes after all verdicts of its batch.
         """
-        urgency = self._buffer.batches_ahead(group) * group.size + len(group.missing_verdicts())
+        goes_on = judge_task.turn is not None and not set(group.missing_rollouts()).isdisjoint(judge_task.members)
+        batches_ahead = self._buffer.batches_ahead(group) + goes_on
+        urgency = batches_ahead * group.size + len(group.missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
     async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:

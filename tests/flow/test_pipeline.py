@@ -20,12 +20,13 @@ import pytest
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.single_turn import play_single_turn
-from grmpipe.judge.grm import RemoteGrm
+from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
-from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -184,7 +185,7 @@ class Bench:
 
     config: FlowConfig
     judge: Judge = field(default_factory=Judge)
-    group_judge: Together | None = None  # instead of `judge`
+    group_judge: Together | GenerativeJudge | None = None  # instead of `judge`
     trainer: Trainer = field(default_factory=Trainer)
     prompts: Prompts = field(default_factory=Prompts)
     lengths: Callable[[RequestContext], int] = lambda context: 20
@@ -829,7 +830,7 @@ class LearningJudge(Judge):
         return JudgeReport(verdict=Verdict(rewards=(span,), score=1.0, breakdown=told, score_std=0.0, num_judgements=1))
 
 
-def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: float) -> Pipeline:
+def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge | TurnByTurn, every_s: float) -> Pipeline:
     async def change(version: int) -> SyncReport:
         await asyncio.sleep(0.05)
         judge.version = version
@@ -953,3 +954,94 @@ def test_verdicts_kept_over_a_resume_are_not_mixed_with_those_of_another_version
     got = [verdict.grm_version for verdict in group.verdicts if isinstance(verdict, Verdict)]
     assert got == (list(versions) + [2] * (4 - len(versions)) if kept else [2] * 4)
     assert sum(v.score == 5.0 for v in group.verdicts if isinstance(v, Verdict)) == (len(versions) if kept else 0)
+
+
+# -- turns judged while their rollout goes on ------------------------------------------------------------------------
+
+
+class ThreeTurns:
+    """An environment that takes its time over each of three turns."""
+
+    async def open(self, episode: Episode) -> Opening:
+        return Opening(messages=episode.prompt.messages)
+
+    async def step(self, action: Action) -> Observation:
+        await asyncio.sleep(0.5)
+        said = Message(role="user", content=f"seen {action.turn}")
+        return Observation(done=True) if action.turn == 2 else Observation(messages=(said,))
+
+    async def close(self) -> None: ...
+
+
+class CodePoints:
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(map(ord, messages[0].content))
+
+
+@dataclass
+class TurnByTurn(Bench):
+    """Episodes of three turns, and a GRM that judges turn by turn with scores drawn from the ids of its requests; one
+    that learns gives its version as the score.
+    """
+
+    version: int | None = None
+    asked: list[tuple[str, int, float]] = field(default_factory=list)  # request id, priority, time
+    ends: dict[str, float] = field(default_factory=dict)  # group/sibling -> the end of its rollout
+
+    def turn_judge(self) -> GenerativeJudge:
+        def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+            self.asked.append((context.request_id, context.priority, asyncio.get_running_loop().time()))
+            score = 1 + (self.version or 0) % 10
+            if self.version is None:
+                score = 1 + random.Random(context.request_id).randrange(10)
+            return Script(token_ids=(7,) * 10, text=f"\\boxed{{{score}}}")
+
+        grm = LocalGrm("grm", SimulatedEngine("grm", author, tokens_per_s=100), CodePoints(), 10**6)
+        return GenerativeJudge(grm, JudgeConfig(protocol="turns", template="turns", parser="boxed"), seed=0)
+
+    async def play(self, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        params, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(max_turns=3)
+        rollout = await play(request, prompt, ThreeTurns(), self.policy, Renderer(), params, limits, on_first_token)
+        self.ends[f"{request.group_id}/{request.sibling}"] = asyncio.get_running_loop().time()
+        return rollout
+
+
+def test_turns_are_judged_before_their_episode_ends_and_the_verdicts_are_those_of_its_end() -> None:
+    bench = TurnByTurn(flow(num_steps=3))
+    bench.group_judge = bench.turn_judge()
+    bench.run()
+    early = [request_id for request_id, _, time in bench.asked if time < bench.ends[request_id.split("/t")[0]]]
+    assert {request_id.split("/t")[1] for request_id in early} == {"0/j0.0", "1/j0.0"}
+    assert len(early) == 2 * len(bench.ends)
+    assert len({request_id for request_id, _, _ in bench.asked}) == len(bench.asked)
+    groups = [group for groups in bench.trainer.steps for group in groups]
+    assert len(groups) == 12
+    for group in groups:
+        at_end = run_virtually(
+            lambda group=group: judge_group(TurnByTurn(flow()).turn_judge(), group.prompt, group.rollouts)
+        )
+        assert tuple(report.verdict for report in at_end) == group.verdicts
+        assert [len(rollout.turns) for rollout in group.rollouts] == [3] * 4
+
+
+def test_a_verdict_is_served_before_turns_of_rollouts_that_go_on() -> None:
+    bench = TurnByTurn(flow(num_steps=1, max_staleness=0))
+    bench.group_judge = bench.turn_judge()
+    bench.run()
+    by_place: dict[bool, list[int]] = {True: [], False: []}
+    for request_id, priority, time in bench.asked:
+        by_place[time < bench.ends[request_id.split("/t")[0]]].append(priority)
+    assert max(by_place[False]) < min(by_place[True])
+
+
+def test_turns_that_an_earlier_version_of_the_judge_judged_are_judged_again() -> None:
+    bench = TurnByTurn(flow(num_steps=4, group_deadline_s=100.0), version=0)
+    bench.group_judge = bench.turn_judge()
+    run_with_a_judge_that_changes(bench, bench, every_s=1.1)
+    assert len({request_id for request_id, _, _ in bench.asked}) < len(bench.asked)
+    groups = [group for groups in bench.trainer.steps for group in groups]
+    verdicts = [[one for one in group.verdicts if isinstance(one, Verdict)] for group in groups]
+    assert [len(one) for one in verdicts] == [4] * 16
+    for by_group in verdicts:
+        scores = {round(span.value / (span.share or 1), 6) for verdict in by_group for span in verdict.rewards}
+        assert len(scores) == 1, "a group is judged by one version"

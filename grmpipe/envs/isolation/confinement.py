@@ -90,9 +90,14 @@ class Namespaces:
     user: int | None = None
 
 
+def import_paths() -> list[str]:
+    """Folders and archives that this process imports from; the current folder by its name."""
+    return [str(Path(path).absolute()) for path in sys.path]
+
+
 def readable(extra: Sequence[str] = ()) -> tuple[str, ...]:
     """Files and folders that any seat may read: the system's programs, Python, and all that it imports from."""
-    python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *filter(None, sys.path))
+    python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *import_paths())
     return tuple(dict.fromkeys((*SYSTEM_FILES, *python, *extra)))
 
 

@@ -7,6 +7,7 @@ async with open_env_host(config.env, run_dir=..., seed=...) as host:
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,12 +26,14 @@ from grmpipe.envs.isolation.hosted_env import ENDING_S
 from grmpipe.envs.isolation.inprocess_host import InprocessHost
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.report import answers, isolation_report
+from grmpipe.envs.isolation.report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from scheduler.events import EventSink
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
+
+log = logging.getLogger(__name__)
 
 
 class EnvHost(Protocol):
@@ -79,6 +82,8 @@ async def open_env_host(
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits, faults)
     try:
         await host.start()
+        if isinstance(host, ProcessHost) and (lacks := weaknesses(await host.missing())):
+            log.warning("environments run with less isolation than they should: %s", described(lacks))
         yield LimitedHost(host, limits, events)
     finally:
         await host.stop()
@@ -111,6 +116,5 @@ def check_isolation(config: IsolationConfig) -> None:
         return
     if sys.platform != "linux":
         raise ValueError(f"isolation.kind: {config.kind} needs Linux; type env.isolation.kind={INPROCESS}")
-    if config.require and (lacks := isolation_report(config).weaknesses):
-        parts = "; ".join(f"{each.part} ({each.reason})" for each in lacks)
-        raise ValueError(f"isolation.require: this machine lacks: {parts}; set it to false to run without")
+    if config.require and (lacks := weaknesses(isolation_report(config).missing)):
+        raise ValueError(f"isolation.require: this machine lacks: {described(lacks)}; set it to false to run without")

@@ -8,6 +8,9 @@ What an end of the seat means is decided here, from what the seat and its superv
       (time, CPU time, memory)     is; its seat is killed, so there is nothing to go on with
     in `step`, by any other end    the environment's: EnvFault `died`
     a frame that can't be read     the environment's: EnvFault `protocol`
+
+A program of the policy that runs inside of the environment's own process (as by `exec`) can answer in its place: one
+that is started as a process of its own can't.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.confinement import Bounds, readable
+from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, Ready, Setup
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
-from grmpipe.envs.isolation.messages import BadFrame, Ended, next_report
+from grmpipe.envs.isolation.messages import BadFrame, Ended, Seated, next_report
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
 from grmpipe.envs.limited_env import StageLimits
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 SERVER_ENDS_S = 5.0
+QUEUE_S = 0.002  # about the time of a fork
 
 
 class ProcessSeat:
@@ -99,6 +100,19 @@ class ProcessHost:
             self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
         )
 
+    async def missing(self) -> tuple[Missing, ...]:
+        """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""
+        seat = await self._take_seat()
+        try:
+            report = await next_report(seat.reader)
+            if not isinstance(report, Seated):
+                raise EnvFault("a seat ended before it was confined", "boot")
+            return report.missing
+        finally:
+            seat.kill()
+            await seat.ended()
+            seat.release()
+
     async def start(self) -> None:
         """Start the fork server. Raises ValueError if it can't make the environment."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,11 +162,9 @@ class ProcessHost:
             for each in (env, supervisor):
                 undo.callback(each.close)
             with env_there, supervisor_there:
-                message = msgspec.msgpack.encode(Fork(bounds=bounds_of(self._config.isolation, folder, self._without)))
-                try:
-                    socket.send_fds(control, [message], [env_there.fileno(), supervisor_there.fileno()])
-                except OSError as error:
-                    raise EnvFault(f"the host of environments takes no more: {error}", "boot") from None
+                await fork(
+                    control, bounds_of(self._config.isolation, folder, self._without), env_there, supervisor_there
+                )
             streams = await stream_of(env), await stream_of(supervisor)
             undo.pop_all()
         return ProcessSeat(*streams, folder)
@@ -170,6 +182,19 @@ class ProcessHost:
                     raise EnvFault(f"the host of environments doesn't start: {error}", "boot") from None
             assert self._control is not None
             return self._control
+
+
+async def fork(control: socket.socket, bounds: Bounds, *sockets: socket.socket) -> None:
+    """Ask the fork server for a seat, and hand it the seat's sockets. Raises EnvFault."""
+    message = msgspec.msgpack.encode(Fork(bounds=bounds))
+    while True:
+        try:
+            socket.send_fds(control, [message], [each.fileno() for each in sockets])
+            return
+        except BlockingIOError:  # the kernel keeps ten messages; nothing wakes a sender of descriptors
+            await asyncio.sleep(QUEUE_S)
+        except OSError as error:
+            raise EnvFault(f"the host of environments takes no more: {error}", "boot") from None
 
 
 async def stream_of(connected: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -194,8 +219,7 @@ def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -
 def environment(names: Sequence[str], token: str) -> dict[str, str]:
     """The environment variables of seats: what Python needs, and those that the configuration names."""
     passed = {name: os.environ[name] for name in names if name in os.environ}
-    path = os.pathsep.join(filter(None, sys.path))
-    return {"PATH": DEFAULT_PATH, "PYTHONPATH": path, **ENVIRONMENT, **passed, MARK: token}
+    return {"PATH": DEFAULT_PATH, "PYTHONPATH": os.pathsep.join(import_paths()), **ENVIRONMENT, **passed, MARK: token}
 
 
 def remove_soon(folder: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,14 +42,17 @@ class IsolationReport:
     level: str
     missing: tuple[Missing, ...] = ()
 
-    @property
-    def weaknesses(self) -> tuple[Missing, ...]:
-        """What is missing with nothing in its place."""
-        return tuple(each for each in self.missing if each.part not in SPARE)
-
     def __str__(self) -> str:
-        lacks = "; ".join(f"{each.part} ({each.reason})" for each in self.missing)
-        return f"{self.level}, without: {lacks}" if lacks else self.level
+        return f"{self.level}, without: {described(self.missing)}" if self.missing else self.level
+
+
+def weaknesses(missing: Sequence[Missing]) -> tuple[Missing, ...]:
+    """What is missing with nothing in its place."""
+    return tuple(each for each in missing if each.part not in SPARE)
+
+
+def described(missing: Sequence[Missing]) -> str:
+    return "; ".join(f"{each.part} ({each.reason})" for each in missing)
 
 
 def isolation_report(config: IsolationConfig | None = None) -> IsolationReport:

@@ -38,10 +38,15 @@ class TurnwiseSession(PointwiseSession):
         return [JudgeTask(members=(so_far.sibling,), turn=turn) for _, _, turn in lacking]
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
-        self._rollouts[rollout.sibling] = rollout
-        judge_tasks = self.add_turn(rollout)
-        is_judged = all(turn in self._by_turn for turn in turns_of(rollout))
-        return (JudgeTask(members=(rollout.sibling,)),) if is_judged else judge_tasks
+        """Add an ended rollout. Turns that still wait to be judged get another task, which may be served earlier: the
+        first one does the work.
+        """
+        self._rollouts[rollout.sibling] = self._so_far[rollout.sibling] = rollout
+        turns = turns_of(rollout)
+        self._queued |= set(turns)
+        if all(turn in self._by_turn for turn in turns):
+            return (JudgeTask(members=(rollout.sibling,)),)
+        return [JudgeTask(members=(rollout.sibling,), turn=turn[2]) for turn in turns if turn not in self._begun]
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         principles = await self._principles.text(priority)

@@ -142,10 +142,21 @@ def test_each_turn_has_its_seed_its_reward_and_the_state_in_which_it_acted() -> 
     assert rollout.answer == "c" and env.num_closed == 1
 
 
-def test_only_turns_that_may_be_continued_name_their_trajectory() -> None:
+def test_after_each_turn_but_the_last_the_rollout_so_far_is_given_with_the_replies() -> None:
+    given_to: list[Rollout] = []
+    request = RolloutRequest(group_id="g", sibling=1, seed=50, attempt=2, on_turn=given_to.append)
+    params, env, policy = SamplingParams(max_new_tokens=50), Scripted(answers("x", "y")), Policy(["a", "b", "c"])
+    rollout = asyncio.run(play(request, PROMPT, env, policy, Characters(), params, EpisodeLimits(max_turns=9)))
+    assert [one.turns for one in given_to] == [rollout.turns[:1], rollout.turns[:2]]
+    assert [one.turns[-1].replies[0].content for one in given_to] == ["x", "y"]
+    assert [(one.sibling, one.attempt, one.opening) for one in given_to] == [(1, 2, rollout.opening)] * 2
+
+
+@pytest.mark.parametrize(("max_turns", "names"), [(2, ["g/1", "g/1"]), (1, [""])])
+def test_all_turns_of_an_episode_name_it_and_a_single_turn_names_none(max_turns: int, names: list[str]) -> None:
     policy = Policy(["a", "b"])
-    played(Scripted(answers("x", "y")), policy, max_turns=2)
-    assert [context.trajectory_id for _, _, context in policy.asked] == ["g/1", ""]
+    played(Scripted(answers("x", "y")), policy, max_turns=max_turns)
+    assert [context.trajectory_id for _, _, context in policy.asked] == names
 
 
 def test_calls_and_what_is_wrong_with_them_reach_the_environment() -> None:

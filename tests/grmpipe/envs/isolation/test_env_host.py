@@ -18,7 +18,7 @@ from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import LAST_TURN, OPENING, FaultInjection, fault_moment
 from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
-from grmpipe.envs.isolation.report import IsolationReport, describe_isolation
+from grmpipe.envs.isolation.report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.types import Prompt
 from models.types import Message
 
@@ -95,8 +95,8 @@ def test_what_is_missing_is_refused_only_where_it_is_required(monkeypatch: pytes
 
 
 def test_a_part_whose_work_another_does_is_no_weakness() -> None:
-    parts = tuple(Missing(part=part, reason="") for part in ("own /proc", "network namespace"))
-    assert [each.part for each in IsolationReport(level="process", missing=parts).weaknesses] == ["network namespace"]
+    missing = [Missing(part=part, reason="") for part in ("own /proc", "network namespace")]
+    assert [each.part for each in weaknesses(missing)] == ["network namespace"]
 
 
 def test_the_doctor_says_which_isolation_there_is() -> None:

@@ -156,6 +156,20 @@ def test_a_turn_is_judged_before_the_episode_has_ended(bench: Any) -> None:
     assert [sorted(reports) for reports in rest] == [[], [0]]
 
 
+def test_a_turn_that_still_waits_at_the_end_gets_another_task_and_is_judged_once(bench: Any) -> None:
+    judge, engine = bench.generative(by_turn(bench), **TURNS)
+    rollout = episode(bench)
+
+    async def go() -> list[Any]:
+        session = judge.open(bench.prompt(), "g7", 1)
+        waiting = judge_tasks_of_turn(session, so_far(rollout, 1))
+        found = [await session.judge(judge_task) for judge_task in (*session.add(rollout), *waiting)]
+        return [sorted(reports) for reports in found]
+
+    assert bench.run(go()) == [[], [], [0], []]
+    assert len(engine.asked) == 3
+
+
 def test_a_rollout_whose_turns_are_all_judged_is_reported_at_its_end(bench: Any) -> None:
     judge, engine = bench.generative(by_turn(bench), **TURNS)
     rollout = episode(bench)
