@@ -220,7 +220,7 @@ class Session:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
-            trajectory_id=request.trajectory_id if number + 1 < self._recorder.limits.max_turns else "",
+            trajectory_id=request.trajectory_id if self._recorder.limits.max_turns > 1 else "",
         )
         params = replace(params, seed=request.seed + number, max_new_tokens=room)
         if not self._sampling:

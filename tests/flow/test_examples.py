@@ -11,6 +11,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 60
+SMALLER = (
+    "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4", "judge.anchors=4",
+    "judge=rule",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +39,6 @@ def overrides_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["unit_tools.py", "workflow_openai.py", "mcp_server.py"])
 def test_an_example_runs_as_its_first_lines_say(small_run: Callable, name: str) -> None:
-    files = small_run(*overrides_of(name), "train.num_steps=1", "judge=rule")
+    files = small_run(*overrides_of(name), *SMALLER)
     assert files.summary["status"] == "completed", files.summary["failure"]
     assert files.summary["envs"]["episodes"] > 0 and files.summary["envs"]["faults"] == {}
