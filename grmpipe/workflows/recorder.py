@@ -189,7 +189,7 @@ class Session:
             for call in self.calls
             if len(messages) > (length := len(call.conversation))
             and call.completion.finish_reason == "stop"
-            and call.tools is tools
+            and call.tools == tools
             and num_shared(messages, call.conversation) == length
         ]
         parents = {call.parent for call in self.calls}

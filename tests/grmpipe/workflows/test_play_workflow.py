@@ -191,7 +191,7 @@ def test_time_that_went_to_sampling_truncates_and_keeps_the_finished_turns(
         await policy.chat([{"role": "user", "content": "two"}])
         raise AssertionError
 
-    rollout = played(solve, engine, step_s=0.05, episode_s=0.2)
+    rollout = played(solve, engine, step_s=0.3, episode_s=0.5)
     assert (rollout.reason, [turn.completion.text for turn in rollout.turns]) == ("time", ["one"])
     assert engine.aborted == 1
 

@@ -118,10 +118,12 @@ def url() -> Iterator[str]:
         port = found.getsockname()[1]
     server = subprocess.Popen([sys.executable, CALCULATOR, str(port)], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(200):
+        end_s = time.monotonic() + 60
+        while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
+            assert time.monotonic() < end_s, "the server doesn't start"
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
@@ -171,7 +173,7 @@ def test_a_server_that_never_answers_ends_with_its_limit() -> None:
 
     begun_s = time.monotonic()
     run({"calc": McpServerConfig(command=["sleep", "60"])}, talk)
-    assert time.monotonic() - begun_s < 9
+    assert time.monotonic() - begun_s < 30
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
