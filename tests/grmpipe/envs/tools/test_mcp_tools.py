@@ -132,7 +132,7 @@ def url() -> Iterator[str]:
 
 
 def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "users_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
+    (tmp_path / "double_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def talk(open_env: Callable) -> None:
@@ -145,7 +145,7 @@ def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeyp
             await open_env()
         assert fault.value.cause == "boot"
 
-    run({"calc": McpServerConfig(url=url, headers={"X-Key": "k"})}, talk, "users_tools")
+    run({"calc": McpServerConfig(url=url, headers={"X-Key": "k"})}, talk, "double_tools")
 
 
 @pytest.mark.parametrize(
