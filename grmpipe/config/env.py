@@ -5,8 +5,8 @@ Imports none of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
@@ -65,15 +65,22 @@ WAYS_OUT = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class McpServerConfig:
-    """A server of tools that speaks the Model Context Protocol: a program, or a URL."""
+    """A server of tools that speaks the Model Context Protocol: a program, or a URL.
 
-    command: list[str] = field(default_factory=list)  # The program, and its arguments; it speaks over stdin and stdout.
-    env: dict[str, str] = field(default_factory=dict)  # Further environment variables of the program.
-    url: str = ""  # Of a server that runs already, over HTTP.
-    headers: dict[str, str] = field(default_factory=dict)  # Of every request to the URL.
-    shared: bool = False  # One program for all episodes of the run; false: one for each episode.
+    command: the program, and its arguments; it speaks over stdin and stdout.
+    env:     further environment variables of the program.
+    shared:  one program for all episodes of the run; false: one for each episode.
+    url:     of a server that runs already, over HTTP.
+    headers: of every request to the URL.
+    """
+
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    shared: bool = False
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -86,6 +93,19 @@ class McpServerConfig:
             raise ValueError("env: env and shared are for a command; a server at a URL is started by someone else")
         if self.headers and not self.url:
             raise ValueError("headers: are for a url; a command gets env")
+        if isinstance(self.command, str):
+            raise ValueError(f"command: must be a list, such as [python,my_server.py], got {self.command!r}")
+
+
+def mcp_server(name: str, values: object) -> McpServerConfig:
+    """The settings of one server. Raises ValueError that begins with the key."""
+    known = [spec.name for spec in fields(McpServerConfig)]
+    if not isinstance(values, Mapping) or not values.keys() <= set(known):
+        raise ValueError(f"mcp.{name}: must be a block with the keys {', '.join(known)}, got {values!r}")
+    try:
+        return McpServerConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"mcp.{name}.{error}") from error
 
 
 @dataclass(frozen=True)
@@ -97,8 +117,9 @@ class EnvConfig:
     kind: str = DEFAULT_ENV
     target: str = ""  # For custom: dotted path of the class; for workflow: of the function.
     functions: str = ""  # For tools: dotted path of a module, whose public functions are the tools.
-    # For tools: servers of the Model Context Protocol, by name; their tools join those of functions.
-    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    # For tools: servers of the Model Context Protocol, by name, each with a command (and env, shared) or a url (and
+    # headers); their tools join those of functions.
+    mcp: dict[str, Any] = field(default_factory=dict)
     # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
     runs_in: str = DEFAULT_PLACE
     command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
@@ -164,6 +185,8 @@ class EnvConfig:
             raise ValueError(f"isolation.kind: isolates environments, and {what}; type env.isolation.kind={INPROCESS}")
         if self.mcp and "functions" not in self.env_kind.needs:
             raise ValueError("mcp: is for env.kind=tools; type that, or leave it out")
+        for name, values in self.mcp.items():
+            mcp_server(name, values)
         for key, way_out in WAYS_OUT.items():
             if key in needs and not getattr(self, key):
                 raise ValueError(f"{key}: is empty; for kind={self.kind} {way_out}")
@@ -182,6 +205,10 @@ class EnvConfig:
     @property
     def env_kind(self) -> EnvKind:
         return ENVS[self.kind]
+
+    @property
+    def mcp_servers(self) -> dict[str, McpServerConfig]:
+        return {name: mcp_server(name, values) for name, values in self.mcp.items()}
 
     @property
     def workflow_place(self) -> WorkflowPlace:

@@ -17,6 +17,7 @@ from grmpipe.types import Failed, Metrics, Rollout
 class EnvCounts:
     """Counts of episodes in an environment that takes time or may fail; all zero in a run of single turns.
 
+    rewritten:     turns after a history that a workflow rewrote, or of a parallel one.
     faults:        of the environment, by cause: one for each episode that it failed.
     failed:        siblings whose episodes all failed.
     policy_faults: what the policy did wrong, by kind.
@@ -28,6 +29,7 @@ class EnvCounts:
 
     episodes: int = 0
     turns: int = 0
+    rewritten: int = 0
     tokens: int = 0
     prefilled: int = 0
     failed: int = 0
@@ -46,6 +48,7 @@ class EnvCounts:
             return
         self.episodes += 1
         self.turns += len(rollout.turns)
+        self.rewritten += sum(turn.rewritten for turn in rollout.turns)
         self.tokens += sum(len(turn.new_ids) for turn in rollout.turns) + rollout.num_sampled_tokens
         self.prefilled += sum(map(len, rollout.prompts()))
         self.prefilled -= sum(turn.completion.cached_tokens for turn in rollout.turns)
@@ -98,10 +101,12 @@ class EnvCounts:
         if self.episodes:
             metrics["env/turns_mean"] = self.turns / self.episodes
             metrics["env/prefilled_share"] = self.prefilled / self.tokens
+            if self.rewritten:
+                metrics["env/rewritten_share"] = self.rewritten / self.turns
             metrics["env/boot_s_mean"] = statistics.fmean(self.boot_s)
             metrics["env/step_s_p50"], metrics["env/step_s_p95"] = np.quantile(self.step_s, [0.5, 0.95]).tolist()
         return metrics
 
 
-NUMBERS = ("episodes", "turns", "tokens", "prefilled", "failed", "env_s", "took_s")
+NUMBERS = ("episodes", "turns", "rewritten", "tokens", "prefilled", "failed", "env_s", "took_s")
 BY_NAME = ("faults", "policy_faults", "truncated")

@@ -41,12 +41,12 @@ async def start_envs(config: EnvConfig, run_dir: Path, seed: int, events: EventS
     seats = Seats(config.capacity, config.boots_per_minute)
     async with AsyncExitStack() as opening:
         if config.env_kind.is_workflow:
-            workflow = WorkflowRunner(config)
+            workflow = WorkflowRunner(config, seed)
             opening.push_async_callback(workflow.close)
-            return Envs(workflow=workflow, seats=seats, opened=opening.pop_all())
+            return Envs(workflow=workflow, seats=seats, counts=workflow.counts, opened=opening.pop_all())
         arguments: dict[str, object] = {}
         if config.mcp:
-            servers = arguments["servers"] = McpServers(config.mcp)
+            servers = arguments["servers"] = McpServers(config.mcp_servers)
             opening.push_async_callback(servers.close)
         host = await opening.enter_async_context(
             open_env_host(config, run_dir=run_dir, seed=seed, arguments=arguments, events=events)

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.env import EnvFault, Episode, PolicyFault
+from grmpipe.envs.isolation.fault_plan import FaultInjection, fault_moment
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import DECIMALS_S, Play, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import Rewards, rewards_of
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
-from grmpipe.workflows.recorder import Recorder, Session
+from grmpipe.workflows.recorder import Recorder, Session, on_purpose
 from grmpipe.workflows.server import Gateway
 
 log = logging.getLogger(__name__)
+
+NO_FAULTS = FaultInjection()
 
 
 class Solver(Protocol):
@@ -60,39 +64,71 @@ class Ending:
     faults: tuple[str, ...] = ()
 
 
-def workflow_play(solver: Solver, recorder: Recorder, gateway: Gateway, limits: WorkflowLimits) -> Play:
-    """A play of one episode. It raises EnvFault, or what failed the engine."""
+def workflow_play(
+    solver: Solver,
+    recorder: Recorder,
+    gateway: Gateway,
+    limits: WorkflowLimits,
+    faults: FaultInjection = NO_FAULTS,
+    counts: SeatCounts | None = None,
+) -> Play:
+    """A play of one episode. It raises EnvFault, or what failed the engine.
+
+    faults: on purpose. counts: get what became of the workflows.
+    """
+    seats = counts or SeatCounts()
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         begun_s = asyncio.get_running_loop().time()
         session = recorder.open(request, on_first_token)
+        moment = session.fault = fault_moment(faults, episode_of(request, prompt))
         policy = Policy(session.chat, lambda: gateway.admit(session))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
-            ending = await _ending(solver, task, policy, session, limits)
+            ending = await _ending(solver.solve(task, policy), session, limits, seats)
         finally:
             session.end()
             gateway.dismiss(session)
             await policy.close()
+        if moment is not None:
+            raise on_purpose()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
         return replace(rollout_of(request, prompt, session, ending), took_s=took_s)
 
     return played
 
 
-async def _ending(solver: Solver, task: Task, policy: Policy, session: Session, limits: WorkflowLimits) -> Ending:
+async def _ending(
+    doing: Coroutine[object, object, object], session: Session, limits: WorkflowLimits, seats: SeatCounts
+) -> Ending:
     """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
-    solving = asyncio.ensure_future(solver.solve(task, policy))
+    seats.opened += 1
+    solving = asyncio.ensure_future(doing)
     ends: set[asyncio.Future[object]] = {solving, session.failed}
     try:
         await asyncio.wait(ends, timeout=limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
         idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
     finally:
-        if not solving.done():
+        if solving.done():
+            seats.closed += 1
+        else:
+            seats.killed += 1
             await _cancelled(solving, limits.close_s)
+        if solving.done() and not solving.cancelled():
+            solving.exception()  # it was read: asyncio would complain otherwise
     if session.failed.done():
         session.failed.result()
     return _ended_itself(solving, refusal) if in_time else _out_of_time(session, idle_s, limits)
+
+
+def episode_of(request: RolloutRequest, prompt: Prompt) -> Episode:
+    return Episode(
+        prompt=prompt,
+        group_id=request.group_id,
+        sibling=request.sibling,
+        attempt=request.attempt,
+        seed=request.seed,
+    )
 
 
 async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
@@ -143,6 +179,7 @@ def rollout_of(request: RolloutRequest, prompt: Prompt, session: Session, ending
         turns=tuple(turns_of(line, rewards)),
         status="truncated" if reason else "finished",
         reason=reason,
+        attempt=request.attempt,
         opening=() if line[0].messages == prompt.messages else line[0].messages,
         boot_s=session.boot_s,
     )

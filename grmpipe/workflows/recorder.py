@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from grmpipe.envs.env import EnvFault
+from grmpipe.envs.isolation.fault_plan import FaultMoment
 from grmpipe.envs.play import DECIMALS_S, EpisodeLimits, RolloutAborted, RolloutRequest, TurnRenderer
 from grmpipe.workflows.chat import ChatRefused, Reply
 from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
@@ -41,6 +43,10 @@ class Prompted:
     parent: RecordedCall | None
     prompt_ids: tuple[int, ...]
     new_ids: tuple[int, ...]
+
+
+def on_purpose() -> EnvFault:
+    return EnvFault("ended on purpose (env.inject_faults)", "died")
 
 
 class Recorder:
@@ -72,6 +78,7 @@ class Session:
     calls:   those that were answered, in the order of their answers.
     refusal: the latest, unless another request was answered since; of the turns or the time it stays.
     failed:  gets the exception that ends the episode: of the engine, or a programming error.
+    fault:   when the episode ends on purpose, if it does.
     """
 
     def __init__(self, recorder: Recorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
@@ -89,6 +96,7 @@ class Session:
         self.calls: list[RecordedCall] = []
         self.refusal: ChatRefused | None = None
         self.failed: asyncio.Future[object] = self._clock.create_future()
+        self.fault: FaultMoment | None = None
 
     @property
     def idle_s(self) -> float:
@@ -123,6 +131,9 @@ class Session:
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], max_tokens: int | None
     ) -> Reply:
         self._check_open()
+        if self.fault is not None and self.fault.has_come(self._num_started):
+            self._fail(on_purpose())
+            raise ChatRefused("policy_unavailable", "the episode ends")
         prompted = self._prompted(messages, tools)
         asked = self._recorder.params.max_new_tokens
         if max_tokens is not None:
@@ -178,7 +189,7 @@ class Session:
             for call in self.calls
             if len(messages) > (length := len(call.conversation))
             and call.completion.finish_reason == "stop"
-            and call.tools is tools
+            and call.tools == tools
             and num_shared(messages, call.conversation) == length
         ]
         parents = {call.parent for call in self.calls}
@@ -209,7 +220,7 @@ class Session:
             group_id=request.group_id,
             role="policy",
             priority=request.priority,
-            trajectory_id=request.trajectory_id,
+            trajectory_id=request.trajectory_id if self._recorder.limits.max_turns > 1 else "",
         )
         params = replace(params, seed=request.seed + number, max_new_tokens=room)
         if not self._sampling:

@@ -7,6 +7,8 @@ from typing import cast
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import Play
 from grmpipe.workflows.play_workflow import Solver, WorkflowLimits, workflow_play
 from grmpipe.workflows.recorder import Recorder
@@ -14,19 +16,25 @@ from grmpipe.workflows.server import Gateway, check_gateway_installed
 
 
 class WorkflowRunner:
-    """The workflow that the settings name. Raises ValueError, which begins with the key, for one that can't run."""
+    """The workflow that the settings name. Raises ValueError, which begins with the key, for one that can't run.
 
-    def __init__(self, config: EnvConfig) -> None:
+    seed:   of `config.inject_faults`.
+    counts: what became of the episodes' workflows.
+    """
+
+    def __init__(self, config: EnvConfig, seed: int = 0) -> None:
         place = config.workflow_place
         if place.by_url:
             check_gateway_installed()
         make = cast(Callable[[object], Solver], found_at(place.path, "runs_in"))
         self._solver = make(getattr(config, place.needs))
         self._gateway = Gateway()
+        self.counts = SeatCounts()
+        self._faults = FaultInjection(share=config.inject_faults, seed=seed)
         self._limits = WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s)
 
     def play(self, recorder: Recorder) -> Play:
-        return workflow_play(self._solver, recorder, self._gateway, self._limits)
+        return workflow_play(self._solver, recorder, self._gateway, self._limits, self._faults, self.counts)
 
     async def close(self) -> None:
         await self._solver.close()

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.isolation.fault_plan import FaultInjection
+from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import rewards_of
-from grmpipe.workflows.play_workflow import WorkflowLimits, workflow_play
+from grmpipe.workflows.play_workflow import NO_FAULTS, WorkflowLimits, workflow_play
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
 from models.types import EngineDied, Message, ignore_first_token
@@ -37,12 +39,23 @@ class Running:
 
 @pytest.fixture
 def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
-    def run(workflow: Workflow, engine: object = None, *, step_s: float = 9.0, **limits: float) -> Rollout:
+    def run(
+        workflow: Workflow,
+        engine: object = None,
+        *,
+        step_s: float = 9.0,
+        faults: FaultInjection = NO_FAULTS,
+        **limits: float,
+    ) -> Rollout:
         async def play() -> Rollout:
             recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
             times = WorkflowLimits(episode_s=recorder.limits.episode_s, step_s=step_s, close_s=0.2)
-            one = workflow_play(Running(workflow), recorder, Gateway(), times)
-            rollout = await one(request_of, PROMPT, ignore_first_token)
+            counts = SeatCounts()
+            one = workflow_play(Running(workflow), recorder, Gateway(), times, faults, counts)
+            try:
+                rollout = await one(request_of, PROMPT, ignore_first_token)
+            finally:
+                assert (counts.opened, counts.closed + counts.killed) == (1, 1)
             assert len(asyncio.all_tasks()) == 1, "a task is left"
             return rollout
 
@@ -178,7 +191,7 @@ def test_time_that_went_to_sampling_truncates_and_keeps_the_finished_turns(
         await policy.chat([{"role": "user", "content": "two"}])
         raise AssertionError
 
-    rollout = played(solve, engine, step_s=0.05, episode_s=0.2)
+    rollout = played(solve, engine, step_s=0.3, episode_s=0.5)
     assert (rollout.reason, [turn.completion.text for turn in rollout.turns]) == ("time", ["one"])
     assert engine.aborted == 1
 
@@ -218,6 +231,17 @@ def test_what_fails_the_engine_is_raised_whatever_the_workflow_does(played: Call
 
     with pytest.raises(EngineDied, match="no engine is left"):
         played(solve, make_engine(error=EngineDied("no engine is left")))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fault_on_purpose_ends_the_episode_at_any_moment(played: Callable, seed: int) -> None:
+    async def solve(task: Task, policy: Policy) -> object:
+        await two_turns(task, policy)
+        return 1.0
+
+    with pytest.raises(EnvFault, match=r"on purpose \(env\.inject_faults\)") as fault:
+        played(solve, faults=FaultInjection(share=1.0, seed=seed))
+    assert fault.value.cause == "died"
 
 
 def test_a_cancelled_episode_cancels_its_workflow(

@@ -157,7 +157,7 @@ def lives(pid_file: Path) -> bool:
 
 
 async def gone(pid_file: Path) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while lives(pid_file):
             await asyncio.sleep(0.02)
 
@@ -235,7 +235,7 @@ def test_a_driver_that_is_killed_takes_its_programs_with_it(tmp_path: Path) -> N
         )
         assert driver.stdout is not None
         assert await driver.stdout.readline() == b"started\n"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not lives(tmp_path / "pid"):
                 await asyncio.sleep(0.02)
         driver.kill()

@@ -246,7 +246,7 @@ def test_a_full_window_is_refused_and_a_shorter_history_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("limits", "code"), [({"max_turns": 1}, "turn_limit_exceeded"), ({"episode_s": 0.05}, "time_limit_exceeded")]
+    ("limits", "code"), [({"max_turns": 1}, "turn_limit_exceeded"), ({"episode_s": 0.3}, "time_limit_exceeded")]
 )
 def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, limits: dict, code: str
@@ -255,7 +255,7 @@ def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
 
     async def talk(session: Session) -> None:
         reply = await session.chat([user("?")])
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.3)
         with pytest.raises(ChatRefused) as refused:
             await session.chat([user("?"), reply, user("more")])
         assert refused.value.code == code

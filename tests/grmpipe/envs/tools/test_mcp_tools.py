@@ -118,10 +118,12 @@ def url() -> Iterator[str]:
         port = found.getsockname()[1]
     server = subprocess.Popen([sys.executable, CALCULATOR, str(port)], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(200):
+        end_s = time.monotonic() + 60
+        while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
+            assert time.monotonic() < end_s, "the server doesn't start"
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
@@ -130,7 +132,7 @@ def url() -> Iterator[str]:
 
 
 def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "users_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
+    (tmp_path / "double_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def talk(open_env: Callable) -> None:
@@ -143,7 +145,7 @@ def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeyp
             await open_env()
         assert fault.value.cause == "boot"
 
-    run({"calc": McpServerConfig(url=url, headers={"X-Key": "k"})}, talk, "users_tools")
+    run({"calc": McpServerConfig(url=url, headers={"X-Key": "k"})}, talk, "double_tools")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_server_that_never_answers_ends_with_its_limit() -> None:
 
     begun_s = time.monotonic()
     run({"calc": McpServerConfig(command=["sleep", "60"])}, talk)
-    assert time.monotonic() - begun_s < 9
+    assert time.monotonic() - begun_s < 30
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +195,7 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.M
         ({"url": "localhost:8000"}, "^url: must begin with http"),
         ({"url": "http://x", "shared": True}, "^env: env and shared are for a command"),
         ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),
+        ({"command": "python server.py"}, "^command: must be a list"),
     ],
 )
 def test_settings_of_a_server_that_mean_nothing_are_refused(settings: dict, said: str) -> None:
@@ -201,9 +204,13 @@ def test_settings_of_a_server_that_mean_nothing_are_refused(settings: dict, said
 
 
 def test_only_an_environment_of_tools_has_servers() -> None:
-    server = McpServerConfig(url="http://x")
+    server = {"url": "http://x"}
     assert EnvConfig(kind="tools", mcp={"calc": server}).functions == ""
     with pytest.raises(ValueError, match=r"^mcp: is for env\.kind=tools"):
         EnvConfig(mcp={"calc": server})
+    with pytest.raises(ValueError, match=r"^mcp\.calc: must be a block with the keys command, env"):
+        EnvConfig(kind="tools", mcp={"calc": {"path": "x"}})
+    with pytest.raises(ValueError, match=r"^mcp\.calc\.url: must begin"):
+        EnvConfig(kind="tools", mcp={"calc": {"url": "x"}})
     with pytest.raises(ValueError, match=r"^functions: is empty"):
         EnvConfig(kind="tools")
