@@ -44,7 +44,10 @@ class LimitedEnv:
     async def open(self, episode: Episode) -> Opening:
         self._name = f"{episode.group_id}/{episode.sibling}"
         with self._span("open", attempt=episode.attempt):
-            opening = await in_time(self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
+            try:
+                opening = await in_time(self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
+            except PolicyFault as fault:
+                raise EnvFault(f"open raised a PolicyFault, and the policy has done nothing so far: {fault}") from fault
         check(isinstance(opening, Opening), f"open returned {type(opening).__name__}, and must return an Opening")
         check(bool(opening.messages), "open returned no messages")
         check_messages(opening.messages)

@@ -225,7 +225,7 @@ class _Episode:
         try:
             observation = await self.env.step(action)
         except PolicyFault as fault:
-            observation = shown_fault(action, fault)
+            observation = replace(shown_fault(action, fault), state_key=self.state_key)
         if not observation.messages and not observation.done:
             raise EnvFault("step returned no messages, and didn't end the episode: return done=True", "protocol")
         self.state_key = observation.state_key

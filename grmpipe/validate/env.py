@@ -5,10 +5,14 @@ from __future__ import annotations
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed
 from grmpipe.validate.sections import section
 from grmpipe.workflows.workflow_runner import WorkflowRunner
 from models.tool_calls import FORMATS
+from models.types import Message, ToolSpec
+
+PROBE = ToolSpec(name="probe", description="", parameters={"type": "object", "properties": {}})
 
 
 def check_env(config: RunConfig) -> None:
@@ -21,6 +25,7 @@ def check_env(config: RunConfig) -> None:
             env_factory(env)
         if env.mcp:
             check_mcp_installed()
+        check_isolation(env.isolation)
     if env.env_kind.is_single:
         return
     if env.capacity < train.group_size:
@@ -50,6 +55,9 @@ def check_tools(config: RunConfig, policy: Model) -> None:
             f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that is not "
             f"known here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
         )
+    with section("policy."):
+        policy.renderer.render((Message(role="user", content="?"),), (PROBE,))
+        policy.renderer.extend((Message(role="tool", content="!", name=PROBE.name),), (PROBE,))
     if config.rollout.max_turns < 2:
         raise ConfigError(
             "rollout.max_turns: 1 ends a rollout with its first call, before any result is read; type "

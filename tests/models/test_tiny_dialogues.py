@@ -9,7 +9,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerFast
 
 from grmpipe.envs import tiny_tools
-from grmpipe.envs.tools.function_tools import specs_of, tools_of
+from grmpipe.envs.tools.function_tools import tools_of
 from models.renderer import Renderer
 from models.tiny.build import encode
 from models.tiny.calculator import parse_view, right_episode
@@ -37,7 +37,7 @@ def renderer() -> Renderer:
 
 
 def test_training_sees_the_tokens_that_the_policy_is_shown_in_an_episode() -> None:
-    tools = specs_of(tools_of(tiny_tools.__name__))
+    tools = tuple(tool.spec for tool in tools_of(tiny_tools.__name__))
     for problem in make_problems("train", 20, 0, LARGE):
         dialogue = with_calculator(problem, right_episode(problem))
         said = [Message(role=one.role, content=one.text) for one in dialogue.messages[1:]]

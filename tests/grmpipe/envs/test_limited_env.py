@@ -91,9 +91,12 @@ def test_what_an_environment_raises_is_its_own_fault_with_a_cause(
     assert fault.value.cause == cause
 
 
-def test_a_fault_of_the_policy_passes_as_it_is() -> None:
+def test_a_fault_of_the_policy_passes_as_it_is_but_for_one_before_its_first_turn() -> None:
+    env = Scripted(during=raising(PolicyFault("no such file")))
     with pytest.raises(PolicyFault, match="no such file"):
-        stepped(Scripted(during=raising(PolicyFault("no such file"))))
+        stepped(env)
+    with pytest.raises(EnvFault, match="no such file"):
+        opened(env)
 
 
 @pytest.mark.parametrize(("stage", "cause", "key"), [(opened, "boot", "boot_s"), (stepped, "timeout", "step_s")])

@@ -209,6 +209,7 @@ def test_a_fault_of_the_policy_is_shown_to_it_counted_and_not_the_end(text: str,
     (reply,) = rollout.turns[0].replies
     assert (reply.role, reply.content) == (role, "no such city")
     assert [turn.faults for turn in rollout.turns] == [("arguments",), ()]
+    assert [turn.state_key for turn in rollout.turns] == ["start", "start"]
     assert rollout.status == "finished"
 
 
