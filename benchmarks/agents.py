@@ -20,6 +20,7 @@ from typing import Any
 
 from several_judges import launch
 
+from grmpipe.observe.journal import read_journal
 from models.tiny.episode_quality import calculator_accuracy, walk_accuracy
 from models.tiny.evaluate import Speaker
 from models.tiny.problems import LARGE, make_problems
@@ -31,7 +32,7 @@ REPORT = ROOT / "benchmarks" / "agents.md"
 NUM_PROBLEMS = 2048
 HELD_OUT_SEED = 90_000
 Z = 1.96  # of the normal distribution, 97.5 %
-HOPS = "judge.env_reward.weights.hop=1"
+HOPS = "+judge.env_reward.weights.hop=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,14 @@ STARTS = {"tools": "tiny://policy_tools", "walk": "tiny://policy_walk"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A finished run: the share of the problems that its policy gets right, and its summary.json."""
+    """A finished run: the share of the problems that its policy gets right, and its summary.json.
+
+    evaluations: the true accuracy of the evaluations during the run, by step.
+    """
 
     true_accuracy: float
     summary: Mapping[str, Any]
+    evaluations: Mapping[int, float]
 
     @property
     def dropped_share(self) -> float:
@@ -87,7 +92,13 @@ def measured(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Me
     return Measured(
         true_accuracy=accuracy(VARIANTS[name].task, run_dir / "policy", run_dir / "accuracy.json"),
         summary=json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
+        evaluations=evaluations(run_dir),
     )
+
+
+def evaluations(run_dir: Path) -> dict[int, float]:
+    records = read_journal(run_dir / "metrics.jsonl")
+    return {int(one["step"]): one["eval/true_accuracy"] for one in records if "eval/true_accuracy" in one}
 
 
 def accuracy(task: str, policy: Path, known: Path) -> float:
@@ -131,6 +142,20 @@ def table(starts: Mapping[str, float], runs: Mapping[str, Mapping[int, Measured]
     return lines
 
 
+def curves(runs: Mapping[str, Mapping[int, Measured]]) -> list[str]:
+    """The true accuracy of the evaluations during the runs, as means over the seeds."""
+    by_step = {name: [one.evaluations for one in some.values()] for name, some in runs.items()}
+    steps = sorted({step for some in by_step.values() for one in some for step in one})
+    lines = [f"| run, by step | {' | '.join(map(str, steps))} |", "|---" * (len(steps) + 1) + "|"]
+    for name, some in by_step.items():
+        cells = [
+            f"{statistics.fmean(one[step] for one in some):.2f}" if all(step in one for one in some) else ""
+            for step in steps
+        ]
+        lines.append(f"| {VARIANTS[name].label} | {' | '.join(cells)} |")
+    return lines
+
+
 def failures(runs: Mapping[str, Mapping[int, Measured]]) -> list[str]:
     """What failed in each run, by cause."""
     found = [
@@ -147,10 +172,14 @@ def report(starts: Mapping[str, float], runs: Mapping[str, Mapping[int, Measured
         "# Agents on two cores",
         "",
         "Written by `benchmarks/agents.py`.",
-        f"After 80 steps of 16 groups of 8 each policy plays {NUM_PROBLEMS} held-out problems",
+        f"After 80 steps (walks: 40) of 16 groups of 8 each policy plays {NUM_PROBLEMS} held-out problems",
         "at T = 1; in brackets the 95 % interval of a share (Wilson). Seconds: of a run with its evaluations.",
         "",
         *table(starts, runs),
+        "",
+        "256 other held-out problems during the runs, sampled; means over the seeds:",
+        "",
+        *curves(runs),
         "",
         *failures(runs),
     ]

@@ -97,8 +97,11 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The last turn without thoughts, which rules read: empty if the thought was truncated."""
-        return self.turns[-1].completion.answer
+        """The last turn without thoughts, which rules read: empty if the thought was truncated, or if the episode was
+        truncated at a call, whose arguments are no answer.
+        """
+        last = self.turns[-1]
+        return "" if self.status == "truncated" and last.tool_calls else last.completion.answer
 
     def shown(self, *, thoughts: bool) -> str:
         """The policy's text of all turns, as a judge of single turns sees it."""

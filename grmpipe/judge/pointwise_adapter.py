@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from grmpipe.judge.verdict import only_finite, unasked
 from grmpipe.types import Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Turn
-from models.types import Completion, VersionSpan
+from models.types import Completion, Message, VersionSpan
 
 
 @runtime_checkable
@@ -85,9 +85,28 @@ NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
 
 def rollout_of_text(group_id: str, sibling: int, text: str) -> Rollout:
     """A text as a rollout. It has no tokens, so nothing can be trained on it."""
+    return Rollout(group_id=group_id, sibling=sibling, turns=(turn_of_text(text),), status="finished")
+
+
+def rollout_of_messages(group_id: str, sibling: int, messages: Sequence[Message]) -> Rollout:
+    """An episode as a rollout, without tokens: what the environment began with, then each message of the assistant with
+    the replies to it. At least one message is the assistant's.
+    """
+    opening: list[Message] = []
+    turns: list[Turn] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append(turn_of_text(message.content))
+        elif turns:
+            turns[-1] = replace(turns[-1], replies=(*turns[-1].replies, message))
+        else:
+            opening.append(message)
+    return Rollout(group_id=group_id, sibling=sibling, turns=tuple(turns), status="finished", opening=tuple(opening))
+
+
+def turn_of_text(text: str) -> Turn:
     completion = Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", versions=(NOBODY,))
-    turn = Turn(new_ids=(), completion=completion)
-    return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
+    return Turn(new_ids=(), completion=completion)
 
 
 async def judge_together(

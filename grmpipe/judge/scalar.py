@@ -90,10 +90,11 @@ class ScalarJudge:
 
 
 def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterator[Message]:
-    """The task, then all turns of the policy with the environment's replies between them. thoughts: whether they are
-    shown.
+    """The task as the policy read it, then all turns of the policy with the environment's replies between them.
+
+    thoughts: whether they are shown.
     """
-    yield from prompt.messages
+    yield from rollout.opening or prompt.messages
     for turn in rollout.turns:
         yield Message(role="assistant", content=turn.completion.text if thoughts else turn.completion.answer)
         yield from turn.replies

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from grmpipe.envs.isolation.report import describe_isolation
+from grmpipe.envs.isolation.isolation_report import describe_isolation
 from models.engines import installed
 from models.settings import INSTALL_PEFT
 

@@ -20,8 +20,8 @@ from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
+from grmpipe.observe.records import decode_messages
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
-from models.types import Message
 
 log = logging.getLogger(__name__)
 
@@ -158,16 +158,29 @@ class JudgeMonitor:
         count = self._config.canaries
         if (path := self._config.canaries_path) is not None:
             items = load_labelled(path, scale=self._monitored.scale, num_tiny=2 * count)
-            groups = [(item.prompt, item.responses) for item in items if isinstance(item, RankedResponses)]
+            found = [
+                Canary(prompt=item.prompt, texts=item.responses) for item in items if isinstance(item, RankedResponses)
+            ]
         elif self._monitored.compares:
-            groups = []
+            found = []
         else:
-            groups = [(prompt, (rollout.shown(thoughts=self._monitored.show_thoughts),)) for prompt, rollout in seen]
-        if count and not groups:
+            found = [canary_of_rollout(*one, thoughts=self._monitored.show_thoughts) for one in seen]
+        if count and not found:
             log.info(
                 "no canaries and no adversarial replies: no held-out rollouts for them; see judge_monitor.canaries_path"
             )
-        return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
+        return tuple(found[:count])
+
+
+def canary_of_rollout(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Canary:
+    """A held-out rollout as a canary: its text, or in an environment the whole episode."""
+    if len(rollout.turns) == 1 and not rollout.opening and not rollout.turns[0].replies:
+        return Canary(prompt=prompt, texts=(rollout.shown(thoughts=thoughts),))
+    episode = [(message.role, message.content) for message in rollout.opening]
+    for turn in rollout.turns:
+        episode.append(("assistant", turn.completion.text if thoughts else turn.completion.answer))
+        episode += [(reply.role, reply.content) for reply in turn.replies]
+    return Canary(prompt=prompt, episode=tuple(episode))
 
 
 def drift_alarm(judge: str) -> str:
@@ -198,8 +211,8 @@ def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
 
 def canary_record(canary: Canary) -> dict[str, Any]:
     """The line of a canary. With a single judge it has no scores by judge."""
-    record = asdict(canary)
-    return record if canary.by_judge else {key: value for key, value in record.items() if key != "by_judge"}
+    rare = {"by_judge": canary.by_judge, "episode": canary.episode}
+    return {key: value for key, value in asdict(canary).items() if rare.get(key, True)}
 
 
 def read_canaries(path: Path) -> tuple[Canary, ...]:
@@ -210,10 +223,16 @@ def canary_of(record: dict[str, Any]) -> Canary:
     asked = record["prompt"]
     prompt = Prompt(
         prompt_id=asked["prompt_id"],
-        messages=tuple(Message(**message) for message in asked["messages"]),
+        messages=decode_messages(asked["messages"]),
         source=asked["source"],
         reference=asked["reference"],
         rubric=tuple(Criterion(**criterion) for criterion in asked["rubric"]),
     )
     by_judge = {name: tuple(scores) for name, scores in record.get("by_judge", {}).items()}
-    return Canary(prompt=prompt, texts=tuple(record["texts"]), scores=tuple(record["scores"]), by_judge=by_judge)
+    return Canary(
+        prompt=prompt,
+        texts=tuple(record["texts"]),
+        episode=tuple((role, content) for role, content in record.get("episode", ())),
+        scores=tuple(record["scores"]),
+        by_judge=by_judge,
+    )

@@ -37,6 +37,7 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
+from models.repeatable_kernels import choose_repeatable_kernels
 from models.settings import ModelConfig
 from models.types import ChatEngine
 from scheduler.events import EventSink
@@ -93,6 +94,8 @@ class RunComponents:
 
 async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
     """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
+    if prepared.config.train.deterministic or prepared.config.engine.embedded.batch_invariant:
+        choose_repeatable_kernels()
     made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
     cluster = SerialStarts(made, prepared.placement)
     try:

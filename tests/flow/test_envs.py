@@ -11,6 +11,8 @@ import pytest
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.recorder import load_rollouts
+from models.renderer import Renderer
+from models.tiny.resolve import SHIPPED
 
 SOURCE = '''
 """A user's environment: asks once more, and breaks down as often as it is asked to."""
@@ -141,3 +143,27 @@ def test_a_policy_with_tools_is_played_to_its_answer(run_once: Callable, tmp_pat
 def test_what_can_not_work_is_refused_before_the_start(small_run: Callable, overrides: tuple[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         small_run(*overrides)
+
+
+def test_a_judge_reads_what_the_environment_said_and_its_rewards_are_a_component(run_once: Callable) -> None:
+    files = run_once(
+        *TWICE, "train.num_steps=1", "judge.truncation=middle", "+judge@judges.task=env", "reward=mix",
+        "reward.mix={judge: 0.5, task: 0.5}", run_dir="judged",
+    )  # fmt: skip
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    rollouts = {
+        (line.rollout.group_id, line.rollout.sibling): line.rollout
+        for line in load_rollouts(files.run_dir / "rollouts.jsonl")
+    }
+    renderer, num_judged = Renderer.load(str(SHIPPED / "grm")), 0
+    for line in files.lines("judgements"):
+        rollout = rollouts[line["group_id"], line["sibling"]]
+        if (task := line["by_judge"].get("task")) and "verdict" in task:
+            assert task["verdict"]["score"] == sum(rollout.env_rewards.values()) > 0
+        for judgement in line["judgements"]:
+            text, num_judged = renderer.decode(judgement["prompt_ids"]), num_judged + 1
+            asked = sum(reply.content == "Again?" for turn in rollout.turns for reply in turn.replies)
+            assert text.count("\n| Again?") == asked
+    assert num_judged >= 16
+    page = (files.run_dir / "report.html").read_text()
+    assert "turn 2: the policy" in page and "first 0.25" in page

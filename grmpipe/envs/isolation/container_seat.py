@@ -15,7 +15,7 @@ import msgspec
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env_factory import env_factory
-from grmpipe.envs.isolation.messages import BlamedEnv, Seated, body_of_next, frame
+from grmpipe.envs.isolation.messages import BlamedEnv, Confined, body_of_next, frame
 from grmpipe.envs.isolation.seat import serve
 
 
@@ -36,7 +36,7 @@ async def main() -> None:
         writer.write(frame(BlamedEnv(detail=str(error), cause="boot")))
         await writer.drain()
         return
-    writer.write(frame(Seated()))
+    writer.write(frame(Confined()))
     await serve(make, reader, writer)
 
 

@@ -24,9 +24,9 @@ from grmpipe.envs.isolation.container_host import ContainerHost
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import ENDING_S
 from grmpipe.envs.isolation.inprocess_host import InprocessHost
+from grmpipe.envs.isolation.isolation_report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from scheduler.events import EventSink

@@ -26,15 +26,15 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation import kernel
-from grmpipe.envs.isolation.confinement import Bounds, Missing, mapped_bytes
-from grmpipe.envs.isolation.messages import Seated, frame
+from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, mapped_bytes
+from grmpipe.envs.isolation.messages import Confined, frame
 from grmpipe.envs.isolation.seat import serve
 from grmpipe.envs.isolation.supervisor import map_users_when_asked, supervise
 
 MAX_CONTROL = 2**17  # bytes of a control message
 
 
-class Setup(msgspec.Struct, frozen=True):
+class HostSetup(msgspec.Struct, frozen=True):
     """The environment to import."""
 
     env: EnvConfig
@@ -59,7 +59,7 @@ def main(control: socket.socket, parent: int) -> None:
     with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=Setup).env
+        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup).env
         make = env_factory(config)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
@@ -76,6 +76,7 @@ class ForkServer:
         self._control = control
         self._make = make
         self._mapped_bytes = mapped_bytes()
+        self._imported = imported_packages()
         gc.freeze()  # a collection in a seat would copy every page that it looks at
 
     def stay(self) -> None:
@@ -101,16 +102,19 @@ class ForkServer:
         if not asked:
             return False
         bounds = msgspec.msgpack.decode(asked, type=Fork).bounds
-        bounds = replace(bounds, mapped_bytes=self._mapped_bytes)
+        bounds = replace(bounds, read=(*bounds.read, *self._imported), mapped_bytes=self._mapped_bytes)
         outside, inside = socket.socketpair()
         env_socket, run_socket = (socket.socket(fileno=each) for each in sockets)
-        child = os.fork()
+        child = None
+        with contextlib.suppress(OSError):  # the machine has no room for it: the run sees its sockets close
+            child = os.fork()
         if child == 0:
             self._become_supervisor(bounds, env_socket, run_socket, inside, (*own, outside.fileno()))
         for each in (inside, env_socket, run_socket):
             each.close()
         with outside:
-            map_users_when_asked(outside, child)
+            if child is not None:
+                map_users_when_asked(outside, child)
         return True
 
     def _become_supervisor(
@@ -130,8 +134,9 @@ class ForkServer:
                 os.close(each)
 
             def live(missing: tuple[Missing, ...]) -> None:
-                env_socket.sendall(frame(Seated(missing=missing)))
-                asyncio.run(live_in(env_socket, self._make))
+                env_socket.sendall(frame(Confined(missing=missing)))
+                # Not asyncio.run: the process ends at once, with no loop to tidy up.
+                asyncio.new_event_loop().run_until_complete(live_in(env_socket, self._make))
 
             supervise(bounds, run_socket, env_socket, host, live)
             code = 0
@@ -144,6 +149,17 @@ class ForkServer:
 async def live_in(env_socket: socket.socket, make: Callable[[], Env]) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=env_socket)
     await serve(make, reader, writer)
+
+
+def imported_packages() -> tuple[str, ...]:
+    """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
+    editable installation. A seat may import the rest of them.
+    """
+    files = [(name, vars(module).get("__file__")) for name, module in tuple(sys.modules.items()) if "." not in name]
+    paths = [Path(file) for name, file in files if file and name != "__main__"]
+    found = {str(path.parent if path.stem == "__init__" else path) for path in paths}
+    listed = tuple(f"{path}{os.sep}" for path in import_paths())
+    return tuple(sorted(path for path in found if not path.startswith(listed)))
 
 
 def reap() -> None:

@@ -31,13 +31,13 @@ from grmpipe.envs.isolation.messages import (
     BlamedPolicy,
     Close,
     Closed,
+    Confined,
     Ended,
     Observed,
     Open,
     Opened,
     Reply,
     Request,
-    Seated,
     Step,
     frame,
     next_report,
@@ -213,7 +213,7 @@ class HostedEnv:
                 raise SeatEnded
             elif isinstance(report, Ended):
                 raise BadFrame("the environment spoke for its supervisor")
-            elif isinstance(report, Seated):
+            elif isinstance(report, Confined):
                 self.missing = report.missing
             else:
                 return report

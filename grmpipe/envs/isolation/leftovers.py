@@ -21,6 +21,7 @@ import msgspec
 FOLDER = "env_hosts"  # in the run's directory
 MARK = "GRMPIPE_ENVS"  # environment variable of all processes of a host
 LABEL = "grmpipe.run"  # of its containers
+ENDED = "ZX"  # states of a process whose parent hasn't asked for its end
 COMMAND_S = 30.0
 
 
@@ -72,7 +73,8 @@ def start_of(process: int) -> str:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return stat.rpartition(")")[2].split()[19]
+    state, *values = stat.rpartition(")")[2].split()
+    return "" if state in ENDED else values[18]
 
 
 def sweep(run_dir: Path) -> int:

@@ -1,7 +1,7 @@
 """What goes between the run and a seat, as frames: a length of four bytes, then MessagePack. Opens nothing.
 
 run -> seat   Open, Step, Close
-seat -> run   Seated; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
+seat -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
 supervisor -> run   Ended
 """
 
@@ -38,7 +38,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Seated(msgspec.Struct, frozen=True, tag=True):
+class Confined(msgspec.Struct, frozen=True, tag=True):
     """The seat is confined. missing: what it couldn't give up."""
 
     missing: tuple[Missing, ...] = ()
@@ -93,7 +93,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 Request = Open | Step | Close
 Reply = Opened | Observed | BlamedPolicy | BlamedEnv | Closed
-Report = Seated | Began | Reply | Ended
+Report = Confined | Began | Reply | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 requests = msgspec.msgpack.Decoder(Request)

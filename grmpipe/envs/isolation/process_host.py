@@ -19,10 +19,10 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.isolation.fault_plan import FaultInjection
-from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, Ready, Setup
+from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
-from grmpipe.envs.isolation.messages import BadFrame, Ended, Seated, next_report
+from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_report
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
 from grmpipe.envs.limited_env import StageLimits
@@ -86,7 +86,7 @@ class ProcessHost:
         self._config = config
         self._folder = Path(leftovers.folder)
         self._leftovers = leftovers
-        self._limits = limits
+        self.limits = limits
         self._faults = faults
         self._without = without
         self._server: subprocess.Popen[bytes] | None = None
@@ -96,16 +96,14 @@ class ProcessHost:
         self._taken = 0
 
     def env(self) -> HostedEnv:
-        return HostedEnv(
-            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
-        )
+        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated, faults=self._faults)
 
     async def missing(self) -> tuple[Missing, ...]:
         """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""
         seat = await self._take_seat()
         try:
             report = await next_report(seat.reader)
-            if not isinstance(report, Seated):
+            if not isinstance(report, Confined):
                 raise EnvFault("a seat ended before it was confined", "boot")
             return report.missing
         finally:
@@ -128,7 +126,7 @@ class ProcessHost:
         self._control = ours
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(ours, msgspec.msgpack.encode(Setup(env=self._config)))
+        await loop.sock_sendall(ours, msgspec.msgpack.encode(HostSetup(env=self._config)))
         answer = await loop.sock_recv(ours, MAX_CONTROL)
         ready = msgspec.msgpack.decode(answer, type=Ready) if answer else Ready(error="the host of environments ended")
         if ready.error:

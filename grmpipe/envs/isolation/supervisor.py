@@ -27,6 +27,7 @@ MAX_OUTPUT = 8192  # bytes of stdout and stderr that are kept
 MAX_LEFT = 2**20  # bytes of output that are read after the end
 PIECE = 2**16  # bytes, as many as a pipe holds
 CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
+MAPPING_S = 5.0  # until a supervisor has entered its namespaces
 KILLING_S = 5.0  # until the descendants of a seat without process namespace have ended
 
 
@@ -72,7 +73,11 @@ def ask_to_map(host: socket.socket, user: int) -> None:
 
 def map_users_when_asked(supervisor: socket.socket, process: int) -> None:
     """The host's end of `ask_to_map`: only a parent with root's rights can map users of `process`."""
-    asked = supervisor.recv(8)
+    supervisor.settimeout(MAPPING_S)
+    try:
+        asked = supervisor.recv(8)
+    except OSError:
+        return
     if not asked:
         return
     try:

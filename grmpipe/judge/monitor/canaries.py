@@ -6,10 +6,11 @@ import asyncio
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Verdict
+from grmpipe.judge.pointwise_adapter import judge_group, rollout_of_messages, rollout_of_text
+from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
+from models.types import Message
 
 SURE = 3.0  # standard errors
 Scores = tuple[float | None, ...]  # of the texts of a canary, in their order; None: no verdict
@@ -20,12 +21,21 @@ class Canary:
     """Responses to one prompt that are judged together, with the scores that they got first.
 
     by_judge: of several judges, the scores that each gave first.
+    episode:  instead of texts: the roles and contents of an episode's messages after the prompt.
     """
 
     prompt: Prompt
-    texts: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    episode: tuple[tuple[str, str], ...] = ()
     scores: Scores = ()
     by_judge: Mapping[str, Scores] = field(default_factory=dict)
+
+    def rollouts(self, group_id: str) -> list[Rollout]:
+        """The responses, as siblings of a group."""
+        if self.episode:
+            messages = [Message(role=role, content=content) for role, content in self.episode]
+            return [rollout_of_messages(group_id, 0, messages)]
+        return [rollout_of_text(group_id, i, text) for i, text in enumerate(self.texts)]
 
     def scores_of(self, judge: str) -> Scores:
         """The first scores by a judge; under no name, those that make the reward."""
@@ -77,9 +87,8 @@ class CanaryScores:
         """The canaries with these scores as their first ones."""
         named = {judge: scores for judge, scores in self.by_judge.items() if judge}
         return tuple(
-            Canary(
-                prompt=canary.prompt,
-                texts=canary.texts,
+            replace(
+                canary,
                 scores=self.by_judge[""][i],
                 by_judge={judge: scores[i] for judge, scores in named.items()},
             )
@@ -108,13 +117,14 @@ async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: S
 
 
 async def judge_canary(judge: Judge, members: Mapping[str, Judge], group_id: str, canary: Canary) -> dict[str, Scores]:
-    reports = await judge_together(judge, canary.prompt, group_id, canary.texts)
+    rollouts = canary.rollouts(group_id)
+    reports = await judge_group(judge, canary.prompt, rollouts)
     by_judge = {"": reports}
     for name, member in members.items():
         if all(name in report.by_judge for report in reports):
             by_judge[name] = tuple(report.by_judge[name] for report in reports)
         else:
-            by_judge[name] = await judge_together(member, canary.prompt, group_id, canary.texts)
+            by_judge[name] = await judge_group(member, canary.prompt, rollouts)
     return {name: scores_of(own) for name, own in by_judge.items()}
 
 

@@ -236,7 +236,7 @@ def _entries(samples: Sequence[TrainingSample], layout: Layout) -> _Entries:
 def _picked(column: Sequence[float] | np.ndarray, positions: np.ndarray | slice, dtype: type[np.generic]) -> np.ndarray:
     if isinstance(positions, slice):
         return np.asarray(column[positions], dtype=dtype)
-    return np.asarray(column, dtype=dtype)[positions]
+    return np.array([column[position] for position in positions.tolist()], dtype=dtype)
 
 
 def versions_of(sample: TrainingSample) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from models.types import ANY_EXPERT
 # A token that is only attended to costs keys and values, copied for each sample that has it; a packed one all else too.
 # A pass holds at most this many of them for each packed token of its limit.
 ATTENDED_PER_PACKED = 8
+CHUNK = 512  # [tokens] compared at once
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,7 @@ class PrefixTree:
 
     @staticmethod
     def of(samples: Sequence[TrainingSample], whole_rollouts: bool = False) -> PrefixTree:
-        """A tree of single turns has one prefix, which none of them trains: what they sampled alike is hardly worth
-        a further branch each.
-        """
+        """Groups of single turns have one prefix, which none of their samples trains."""
         if any(sample.num_turns > 1 or sample.segment > 0 for sample in samples):
             return _branching(samples, whole_rollouts)
         shared = num_shared(samples) if len(samples) > 1 else 0
@@ -84,10 +83,10 @@ class PrefixTree:
         return pieces
 
     def _split_branches(self, max_tokens: int) -> list[list[TrainingSample]]:
-        """In the order of the tree: neighbours have most in common."""
+        """In the order of the tree: neighbours have most in common. Only a rollout that is too long is cut."""
         pieces: list[list[TrainingSample]] = []
         growing = _Growing()
-        for unit in _units(self.samples, self.whole_rollouts):
+        for unit in self._uncut(max_tokens):
             grown = growing.with_samples(unit)
             if pieces and grown.tokens <= max_tokens:
                 pieces[-1] += unit
@@ -96,6 +95,14 @@ class PrefixTree:
                 pieces.append(list(unit))
                 growing = _Growing().with_samples(unit)
         return pieces
+
+    def _uncut(self, max_tokens: int) -> Iterator[tuple[TrainingSample, ...]]:
+        """Samples that go into the same piece."""
+        for rollout in _units(self.samples, whole_rollouts=True):
+            if self.whole_rollouts or _Growing().with_samples(rollout).tokens <= max_tokens:
+                yield rollout
+            else:
+                yield from ((sample,) for sample in rollout)
 
 
 class _Growing:
@@ -156,14 +163,23 @@ def num_common(holder: TrainingSample, sample: TrainingSample) -> int:
 
     A sampled token counts only if both were sent to the same experts. Those of a prompt are the holder's.
     """
-    most = min(len(holder.token_ids), len(sample.token_ids) - 1)
-    one, other = holder.token_ids[:most], sample.token_ids[:most]
-    common = most if one == other else int((np.array(one) != np.array(other)).argmax())
+    common = num_equal(holder.token_ids, sample.token_ids[:-1])
     if holder.experts_TLK is None and sample.experts_TLK is None:
         return common
     first = min(num_untrained(holder), num_untrained(sample))
     sent = _sent_elsewhere(holder.experts_TLK, sample.experts_TLK, slice(first, common))
     return first + int(sent.argmax()) if sent.any() else common
+
+
+def num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The length of the common prefix. Compares chunks: histories are long, and only their ends differ."""
+    most = min(len(one), len(other))
+    for start in range(0, most, CHUNK):
+        end = min(start + CHUNK, most)
+        if one[start:end] != other[start:end]:
+            pairs = zip(one[start:end], other[start:end], strict=True)
+            return start + next(place for place, (a, b) in enumerate(pairs) if a != b)
+    return most
 
 
 def _sent_elsewhere(one_TLK: np.ndarray | None, other_TLK: np.ndarray | None, tokens: slice) -> np.ndarray:

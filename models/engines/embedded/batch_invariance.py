@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from models.engines.embedded.decoder import Decoder, open_decoder
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.prompt_packing import whole_blocks
+from models.repeatable_kernels import KERNELS, VARIABLE
 
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64
@@ -76,7 +77,8 @@ def open_batch_invariant_decoder(
     if not is_batch_invariant(decoder, slots, max_rows, max_tokens):
         raise ValueError(
             f"engine.embedded.batch_invariant: on this machine the last bits of the logits of a {type(model).__name__} "
-            "depend on the other requests of the batch; type train.deterministic=false"
+            f"depend on the other requests of the batch; set the environment variable {VARIABLE}={KERNELS} before "
+            "Python (and Ray) starts, or type train.deterministic=false"
         )
     return decoder, slots
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.math_rule import is_installed, means_the_same
 from grmpipe.judge.rule import RuleJudge, contains_reference, is_right
+from models.types import ToolCall
 
 
 @pytest.mark.parametrize(
@@ -143,3 +145,31 @@ def test_mathematics_is_compared_by_its_meaning() -> None:
     assert not means_the_same("", "12")
     with pytest.raises(ValueError, match=r"contains no mathematics; type judge\.rule=contains_reference"):
         means_the_same("12", "")
+
+
+CALL = ToolCall(name="add", arguments={"a": 3, "b": 12})
+
+
+@pytest.mark.parametrize(
+    ("texts", "right"),
+    [
+        (("add(3, 12)", "Answer: 12"), True),
+        (("Answer: 12", "Answer: 13"), False),
+        (("Answer: 12", "add(3, 4)"), False),
+    ],
+)
+def test_the_answer_of_an_episode_is_its_last_turn(bench: Any, texts: tuple[str, ...], right: bool) -> None:
+    turns = tuple(bench.rollout(text).turns[0] for text in texts)
+    episode = replace(bench.rollout(""), turns=turns)
+    verdict = bench.run(RuleJudge("exact_answer").judge(bench.prompt(), episode)).verdict
+    assert verdict.outcome == float(right)
+
+
+@pytest.mark.parametrize(("status", "right"), [("truncated", False), ("finished", True)])
+def test_a_call_that_the_end_of_turns_cut_off_is_no_answer_and_one_that_ended_the_episode_is(
+    bench: Any, status: Any, right: bool
+) -> None:
+    called = replace(bench.rollout("submit(12)").turns[0], tool_calls=(CALL,))
+    episode = replace(bench.rollout(""), turns=(called,), status=status)
+    verdict = bench.run(RuleJudge("exact_answer").judge(bench.prompt(), episode)).verdict
+    assert verdict.outcome == float(right)

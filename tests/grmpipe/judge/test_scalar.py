@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.scalar_map import ScalarConfig
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
-from grmpipe.judge.scalar import ScalarJudge, ScalarModel
+from grmpipe.judge.scalar import ScalarJudge, ScalarModel, conversation
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Turn, Verdict
 from models.renderer import Renderer
 from models.tiny.resolve import SHIPPED
@@ -82,6 +83,12 @@ def test_the_model_reads_what_its_own_chat_template_makes_of_all_turns(renderer:
     messages = [{"role": role, "content": content} for role, content in said]
     expected = renderer.tokenizer.apply_chat_template(messages, return_dict=False)
     assert scorer.asked == [(tuple(expected), -3)]
+
+
+def test_the_model_reads_what_the_environment_began_with() -> None:
+    opening = (Message(role="user", content="You are in a dark room."),)
+    read = conversation(PROMPT, replace(two_turns(), opening=opening), thoughts=False)
+    assert [message.content for message in read][:2] == ["You are in a dark room.", "Is it 11?"]
 
 
 def test_no_text_of_the_policy_becomes_markup(renderer: Renderer) -> None:

@@ -16,9 +16,15 @@ from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
-from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
+from grmpipe.run.judge_monitoring import (
+    JudgeMonitor,
+    MonitoredJudge,
+    canary_of_rollout,
+    read_canaries,
+    write_canaries,
+)
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message
 
@@ -88,6 +94,18 @@ def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert [line["scores"] for line in lines] == [[2.0], [4.0], [7.0]]
     assert all(line.keys() == {"prompt", "texts", "scores", "xxh3"} for line in lines), "one judge: no scores by judge"
+
+
+def test_an_episode_is_a_canary_with_what_the_environment_said(tmp_path: Path) -> None:
+    said = [("system", "Go."), ("assistant", "add(6, 2)"), ("tool", "8"), ("tool", "9"), ("assistant", "Answer: 8")]
+    messages = [Message(role=role, content=content) for role, content in said]
+    rollout = rollout_of_messages("look", 0, messages)
+    assert [len(turn.replies) for turn in rollout.turns] == [2, 0]
+    canary = canary_of_rollout(ASKED, rollout, thoughts=False)
+    write_canaries(tmp_path / "canaries.jsonl", [canary])
+    (back,) = read_canaries(tmp_path / "canaries.jsonl")
+    assert back == canary and back.rollouts("look") == [rollout]
+    assert canary_of_rollout(ASKED, SEEN[0][1], thoughts=False).texts == ("42",)
 
 
 def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path: Path) -> None:

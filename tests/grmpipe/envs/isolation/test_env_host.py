@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import grmpipe
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
@@ -17,8 +19,9 @@ from grmpipe.envs.isolation import env_host
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fault_plan import LAST_TURN, OPENING, FaultInjection, fault_moment
+from grmpipe.envs.isolation.fork_server import imported_packages
+from grmpipe.envs.isolation.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
-from grmpipe.envs.isolation.report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.types import Prompt
 from models.types import Message
 
@@ -97,6 +100,15 @@ def test_what_is_missing_is_refused_only_where_it_is_required(monkeypatch: pytes
 def test_a_part_whose_work_another_does_is_no_weakness() -> None:
     missing = [Missing(part=part, reason="") for part in ("own /proc", "network namespace")]
     assert [each.part for each in weaknesses(missing)] == ["network namespace"]
+
+
+def test_a_package_that_no_import_path_leads_to_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Path(grmpipe.__file__).parent
+    others = [path for path in sys.path if Path(path).absolute() != package.parent]
+    monkeypatch.setattr(sys, "path", others)
+    assert str(package) in imported_packages()
+    monkeypatch.setattr(sys, "path", [str(package.parent), *others])
+    assert str(package) not in imported_packages()
 
 
 def test_the_doctor_says_which_isolation_there_is() -> None:

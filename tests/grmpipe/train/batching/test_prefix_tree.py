@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.train.batching.packer import Layout, Packer, pack, pack_trees, rounds_of
-from grmpipe.train.batching.prefix_tree import ATTENDED_PER_PACKED, PrefixTree, num_common, trees_of
+from grmpipe.train.batching.prefix_tree import (
+    ATTENDED_PER_PACKED,
+    CHUNK,
+    PrefixTree,
+    num_common,
+    num_equal,
+    trees_of,
+)
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
 from models.tiny.dialogues import in_store, messages_of
@@ -91,6 +98,13 @@ def test_single_turns_share_only_what_none_of_them_trains() -> None:
     first, second = samples
     longer = episode(2, ("ask", "xyc"), ("1", "p"))
     assert letters(pack_trees([PrefixTree.of([first, second, longer])]).token_ids_T) == "askxyabc1p"
+
+
+@pytest.mark.parametrize("common", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
+def test_a_common_prefix_ends_at_the_first_other_token(common: int) -> None:
+    same = tuple(range(common))
+    assert num_equal((*same, -1, 5), (*same, -2, 5)) == common
+    assert num_equal(same, (*same, 7)) == common
 
 
 def test_sampled_tokens_of_other_experts_are_packed_twice() -> None:
@@ -200,6 +214,18 @@ def test_a_tree_is_split_where_its_samples_have_least_in_common() -> None:
     pieces = PrefixTree.of(samples).split(13)
     assert [[one.sibling for one in piece.samples] for piece in pieces] == [[0, 2], [1, 3]]
     assert [piece.load.tokens for piece in pieces] == [10, 10]
+
+
+def test_a_rollout_that_may_be_cut_is_cut_only_if_it_is_too_long() -> None:
+    """The two samples of each rollout are 9 tokens together."""
+    samples = [
+        episode(sibling, ("a", "bcdx"[sibling] * 3), ("e" * length, "f"), segment=length - 1)
+        for sibling in range(4)
+        for length in (1, 3)
+    ]
+    pieces = PrefixTree.of(samples).split(11)
+    assert [{one.sibling for one in piece.samples} for piece in pieces] == [{0}, {1}, {2}, {3}]
+    assert len(PrefixTree.of(samples).split(7)) == 8
 
 
 def test_the_limit_also_bounds_the_keys_of_long_prefixes() -> None:
