@@ -26,6 +26,11 @@ NEEDED = (
 )
 
 
+# Package -> what it is for, and what to type.
+OPTIONAL = {
+    "aiohttp": "not installed; for workflows that ask the policy at a URL type `pip install 'grmpipe[gateway]'`",
+    "mcp": "not installed; for tools of MCP servers type `pip install 'grmpipe[mcp]'`",
+}
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 LEAST_TORCH = (2, 13)  # varlen attention with grouped heads
@@ -37,6 +42,7 @@ def doctor(sglang_python: str = "") -> str:
     lines = [line_of(package) for package in NEEDED]
     lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
     lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
+    lines += [f"{name:<15} {version_of(name) or missing}" for name, missing in OPTIONAL.items()]
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     lines.append(f"isolation       {describe_isolation()}")
