@@ -54,7 +54,7 @@ def longest_response(config: RunConfig, policy_tokens: int) -> int:
     if env.env_kind.is_single:
         return rollout.max_new_tokens
     observation_tokens = -(-env.max_observation_chars // BYTES_PER_TOKEN)
-    episode_tokens = rollout.max_turns * (rollout.max_new_tokens + observation_tokens)
+    episode_tokens = rollout.max_turns * (rollout.max_new_tokens + observation_tokens) - observation_tokens
     return min(episode_tokens, policy_tokens) if policy_tokens else episode_tokens
 
 

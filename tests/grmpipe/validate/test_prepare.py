@@ -71,8 +71,8 @@ def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_wind
     rollout = {"max_turns": 4, "max_new_tokens": 16}
     assert longest_response(config(rollout=rollout), 512) == 16
     episodes = config(rollout=rollout, env=TOOLS | {"max_observation_chars": 41})
-    assert longest_response(episodes, 512) == longest_response(episodes, 0) == 4 * (16 + 11)
-    assert longest_response(episodes, 100) == 100
+    assert longest_response(episodes, 512) == longest_response(episodes, 0) == 4 * 16 + 3 * 11
+    assert longest_response(episodes, 90) == 90
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
