@@ -117,6 +117,17 @@ def chained(first: int, calls: list[Call]) -> Episode:
     return played(first, tuple(made))
 
 
+def near_call(call: Call, rng: random.Random) -> Call:
+    """Another call that differs in one place."""
+    return rng.choice(
+        (
+            replace(call, name="sub" if call.name == "add" else "add"),
+            replace(call, left=another(call.left, rng)),
+            replace(call, right=another(call.right, rng)),
+        )
+    )
+
+
 def other_sign(episode: Episode, rng: random.Random) -> Episode:
     return changed(episode, rng, lambda call: replace(call, name="sub" if call.name == "add" else "add"))
 

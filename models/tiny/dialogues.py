@@ -10,6 +10,7 @@ from functools import partial
 from models.tiny.calculator import (
     TOOLS,
     Carelessness,
+    CheckedCall,
     Episode,
     careless_episode,
     corrupted_episode,
@@ -17,6 +18,7 @@ from models.tiny.calculator import (
     final,
     judge_prompt_of_view,
     judgement_of_calls,
+    near_call,
     right_episode,
 )
 from models.tiny.malformed_views import malformed_view
@@ -110,9 +112,20 @@ def judge_calls(write: Callable[[Problem, random.Random], str], problem: Problem
     return SftExample(prompt=judge_prompt_of_view(problem.question, view), response=judgement_of_calls(problem, view))
 
 
+def drill_calls(problem: Problem, rng: random.Random) -> SftExample:
+    """An example that only reads and compares calls: short, so that a judge sees many of them."""
+    asked, checked = [], []
+    for call in careless_episode(problem, Carelessness(), rng).calls:
+        right = call if rng.random() < 0.5 else near_call(call, rng)
+        asked.append(f"{right.sum} / {call}")
+        checked.append(str(CheckedCall(right=right.sum, called=call.sum)))
+    return SftExample(prompt=f"Check: {'; '.join(asked)}", response=f"Check: {'; '.join(checked)}")
+
+
 CALCULATOR_TASKS: dict[str, Callable[[Problem, random.Random], SftExample | Dialogue]] = {
     "call_rightly": call_rightly,
     "call_carelessly": call_carelessly,
+    "drill_calls": drill_calls,
     "judge_right_calls": partial(judge_calls, right_view),
     "judge_careless_calls": partial(judge_calls, careless_view),
     "judge_corrupted_calls": partial(judge_calls, corrupted_view),

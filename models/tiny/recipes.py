@@ -260,19 +260,35 @@ POLICY_TOOLS = Recipe(
     seed=17,
     parent=TOOL_USER,
 )
+# It compares calls before it judges them: a judge that never did passes other numbers.
+CALL_READER = Recipe(
+    name="call_reader",
+    lessons=(
+        SftTask(kind="drill_calls", weight=0.3),
+        SftTask(kind="judge_right_calls", weight=0.15),
+        SftTask(kind="judge_careless_calls", weight=0.25),
+        SftTask(kind="judge_corrupted_calls", weight=0.2),
+        SftTask(kind="judge_malformed_calls", weight=0.1),
+    ),
+    num_steps=800,
+    batch_size=32,
+    lr=5e-3,
+    seed=18,
+    parent=TOOL_USER,
+)
 GRM_TOOLS = Recipe(
     name="grm_tools",
     lessons=(
         SftTask(kind="judge_right_calls", weight=0.2),
         SftTask(kind="judge_careless_calls", weight=0.35),
-        SftTask(kind="judge_corrupted_calls", weight=0.3),
-        SftTask(kind="judge_malformed_calls", weight=0.15),
+        SftTask(kind="judge_corrupted_calls", weight=0.35),
+        SftTask(kind="judge_malformed_calls", weight=0.1),
     ),
-    num_steps=600,
+    num_steps=700,
     batch_size=32,
     lr=5e-3,
-    seed=18,
-    parent=BASE,
+    seed=21,
+    parent=CALL_READER,
 )
 WALKER = Recipe(
     name="walker",
