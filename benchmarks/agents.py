@@ -47,9 +47,9 @@ class Variant:
 VARIANTS = {
     "tools": Variant(label="calculator, judged by a GRM", task="tools", overrides=("+experiment=tools",)),
     "faults": Variant(
-        label="the same, a third of the episodes killed",
+        label="the same, the tools' process killed in a third of the episodes",
         task="tools",
-        overrides=("+experiment=tools", "env.inject_faults=0.33"),
+        overrides=("+experiment=tools", "env.isolation.kind=process", "env.inject_faults=0.33"),
     ),
     "outcome": Variant(label="walk, reward of the outcome", task="walk", overrides=("+experiment=walk",)),
     "turns": Variant(

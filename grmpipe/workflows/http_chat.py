@@ -11,15 +11,17 @@ from grmpipe.workflows.chat_json import message_json, refusal_of, reply_of, tool
 from grmpipe.workflows.policy import Endpoint
 from models.types import Message, ToolSpec
 
+LIMIT_S = 86_400.0
+
 
 class HttpChat:
-    """A chat with the policy at an endpoint. Waits as long as the run does."""
+    """A chat with the policy at an endpoint. Its own limit is long: the run ends the episode by `env.episode_s`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._client = httpx.AsyncClient(
             base_url=endpoint.base_url,
             headers={"Authorization": f"Bearer {endpoint.api_key}"},
-            timeout=None,
+            timeout=LIMIT_S,
             trust_env=False,
         )
 

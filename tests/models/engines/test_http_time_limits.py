@@ -20,7 +20,7 @@ from models.types import EngineDied, Message, RequestContext, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}
-WALKED = {"endpoint_client.py", "http_client.py", "join.py", "server.py"}
+WALKED = {"endpoint_client.py", "http_chat.py", "http_client.py", "join.py", "server.py"}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
