@@ -71,9 +71,13 @@ def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> Non
     with section("data.retrain_from: "):
         first = recorded.batch(1)
     for group in first:
-        sent = group.rollouts[0].turns[0].new_ids
+        rollout = group.rollouts[0]
+        sent = rollout.turns[0].new_ids
         sampled = [i for one in group.rollouts for turn in one.turns for i in turn.completion.token_ids]
-        if max(*sent, *sampled) >= policy.renderer.vocab_size or policy.renderer.render(group.prompt.messages) != sent:
+        in_env = rollout.took_s > 0  # which may have shown tools, or other messages
+        if max(*sent, *sampled) >= policy.renderer.vocab_size or (
+            not in_env and policy.renderer.render(group.prompt.messages) != sent
+        ):
             raise ConfigError(
                 f"policy.path: the tokenizer or the chat template of {config.policy.path} differs from that of "
                 f"{recorded.rollouts}: the ids of prompt {group.prompt.prompt_id} differ; give the policy that "

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.recorder import load_rollouts
@@ -167,3 +169,12 @@ def test_a_judge_reads_what_the_environment_said_and_its_rewards_are_a_component
     assert num_judged >= 16
     page = (files.run_dir / "report.html").read_text()
     assert "turn 2: the policy" in page and "first 0.25" in page
+
+
+def test_a_replay_of_episodes_makes_the_same_weights(run_once: Callable) -> None:
+    played = run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="played")
+    replayed = run_once(
+        f"data.retrain_from={played.run_dir / 'rollouts.jsonl'}", "judge=rule", "train.num_steps=1", run_dir="replayed"
+    )
+    weights, again = (load_file(run.run_dir / "policy" / "model.safetensors") for run in (played, replayed))
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
