@@ -79,7 +79,7 @@ def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scal
 def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
     """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up.
 
-    If one component rewards steps, the spans of the others keep their component's weight in the mixture.
+    If one component is a mean of steps, the spans of the others share their component's weight in the mixture.
     """
     total = math.fsum(weights[name] for name in verdicts)
     shares = {name: weights[name] / total for name in verdicts}
@@ -89,7 +89,9 @@ def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
             replace(
                 span,
                 value=shares[name] * span.value,
-                share=shares[name] * (1.0 if span.share is None else span.share) if has_shares else None,
+                share=shares[name] * (1 / len(verdict.rewards) if span.share is None else span.share)
+                if has_shares
+                else None,
             )
             for name, verdict in verdicts.items()
             for span in verdict.rewards

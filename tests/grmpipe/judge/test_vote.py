@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -73,3 +74,14 @@ def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: A
     assert rewards.shares_K == pytest.approx((0.25, 0.25, 0.5))
     assert rewards.earned_K.tolist() == pytest.approx([1.0, 0.0, 0.75])
     assert rewards.outcome == pytest.approx(0.75 * 0.5 + 0.25)
+
+
+def test_a_mixture_of_steps_and_of_rewards_by_turn_has_shares_that_sum_to_one() -> None:
+    def verdict(*spans: RewardSpan) -> Verdict:
+        return Verdict(rewards=spans, score=0.0, breakdown={}, score_std=0.0, num_judgements=1)
+
+    steps = verdict(*(RewardSpan(turn=turn, start=0, end=2, value=0.25, share=0.5) for turn in (0, 1)))
+    by_turn = verdict(*(RewardSpan(turn=turn, start=0, end=2, value=1.0) for turn in (0, 1, 2)))
+    spans = mixed({"steps": steps, "env": by_turn}, {"steps": 1.0, "env": 1.0}).rewards
+    assert math.fsum(span.share or 0.0 for span in spans) == pytest.approx(1)
+    assert math.fsum(span.value for span in spans) == pytest.approx((0.5 + 3.0) / 2)
