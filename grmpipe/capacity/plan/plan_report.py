@@ -40,6 +40,8 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
         arithmetic(survey),
     ]
     unchecked = list(survey.unchecked)
+    if not config.env.env_kind.is_single:
+        unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
     try:
         blocks.append(times(survey, profile, simulate))
     except CostUnknown as error:
@@ -125,7 +127,7 @@ def arithmetic(survey: Survey) -> str:
     return "\n".join([
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
-        f"at most {rollouts * config.rollout.max_new_tokens} tokens",
+        f"at most {rollouts * config.rollout.max_turns * config.rollout.max_new_tokens} tokens",
         *judged(survey),
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",

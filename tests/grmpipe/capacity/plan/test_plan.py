@@ -229,6 +229,13 @@ def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
     assert "700 tokens per rollout, 300 tokens per judgement on average" in text
 
 
+def test_what_a_plan_leaves_out_of_episodes_is_said() -> None:
+    text = planned("+experiment=walk", "train.groups_per_batch=2", "train.group_size=4", "rollout.max_turns=11")
+    assert "8 rollouts, at most 704 tokens" in text
+    assert "one turn of each rollout" in text.split("not checked here")[1]
+    assert "one turn of each rollout" not in planned("+experiment=quickstart")
+
+
 def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
