@@ -155,6 +155,39 @@ def check_thinking_markers(markers: list[str] | None) -> None:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks of a learner share one model. Whatever these numbers leave over is FSDP2: shards of the weights.
+
+    `dp_replicate` divides the ranks; `cp` and `ep` divide the ranks of one copy.
+    """
+
+    # Copies of the sharded model (HSDP): layers are gathered within a copy, gradients are averaged over copies.
+    dp_replicate: int = 1
+    # Ranks that share each sample (context parallelism by Ulysses, arXiv 2309.14509); divides the query heads.
+    cp: int = 1
+    ep: int = 1  # Ranks that divide the experts of each layer (expert parallelism); divides their number.
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "cp", "ep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ValueError if these ranks can't be grouped like this."""
+        if num_ranks % self.dp_replicate:
+            raise ValueError(
+                f"dp_replicate: {self.dp_replicate} copies of the model need a multiple of as many ranks, and there "
+                f"are {num_ranks}; type a divisor of it"
+            )
+        for name in ("cp", "ep"):
+            if num_ranks // self.dp_replicate % getattr(self, name):
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} doesn't divide the {num_ranks // self.dp_replicate} ranks of one "
+                    "copy of the model; type a divisor of them"
+                )
+
+
+@dataclass(frozen=True)
 class EmbeddedConfig:
     """The embedded engine, in torch: in the driver's process or an actor."""
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from models.settings import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
         max_grad_norm=critic.max_grad_norm,
         micro_batch_tokens=critic.micro_batch_tokens or train.micro_batch_tokens,
         dtype=critic.dtype or train.dtype,
+        parallel=ParallelConfig(),
     )
 
 

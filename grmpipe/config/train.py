@@ -15,7 +15,7 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
-from models.settings import AUTO, DTYPES
+from models.settings import AUTO, DTYPES, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
@@ -296,6 +296,7 @@ class TrainConfig:
     dtype: str = AUTO
     # Recompute activations in the backward pass, to save memory; null: on GPUs only.
     activation_checkpointing: bool | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
     keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints to keep.
     # Write checkpoints during training, from a copy in host memory; false: training waits.

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from models.lm.checkpoint import ShardedSave, load_sharded
-from models.lm.parallelize import choose_device, join_ranks
+from models.lm.ranks import choose_device, join_ranks
+from models.settings import ParallelConfig
 from models.stored_files import StoredFile
 
 
@@ -22,14 +23,16 @@ class TrainingRank(ABC):
     _model: PreTrainedModel
     _optimizer: Optimizer
 
-    def __init__(self, device: str, rank: int, world_size: int, init_method: str | None) -> None:
+    def __init__(
+        self, device: str, rank: int, world_size: int, init_method: str | None, parallel: ParallelConfig
+    ) -> None:
         """device: "cpu" or "cuda"; empty: chosen by torch."""
         self._device = choose_device(device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # several learners and engines share the cores
         else:
             torch.cuda.set_device(self._device)
-        self._mesh = join_ranks(rank, world_size, init_method, self._device)
+        self._meshes = join_ranks(rank, world_size, init_method, self._device, parallel)
         self._world_size = world_size
         self._save = ShardedSave()
         self._version = 0

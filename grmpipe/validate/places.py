@@ -9,6 +9,7 @@ from grmpipe.validate.deadlines import check_deadlines
 from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.devices import check_shares
 from grmpipe.validate.engines import check_options
+from grmpipe.validate.parallel import check_parallel
 from grmpipe.validate.seats import seats_of
 from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_shared_engine
@@ -26,6 +27,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     check_shared_engine(roles)
     check_shares(roles, placement)
     check_deterministic(config, placement, roles)
+    check_parallel(config, placement)
     with section(""):
         wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):

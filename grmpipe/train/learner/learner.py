@@ -82,14 +82,14 @@ class Learner(TrainingRank):
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         find_parts(spec.algorithm)  # before anything is loaded
-        super().__init__(spec.device, rank, world_size, init_method)
+        super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
         self._spec = spec
         self._train = train = spec.train
         lora = spec.lora
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         self._model = load_parallel(
             self._files,
-            self._mesh,
+            self._meshes,
             self._device,
             spec.master_dtype,
             train.dtype,
@@ -282,7 +282,7 @@ class Learner(TrainingRank):
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, self._mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(self._files, self._meshes, self._device, spec.frozen_dtype, spec.train.dtype, False)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -41,13 +41,13 @@ class ScalarSpec:
 
 class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        super().__init__(spec.device, rank, world_size, init_method)
+        super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
         self._scalar_spec = spec
         train = spec.train
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
         self._model = load_parallel(
             find_files(spec.model_path, weights=rank == 0),
-            self._mesh,
+            self._meshes,
             self._device,
             spec.master_dtype,
             train.dtype,

@@ -15,7 +15,8 @@ from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.lm.footprint import Working, footprint_of, footprint_of_shape
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
-from models.lm.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
+from models.lm.parallelize import decoder_layers, load_parallel
+from models.lm.ranks import choose_device, join_ranks
 from models.settings import LoraConfig, ModelShape
 from models.tiny.resolve import SHIPPED
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -37,6 +36,7 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.parallelize import parallelize
+from models.lm.ranks import RankMeshes
 from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8
@@ -147,10 +147,10 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = Held(fake)
 
-    def load(path: str, mesh: DeviceMesh, device: torch.device, master: str, dtype: str, saving: bool, *_: object
+    def load(path: str, meshes: RankMeshes, device: torch.device, master: str, dtype: str, saving: bool, *_: object
              ) -> PreTrainedModel:  # fmt: skip
         model = outline_causal_lm(path, master)
-        parallelize(model, mesh, dtype, saving)
+        parallelize(model, meshes, dtype, saving)
         with held:
             model.to_empty(device=device)
         return model
@@ -159,7 +159,6 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
     learner_module.find_files = lambda path, weights: path  # type: ignore[assignment]
     learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
-    learner_module.join_ranks = lambda *_: init_device_mesh("cpu", (ranks,))  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as path:
         Qwen3Config(**shape).save_pretrained(path)
         spec = LearnerSpec(

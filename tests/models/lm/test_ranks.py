@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.lm.parallelize import choose_device, join_ranks
+from models.lm.ranks import choose_device, join_ranks
+from models.settings import ParallelConfig
 
 CPU = torch.device("cpu")
 
@@ -43,3 +44,11 @@ def test_two_ranks_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="init_method"):
         join_ranks(0, 2, None, CPU)
+
+
+def test_ranks_that_do_not_divide_into_copies_are_refused() -> None:
+    with pytest.raises(ValueError, match="dp_replicate: 3 copies"):
+        ParallelConfig(dp_replicate=3).check_ranks(8)
+    with pytest.raises(ValueError, match="ep: 8 doesn't divide the 4 ranks"):
+        ParallelConfig(dp_replicate=2, ep=8).check_ranks(8)
+    ParallelConfig(dp_replicate=2, cp=2, ep=4).check_ranks(8)

@@ -1,0 +1,117 @@
+"""The ranks that train one model: the device of each, how they meet, and the meshes that they form. Knows no model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from models.rendezvous import gloo_listening_towards, store_at
+from models.settings import ParallelConfig
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # for ranks that wait for the first one to read a large checkpoint
+WRITE_TIMEOUT = timedelta(hours=12)  # for the slowest disk; a dead rank is noticed elsewhere
+ONE_COPY = ParallelConfig()
+_for_files: list[dist.ProcessGroup] = []  # one per process, besides torch's default group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeshes:
+    """The ranks of one model, as each kind of parallelism groups them. Each mesh holds this rank.
+
+    shards: over which FSDP2 shards weights; with several copies of the model two-dimensional: (copies, shards).
+    context: the ranks that share each sample; None: each rank has samples of its own.
+    experts: (copies of the experts' shards, expert parallel); None: experts are sharded like other weights.
+    """
+
+    shards: DeviceMesh
+    context: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+
+def choose_device(device: str, rank: int) -> torch.device:
+    """The device of a rank: `cuda` if torch has one and `device` is empty, otherwise `device`; each rank has its own
+    GPU.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise ValueError("device: cuda was requested, but torch finds no GPU; use cpu, or install torch for CUDA")
+    # A Ray actor sees only its own GPU, as number 0; torchrun's ranks see all of them.
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def join_ranks(
+    rank: int,
+    world_size: int,
+    init_method: str | None,
+    device: torch.device,
+    parallel: ParallelConfig = ONE_COPY,
+) -> RankMeshes:
+    """The meshes of all ranks: gloo on CPU, NCCL on CUDA. A single rank needs no address and opens no socket.
+
+    A single rank is sharded too (into one shard), so that there is one code path; it costs 6 % of the tiny model's
+    step.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with _listening_towards(init_method):
+        if not dist.is_initialized():
+            if init_method is None and world_size > 1:
+                raise ValueError(
+                    f"init_method: {world_size} ranks need a rendezvous address, such as tcp://127.0.0.1:29500"
+                )
+            _start_group(backend, rank, world_size, init_method)
+        assert dist.get_world_size() == world_size, "this process already belongs to a group of a different size"
+        return _meshes(device.type, world_size, parallel)
+
+
+def _meshes(device_type: str, world_size: int, parallel: ParallelConfig) -> RankMeshes:
+    """Neighbouring ranks share samples and experts; copies of the model lie furthest apart, on different nodes."""
+    copies = parallel.dp_replicate
+    if copies == 1:
+        return RankMeshes(shards=init_device_mesh(device_type, (world_size,)))
+    shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return RankMeshes(shards=shards)
+
+
+def group_for_files() -> dist.ProcessGroup | None:
+    """The group in which ranks meet while they write checkpoints during training, separate from training's own group.
+    None for a single rank.
+    """
+    return _for_files[0] if _for_files else None
+
+
+@contextmanager
+def _listening_towards(init_method: str | None) -> Iterator[None]:
+    """Context: for tcp://address:port, sockets listen only at that address."""
+    place = urlsplit(init_method or "")
+    if place.scheme == "tcp" and place.hostname and place.port:
+        with gloo_listening_towards(place.hostname, place.port):
+            yield
+    else:
+        yield
+
+
+def _start_group(backend: str, rank: int, world_size: int, init_method: str | None) -> None:
+    """Start torch's default group, and that of files."""
+    group = functools.partial(
+        dist.init_process_group, backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    place = urlsplit(init_method or "")
+    if not init_method:
+        group(store=dist.HashStore())
+        return
+    if place.scheme == "tcp" and place.hostname and place.port:
+        group(store=store_at(place.hostname, place.port, rank, world_size, COLLECTIVE_TIMEOUT))
+    else:
+        group(init_method=init_method)
+    if world_size > 1:
+        _for_files[:] = [dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)]
