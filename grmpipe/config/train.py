@@ -15,7 +15,7 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
-from models.settings import AUTO, DTYPES, ParallelConfig
+from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
@@ -297,8 +297,12 @@ class TrainConfig:
     # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
     # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
     fp32_lm_head: bool = False
-    # Recompute activations in the backward pass, to save memory; null: on GPUs only.
-    activation_checkpointing: bool | None = None
+    # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
+    # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
+    # none.
+    activation_checkpointing: str | None = None
+    # Inputs of layers wait in pinned host memory for the backward pass; for long micro-batches of deep models.
+    activation_offload: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
     keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints to keep.
@@ -332,12 +336,22 @@ class TrainConfig:
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
                 "(that of the run's engines)"
             )
+        if self.activation_checkpointing not in (None, *CHECKPOINTING):
+            raise ValueError(
+                f"activation_checkpointing: unknown value {self.activation_checkpointing!r}; known: "
+                f"{', '.join(CHECKPOINTING)}, null (full on GPUs)"
+            )
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError(
+                "activation_offload: without checkpointing there are no inputs of layers to offload; type "
+                "activation_checkpointing=full, or activation_offload=false"
+            )
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
 
     @property
-    def recomputes(self) -> bool:
-        """Whether activation checkpointing is on."""
-        return bool(self.activation_checkpointing)
+    def activations(self) -> Activations:
+        """What layers keep for the backward pass."""
+        return Activations(checkpointing=self.activation_checkpointing or "none", offload=self.activation_offload)

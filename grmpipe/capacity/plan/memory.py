@@ -96,7 +96,9 @@ def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: st
 
 def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
-    return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
+    return footprint.working_bytes(
+        train.dtype, train.micro_batch_tokens, checkpointing=train.activations.recomputes, frozen=frozen
+    )
 
 
 def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
@@ -254,9 +256,9 @@ def remedy(roles: set[str], survey: Survey) -> str:
         return "give the roles separate pools"
     (role,) = roles
     if role == CRITIC:
-        return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
+        return "lower critic.micro_batch_tokens, type train.activation_checkpointing=full, or add critic ranks"
     if is_learning(role):
-        return f"lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add {role} ranks"
+        return f"lower train.micro_batch_tokens, type train.activation_checkpointing=full, or add {role} ranks"
     if role not in survey.roles.served:
         return f"give {role} a separate pool"
     return survey.roles.served[role].engine.memory_remedy

@@ -93,7 +93,7 @@ class Learner(TrainingRank):
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.recomputes,
+            train.activations,
             with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM,
         )
         with without_gradient(self._model):
@@ -285,7 +285,7 @@ class Learner(TrainingRank):
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, self._meshes, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(self._files, self._meshes, self._device, spec.frozen_dtype, spec.train.dtype)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -51,7 +51,7 @@ class ScalarRank(TrainingRank):
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.recomputes,
+            train.activations,
             SCALAR_HEAD,
         )
         with without_gradient(self._model):

@@ -124,7 +124,7 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
 
 def test_the_learners_state_is_16_bytes_a_parameter() -> None:
     device = choose_device("cpu", 0)
-    model = load_parallel(POLICY, join_ranks(0, 1, None, device), device, "float32", "bfloat16", False)
+    model = load_parallel(POLICY, join_ranks(0, 1, None, device), device, "float32", "bfloat16")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -162,7 +162,7 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
     with tempfile.TemporaryDirectory() as path:
         Qwen3Config(**shape).save_pretrained(path)
         spec = LearnerSpec(
-            model_path=path, train=TrainConfig(dtype="bfloat16", activation_checkpointing=True),
+            model_path=path, train=TrainConfig(dtype="bfloat16", activation_checkpointing="full"),
             algorithm=AlgorithmConfig(), max_new_tokens=num_tokens, device="cpu",
         )  # fmt: skip
         batch = micro_batch(num_tokens)
