@@ -19,6 +19,7 @@ from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelCo
 
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
+OPTIMIZER_STATE_DTYPES = ("float32", "bfloat16", "int8")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -292,6 +293,11 @@ class TrainConfig:
     weight_decay: float = 0.0  # AdamW's weight decay.
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
+    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
+    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
+    optimizer_state_dtype: str = "float32"
+    # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
+    optimizer_offload: bool = False
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
     # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
@@ -335,6 +341,11 @@ class TrainConfig:
             raise ValueError(
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
                 "(that of the run's engines)"
+            )
+        if self.optimizer_state_dtype not in OPTIMIZER_STATE_DTYPES:
+            raise ValueError(
+                f"optimizer_state_dtype: unknown value {self.optimizer_state_dtype!r}; known: "
+                f"{', '.join(OPTIMIZER_STATE_DTYPES)}"
             )
         if self.activation_checkpointing not in (None, *CHECKPOINTING):
             raise ValueError(
