@@ -63,7 +63,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         in_blocks = self._state_dtype == "int8" and parameter.ndim > 1 and parameter.numel() >= FEWEST_8BIT_VALUES
-        state = {"step": torch.tensor(0.0)}
+        state = {"step": torch.tensor(0)}
         for name in MOMENTS:
             state[name] = _zeros(parameter, self._dtype_of(in_blocks))
             if in_blocks:
