@@ -284,7 +284,8 @@ class TrainConfig:
     # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
     # order of their prompts, and weights are pushed when every open group is judged.
     deterministic: bool = False
-    # Most packed tokens of a forward pass on one rank; ranks that share samples (parallel.cp) have their sum together.
+    # Most packed tokens of a forward pass on one rank; ranks that share samples take micro-batches parallel.cp times as
+    # long.
     micro_batch_tokens: int = 4096
     prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
