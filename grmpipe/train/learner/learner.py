@@ -250,7 +250,14 @@ class Learner(TrainingRank):
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
-            scored = packed_logprobs(self._model, ids_T, positions_T, lengths_S, context=self._context)
+            scored = packed_logprobs(
+                self._model,
+                ids_T,
+                positions_T,
+                lengths_S,
+                fp32_logits=self._train.fp32_lm_head,
+                context=self._context,
+            )
             return tuple(scored.logprobs_T[1:].tolist())
 
     def export(self, directory: str) -> None:
@@ -272,6 +279,7 @@ class Learner(TrainingRank):
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.wanted_T,
             temperature=self._spec.temperature,
+            fp32_logits=self._train.fp32_lm_head,
             context=self._context,
         )
 
