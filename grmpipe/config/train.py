@@ -290,7 +290,9 @@ class TrainConfig:
     # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
     # order of their prompts, and weights are pushed when every open group is judged.
     deterministic: bool = False
-    micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
+    # Most packed tokens of a forward pass on one rank; ranks that share samples take micro-batches parallel.cp times as
+    # long.
+    micro_batch_tokens: int = 4096
     prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
@@ -345,6 +347,11 @@ class TrainConfig:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
+
+    @property
+    def max_packed_tokens(self) -> int:
+        """Most packed tokens of a micro-batch, on all ranks that share it."""
+        return self.micro_batch_tokens * self.parallel.cp
 
     @property
     def recomputes(self) -> bool:
