@@ -25,7 +25,8 @@ def check_env(config: RunConfig) -> None:
             env_factory(env)
         if env.mcp:
             check_mcp_installed()
-        check_isolation(env.isolation)
+        if not (config.places_envs and config.cluster.address is not None):  # else each host checks its own machine
+            check_isolation(env.isolation)
     if env.env_kind.is_single:
         return
     if env.capacity < train.group_size:
