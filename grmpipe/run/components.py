@@ -62,7 +62,8 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
     )
 
     if (workflow := running.envs.workflow) is not None:
-        asked = freeing(workflow.play(Recorder(sampler, renderer, params, limits)), running.policy)
+        recorder = Recorder(sampler, renderer, params, limits, running.envs.events)
+        asked = freeing(workflow.play(recorder), running.policy)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = running.envs.make
     assert make is not None, "an episode without a workflow has an environment"

@@ -21,7 +21,7 @@ from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.seats import Seats
 from grmpipe.validate.sections import section
 from grmpipe.workflows.workflow_runner import WorkflowRunner
-from scheduler.events import EventSink
+from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import Cluster
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Envs:
     """The environments of a run. make: a new one for each episode, unless the user's workflow plays it.
 
     counts: what became of those that were opened. hosts: on slots of a pool; None: they live in the run itself.
+    events: gets the spans of a workflow.
     """
 
     seats: Seats
@@ -39,6 +40,7 @@ class Envs:
     workflow: WorkflowRunner | None = None
     hosts: EnvHosts | None = None
     counts: SeatCounts = field(default_factory=SeatCounts)
+    events: EventSink = field(default_factory=NoEvents)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def close(self) -> None:
@@ -59,7 +61,9 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
             if env.env_kind.is_workflow:
                 workflow = WorkflowRunner(env, config.seed)
                 opening.push_async_callback(workflow.close)
-                return Envs(workflow=workflow, seats=seats, counts=workflow.counts, opened=opening.pop_all())
+                return Envs(
+                    workflow=workflow, seats=seats, counts=workflow.counts, events=events, opened=opening.pop_all()
+                )
             if config.places_envs:
                 hosts = await start_hosts(cluster, config, run_dir, events)
                 opening.push_async_callback(hosts.close)

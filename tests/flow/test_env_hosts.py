@@ -202,6 +202,7 @@ def test_when_a_node_is_lost_the_other_host_plays_on(two_nodes: object, launched
     two_nodes.remove_node(worker, allow_graceful=False)  # type: ignore[attr-defined]
     summary = run.ended()
     assert summary["status"] == "completed"
+    assert re.search(r"env-\d died", run.log)
     envs = summary["envs"]
     assert envs["opened"] == envs["closed"] + envs["killed"] and envs["failed_episodes"] == 0
 
