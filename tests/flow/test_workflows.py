@@ -108,6 +108,7 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
             "env=tools +env.mcp.calc.url=http://x env.isolation.kind=process",
             r"^env\.isolation\.kind: .*servers of tools \(mcp\) are processes of their own; type env\.isolation\.kind=",
         ),
+        ("env=tools +env.mcp.calc.command=[no-such-program]", r"^env\.mcp\.calc: .*no-such-program can't be started"),
         ("env=tools +env.mcp.calc.url=localhost", r"^env\.mcp\.calc\.url: must begin with http"),
         ("env=workflow env.target=users_flow.solve task=simulate", r"^env\.kind: task=simulate knows only single"),
     ],

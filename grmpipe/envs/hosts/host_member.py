@@ -32,6 +32,7 @@ from grmpipe.envs.isolation.messages import (
     requests,
 )
 from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.tools.mcp_tools import check_servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,8 @@ class HostMember:
         """
         setup, machine = self._setup, socket.gethostname()
         try:
+            if setup.config.mcp:
+                await check_servers(setup.config)
             self._host = await self._held.enter_async_context(
                 open_env_host(setup.config, run_dir=Path(setup.run_dir), seed=setup.seed)
             )
