@@ -71,7 +71,7 @@ class LoraConfig:
     alpha: float = 32.0  # The adapters' change of a weight is multiplied by alpha / rank.
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
-    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (embedded engine only).
+    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
     sync: str = "merged"
 
     def __post_init__(self) -> None:
