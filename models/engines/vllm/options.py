@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.engines.installed import vllm_missing
 from models.engines.vllm.pressure import PressureGauge
-from models.settings import VllmConfig
+from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,6 +146,8 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if config.quantization != "none":
+        arguments["quantization"] = VLLM_QUANTIZATIONS[config.quantization]
     if start.takes_weights:
         arguments["weight_transfer_config"] = {"backend": ADAPTER_BACKEND if start.adapters else WEIGHT_BACKEND}
     if start.adapters is not None:

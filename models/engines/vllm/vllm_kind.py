@@ -46,6 +46,10 @@ class VllmKind(GpuEngineKind[VllmConfig]):
             raise ValueError(f"{role}.engine: {missing}")
         check_vllm_options(self.options)
 
+    @property
+    def quantizes(self) -> bool:
+        return self.options.quantization != "none" or super().quantizes
+
     # -- memory ----------------------------------------------------------------------------------------------------
 
     @property

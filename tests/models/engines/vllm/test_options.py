@@ -12,7 +12,7 @@ from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.options import FIXED, INSTEAD, Adapters, VllmStart, arguments_of, environment_of
 from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
-from models.settings import VllmConfig
+from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 
@@ -59,6 +59,15 @@ def test_other_options_pass_through_and_win() -> None:
     check_vllm_options(config)
     arguments = arguments_of(start_of(config))
     assert (arguments["max_num_batched_tokens"], arguments["block_size"]) == (4096, 64)
+
+
+def test_every_quantization_is_one_that_vllm_does_at_its_start() -> None:
+    """vLLM's own `fp8` is only for checkpoints in fp8."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    for name in VLLM_QUANTIZATIONS:
+        given = arguments_of(start_of(VllmConfig(quantization=name))).get("quantization")
+        assert given is None if name == "none" else given in ONLINE_QUANT_SHORTHAND_NAMES
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (257, 320), (512, 512)])
