@@ -28,12 +28,19 @@ class RankMeshes:
 
     shards: over which FSDP2 shards weights; with several copies of the model two-dimensional: (copies, shards).
     context: the ranks that share each sample; None: each rank has samples of its own.
+    data: the ranks that together have each sample once, one of each context group; None: all ranks.
     experts: (copies of the experts' shards, expert parallel); None: experts are sharded like other weights.
     """
 
     shards: DeviceMesh
     context: DeviceMesh | None = None
+    data: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """In which sums over samples are added up. None: torch's default group."""
+        return None if self.data is None else self.data.get_group()
 
 
 def choose_device(device: str, rank: int) -> torch.device:
@@ -75,11 +82,16 @@ def join_ranks(
 
 def _meshes(device_type: str, world_size: int, parallel: ParallelConfig) -> RankMeshes:
     """Neighbouring ranks share samples and experts; copies of the model lie furthest apart, on different nodes."""
-    copies = parallel.dp_replicate
+    copies, cp = parallel.dp_replicate, parallel.cp
     if copies == 1:
-        return RankMeshes(shards=init_device_mesh(device_type, (world_size,)))
-    shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return RankMeshes(shards=shards)
+        shards = init_device_mesh(device_type, (world_size,))
+    else:
+        names = ("dp_replicate", "dp_shard")
+        shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=names)
+    if cp == 1:
+        return RankMeshes(shards=shards)
+    shared = init_device_mesh(device_type, (world_size // cp, cp), mesh_dim_names=("data", "context"))
+    return RankMeshes(shards=shards, context=shared["context"], data=shared["data"])
 
 
 def group_for_files() -> dist.ProcessGroup | None:
