@@ -186,6 +186,7 @@ def measure(model: dict[str, Any], ranks: int, num_tokens: int, train: dict[str,
             with held:
                 for parameter in learner._model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
+                learner._optimizer.step()  # DTensor learns the shapes of results by computing them whole, once
                 held.peak = held.now
                 learner._optimizer.step()
                 in_step = held.peak
