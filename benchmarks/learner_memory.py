@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests" / "grmpipe" / "capacity" / "plan")]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 from learner_cases import LearnerCase, measured, planned_gb  # noqa: E402
 
 KEPT = ROOT / "runs" / "learner_memory.json"

@@ -21,8 +21,8 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import from_values
 from models.lm.footprint import footprint_of
 
-SCRIPT = Path(__file__).with_name("fake_learner_process.py")
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "grmpipe" / "capacity" / "plan" / "fake_learner_process.py"
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 1 << 18}
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 MODELS: dict[str, dict[str, Any]] = {
