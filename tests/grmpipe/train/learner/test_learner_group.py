@@ -109,7 +109,7 @@ def test_every_rank_gets_its_own_micro_batch() -> None:
 
 
 def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
-    of_rank_0: dict[str, list[Any]] = {name: [None] for name in ("connect", "deliver", "delivered")}
+    of_rank_0: dict[str, list[object]] = {name: [None] for name in ("connect", "deliver", "delivered")}
     actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], **of_rank_0})
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
