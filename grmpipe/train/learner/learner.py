@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
 from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
 from models.types import ANY_EXPERT, GroupLink, WeightBucket
+from models.weights.delivery import Delivery
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
@@ -113,6 +115,7 @@ class Learner(TrainingRank):
         self._transport = (
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
+        self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
 
     @property
@@ -224,6 +227,7 @@ class Learner(TrainingRank):
     def connect(self, link: GroupLink | None) -> None:
         """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
+        self._delivery.drop()  # of a push that failed
         self._transport.connect(link)
 
     def bucket(self, index: int) -> WeightBucket | None:
@@ -235,12 +239,19 @@ class Learner(TrainingRank):
             bucket.drain()  # also if rank 0 failed: the others would wait for it
 
     def deliver(self, index: int) -> None:
-        """Send a posted bucket while the engines load it, on rank 0. Does nothing without broadcasts."""
+        """Begin to send a posted bucket, on rank 0, while the engines load it and the next one is unsharded. Does
+        nothing without broadcasts.
+        """
         assert self._transport is not None, "rank 0 sends"
-        self._transport.deliver(index)
+        self._delivery.begin(partial(self._transport.deliver, index))
+
+    def delivered(self) -> None:
+        """Wait until the bucket is sent. Raises what its delivery raised. Before the bucket after the next one."""
+        self._delivery.end()
 
     def close(self) -> None:
         """Close the files and connections of the transport."""
+        self._delivery.close()
         if self._transport is not None:
             self._transport.close()
 
