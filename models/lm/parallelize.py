@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from models.lm.expert_parallel import divide_experts
 from models.lm.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 
@@ -84,6 +85,8 @@ def parallelize(
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if meshes.experts is not None:
+        divide_experts(model, meshes.experts, policy)
     for layer in decoder_layers(model):
         # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
         layer.training = activation_checkpointing

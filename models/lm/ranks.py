@@ -28,7 +28,8 @@ class RankMeshes:
 
     shards: over which FSDP2 shards weights; with several copies of the model two-dimensional: (copies, shards).
     context: the ranks that share each sample; None: each rank has samples of its own.
-    experts: (copies of the experts' shards, expert parallel); None: experts are sharded like other weights.
+    experts: (dp_replicate, efsdp, ep), or (efsdp, ep) with one copy of the model: the ranks along ep divide the experts
+        of each layer, those along efsdp shard the same ones; None: experts are sharded like other weights.
     """
 
     shards: DeviceMesh
@@ -76,10 +77,18 @@ def join_ranks(
 def _meshes(device_type: str, world_size: int, parallel: ParallelConfig) -> RankMeshes:
     """Neighbouring ranks share samples and experts; copies of the model lie furthest apart, on different nodes."""
     copies = parallel.dp_replicate
+    experts = _experts_mesh(device_type, world_size, parallel) if parallel.ep > 1 else None
     if copies == 1:
-        return RankMeshes(shards=init_device_mesh(device_type, (world_size,)))
+        return RankMeshes(shards=init_device_mesh(device_type, (world_size,)), experts=experts)
     shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return RankMeshes(shards=shards)
+    return RankMeshes(shards=shards, experts=experts)
+
+
+def _experts_mesh(device_type: str, world_size: int, parallel: ParallelConfig) -> DeviceMesh:
+    copies, ep = parallel.dp_replicate, parallel.ep
+    shape, names = (copies, world_size // copies // ep, ep), ("dp_replicate", "efsdp", "ep")
+    first = 0 if copies > 1 else 1
+    return init_device_mesh(device_type, shape[first:], mesh_dim_names=names[first:])
 
 
 def group_for_files() -> dist.ProcessGroup | None:
