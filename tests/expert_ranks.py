@@ -46,6 +46,7 @@ class Result:
     shard_elements: dict[str, int]
     largest_bucket: int
     score: tuple[float, ...]
+    saved: str
 
 
 def run_case(case: Case, rank: int, world_size: int, init_method: str | None) -> Result:
@@ -62,6 +63,7 @@ def run_case(case: Case, rank: int, world_size: int, init_method: str | None) ->
         metrics.append(learner.step(totals))
         if case.save and step == 0:
             learner.save(case.save)
+            learner.saved()
     if case.export:
         learner.export(case.export)
     weights, largest_bucket = sent(learner)
@@ -72,6 +74,7 @@ def run_case(case: Case, rank: int, world_size: int, init_method: str | None) ->
         shard_elements={name: own(parameter).numel() for name, parameter in learner._model.named_parameters()},
         largest_bucket=largest_bucket,
         score=learner.score((1, 2, 3, 4, 5)),
+        saved=case.save,
     )
 
 
@@ -106,6 +109,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     cases: dict[str, Case] = pickle.loads(Path(job_path).read_bytes())
     results = {name: run_case(case, rank, world_size, init_method) for name, case in cases.items()}
     Path(f"{out_dir}/rank{rank}.pkl").write_bytes(pickle.dumps(results))
+
     torch.distributed.barrier()  # neither leaves while the other waits for it
     os._exit(0)  # gloo's threads sometimes abort an orderly exit
 

@@ -1,4 +1,4 @@
-"""Checks that the ranks of each learner can be grouped as its configuration says."""
+"""Checks that the ranks of each learner can be grouped as its configuration says. Loads no weights."""
 
 from __future__ import annotations
 
@@ -12,3 +12,14 @@ def check_parallel(config: RunConfig, placement: Placement) -> None:
     if seats := placement.seats.get("learner"):
         with section("train.parallel."):
             config.train.parallel.check_ranks(len(seats))
+
+
+def check_experts(config: RunConfig, path: str) -> None:
+    """Raises ConfigError if the experts of the model at `path` can't be divided over train.parallel.ep ranks."""
+    if config.train.parallel.ep == 1:
+        return
+    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from models.lm.expert_parallel import check_divisible
+
+    with section("train.parallel."):
+        check_divisible(outline_causal_lm(path), config.train.parallel.ep)

@@ -23,6 +23,7 @@ from models.types import ANY_EXPERT
 Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns
 Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, its output) -> new output
+Observer = Callable[[int, nn.Module, Routed], None]
 
 
 def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -90,6 +91,18 @@ class Routers:
         layers = tuple(_layer_of(name) for name, _ in named)
         shape = RoutingShape(layers=layers, top_k=router.top_k, num_experts=router.num_experts)
         return Routers([module for _, module in named], shape)
+
+    @staticmethod
+    def found(model: nn.Module) -> Routers | None:
+        """The routers of a model; None for a dense one, and for routers of unknown families."""
+        kinds = {type(module).__name__ for module in model.modules() if _is_router(module)}
+        return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
+
+    @contextmanager
+    def observed(self, observe: Observer) -> Iterator[None]:
+        """Context: `observe` sees each router's output, with the experts of a replay that began earlier."""
+        with self._hooked(observe):
+            yield
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import export_hf
 from models.lm.checkpoint_names import CheckpointNames
+from models.lm.expert_load import ExpertLoad
 from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
@@ -112,6 +113,7 @@ class Learner(TrainingRank):
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
         self._meter = BatchMetrics(self._device)
+        self._load = self._new_load()
 
     @property
     def policy_version(self) -> int:
@@ -139,7 +141,8 @@ class Learner(TrainingRank):
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
-            current = self._forward(self._model, batch, entropy=True)
+            with self._counted(idle=not micro_batch.loss_mask_E.any()):
+                current = self._forward(self._model, batch, entropy=True)
             current_E = current.logprobs_T[batch.places_E]
             old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
             ages_E = self.policy_version - batch.versions_E
@@ -186,7 +189,7 @@ class Learner(TrainingRank):
         )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
-        metrics = self._meter.read(totals, denominator)
+        metrics = {**self._meter.read(totals, denominator), **self._balance()}
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
@@ -210,6 +213,7 @@ class Learner(TrainingRank):
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
+        self._load = self._new_load()
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
@@ -278,6 +282,22 @@ class Learner(TrainingRank):
             return
         with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
             yield replay
+
+    def _new_load(self) -> ExpertLoad | None:
+        """For the experts of a mixture; None if there are none."""
+        routers = self._routers or Routers.found(self._model)
+        return None if routers is None else ExpertLoad(routers, self._device)
+
+    @contextmanager
+    def _counted(self, idle: bool) -> Iterator[None]:
+        """Context: the tokens of forward passes count as the experts' load, but for those of an idle rank."""
+        with nullcontext() if self._load is None or idle else self._load.counted():
+            yield
+
+    def _balance(self) -> Metrics:
+        """How evenly the batch used the experts; nothing for a dense model."""
+        balance = {} if self._load is None else asdict(self._load.read())
+        return {f"experts/{name}": value for name, value in balance.items()}
 
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
