@@ -15,11 +15,19 @@ def check_parallel(config: RunConfig, placement: Placement) -> None:
 
 
 def check_experts(config: RunConfig, path: str) -> None:
-    """Raises ConfigError if the experts of the model at `path` can't be divided over train.parallel.ep ranks."""
-    if config.train.parallel.ep == 1:
+    """Raises ConfigError if the experts of the model at `path` can't be divided over train.parallel.ep ranks, or if it
+    has no routers for train.fp32_router.
+    """
+    if config.train.parallel.ep == 1 and not config.train.fp32_router:
         return
     from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
     from models.lm.expert_parallel import check_divisible
+    from models.lm.fp32_router import check_has_routers
 
+    outline = outline_causal_lm(path)
     with section("train.parallel."):
-        check_divisible(outline_causal_lm(path), config.train.parallel.ep)
+        if config.train.parallel.ep > 1:
+            check_divisible(outline, config.train.parallel.ep)
+    with section("train."):
+        if config.train.fp32_router:
+            check_has_routers(outline)

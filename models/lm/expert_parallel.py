@@ -10,7 +10,7 @@ experts of a rank, M: tokens that reached this rank, H: hidden units, I: inner u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 EXPERT_PARALLEL = "grmpipe_expert_parallel"  # our name in transformers' table of experts implementations
-LOCAL = "grouped_mm"  # transformers' implementation for the experts of one rank
 # By class name, as routers are: those with fused weights gate_up_proj [E, 2I, H] and down_proj [E, H, I].
 DIVISIBLE = ("Qwen2MoeExperts", "Qwen3MoeExperts", "OlmoeExperts", "MixtralExperts")
 _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
@@ -98,55 +98,49 @@ def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
         unit.set_force_sum_reduction_for_comms(True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalExperts:
-    """The experts of this rank, with what transformers' implementations read of a module of experts."""
-
-    gate_up_proj: Tensor  # [L, 2I, H]
-    down_proj: Tensor  # [L, H, I]
-    num_experts: int
-    _apply_gate: Callable[[Tensor], Tensor]
-    has_gate: bool = True
-    has_bias: bool = False
-    is_transposed: bool = False
-    _is_expert_parallel: bool = False  # transformers' own
-
-    @staticmethod
-    def of(experts: Any) -> LocalExperts:
-        gate_up_proj, down_proj = _local(experts.gate_up_proj), _local(experts.down_proj)
-        return LocalExperts(
-            gate_up_proj=gate_up_proj,
-            down_proj=down_proj,
-            num_experts=len(gate_up_proj),
-            _apply_gate=experts._apply_gate,
-        )
-
-
 def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
     """The output of a layer of divided experts, [T, H]. A collective, also for a rank whose tokens need none of the
     others, and so is its backward pass.
     """
-    group, top_k = _groups[experts], experts_TK.shape[1]
     by_expert_N = experts_TK.flatten().argsort(stable=True)  # and so by rank
-    route = Route.of(experts_TK, _num_experts(experts), group)
-    rows_MH = Exchange.apply(hidden_TH[by_expert_N // top_k], route.sends, route.receives, group)
-    own_M1 = route.local_experts_M[:, None]
-    ones_M1 = rows_MH.new_ones((len(rows_MH), 1))
-    out_MH = ALL_EXPERTS_FUNCTIONS[LOCAL](LocalExperts.of(experts), rows_MH, own_M1, ones_M1)
-    back_NH = Exchange.apply(out_MH, route.receives, route.sends, group)
-    in_order_NH = back_NH[by_expert_N.argsort()]
-    weighted_TKH = in_order_NH.view(*experts_TK.shape, -1) * gates_TK[..., None]
-    return weighted_TKH.sum(1).to(hidden_TH.dtype)
+    route = Route.of(experts_TK, _num_experts(experts), _groups[experts])
+    out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], route)
+    out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, -1)
+    # A product of matrices, because T x K x H products would be held before they are added up; a copy, because FSDP2
+    # warns of views.
+    return (gates_TK.to(out_TKH.dtype)[:, None] @ out_TKH).squeeze(1).clone()
+
+
+def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
+    """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
+    rows = Exchange.apply(rows, route.sends, route.receives, route.group)
+    by_local_M = route.local_experts_M.argsort(stable=True)
+    rows = rows[by_local_M]
+    rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, route))
+    rows = _grouped(rows, experts.down_proj, route)
+    rows = rows[by_local_M.argsort()]
+    sent_back: Tensor = Exchange.apply(rows, route.receives, route.sends, route.group)
+    return sent_back
+
+
+def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
+    """rows [M, in], sorted by local expert, times each expert's weight [L, out, in]."""
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    product: Tensor = grouped_mm(rows, own.transpose(-2, -1), offs=route.ends_L)
+    return product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How many tokens of this rank go to each rank, and how many come from each; the local expert of those that
-    come."""
+    """How many tokens of this rank go to each rank, and how many come from each; the local expert of those that come,
+    in order of arrival; ends_L: where each local expert's tokens end, sorted by expert.
+    """
 
+    group: dist.ProcessGroup
     sends: list[int]
     receives: list[int]
     local_experts_M: Tensor
+    ends_L: Tensor
 
     @staticmethod
     def of(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
@@ -157,8 +151,15 @@ class Route:
         dist.all_to_all_single(received_RL, sent_RL, group=group)
         sends, receives = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()  # waits for the device, once
         local_L = torch.arange(sent_RL.shape[1], device=chosen_N.device)
-        local_M = local_L.repeat(num_ranks).repeat_interleave(received_RL.flatten(), output_size=sum(receives))
-        return Route(sends=sends, receives=receives, local_experts_M=local_M)
+        return Route(
+            group=group,
+            sends=sends,
+            receives=receives,
+            local_experts_M=local_L.repeat(num_ranks).repeat_interleave(
+                received_RL.flatten(), output_size=sum(receives)
+            ),
+            ends_L=received_RL.sum(0).cumsum(0).to(torch.int32),
+        )
 
 
 class Exchange(torch.autograd.Function):
@@ -182,10 +183,6 @@ def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.
 
 def _num_experts(experts: Any) -> int:
     return int(experts.num_experts)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERT_PARALLEL, forward_over_ranks)

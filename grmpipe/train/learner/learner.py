@@ -29,7 +29,7 @@ from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
-from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
+from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
@@ -95,7 +95,9 @@ class Learner(TrainingRank):
             spec.master_dtype,
             train.dtype,
             train.recomputes,
-            with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM,
+            self._routing_as_configured(
+                with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM
+            ),
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype)
@@ -302,10 +304,21 @@ class Learner(TrainingRank):
         balance = {} if self._load is None else asdict(self._load.read())
         return {f"experts/{name}": value for name, value in balance.items()}
 
+    def _routing_as_configured(self, architecture: Architecture) -> Architecture:
+        return replace(architecture, fp32_router=self._train.fp32_router)
+
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, self._meshes, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(
+            self._files,
+            self._meshes,
+            self._device,
+            spec.frozen_dtype,
+            spec.train.dtype,
+            False,
+            self._routing_as_configured(CAUSAL_LM),
+        )
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -93,10 +93,14 @@ def replayed(plain: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def all_at_once(plain: Case) -> Case:
-    """A reference, a reset after the first step, recomputed activations without replay."""
+    """A reference, a reset after the first step, recomputed activations without replay.
+
+    Both batches use all experts: after a reset Adam would make whole steps of an unused one's rounding.
+    """
     algorithm = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01, reset_every=1, reset_share=0.3)
     train = replace(plain.spec.train, activation_checkpointing=True)
-    return replace(plain, spec=replace(plain.spec, algorithm=algorithm, train=train))
+    spec = replace(plain.spec, algorithm=algorithm, train=train)
+    return replace(plain, spec=spec, batches=(plain.batches[0], plain.batches[0]))
 
 
 def run_ranks(forked: type[Forked], directory: Path, cases: dict[str, Case], num_ranks: int) -> list[Results]:
@@ -139,7 +143,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], t
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         scale = np.abs(values).max()
-        assert scale > 0, f"{name} has nothing to compare"
+        assert scale > 0 or "lora_A" in name, f"{name} has nothing to compare"  # B is 0 at first
         np.testing.assert_allclose(found[name], values, atol=tolerance * scale, rtol=0, err_msg=name)
 
 
@@ -250,6 +254,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_to_four(
     """Each saves after its first step; three steps in all."""
     two, four = (tmp_path_factory.mktemp(name) for name in ("two", "four"))
     first, second = plain.batches
+    plain = replace(plain, shared=False)
     whole = on_one_rank(replace(plain, batches=(first, second, first)))
     run_ranks(forked, two, {"": divided(replace(plain, batches=(first,), save=str(two / "saved")), ep=2)}, 2)
     on_one_rank(replace(plain, batches=(second,), load=str(two / "saved"), save=str(four / "saved")))
