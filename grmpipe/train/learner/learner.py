@@ -24,13 +24,14 @@ from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import export_hf
 from models.lm.checkpoint_names import CheckpointNames
+from models.lm.context_parallel import ContextGroup
 from models.lm.expert_load import ExpertLoad
 from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
-from models.types import GroupLink, WeightBucket
+from models.types import ANY_EXPERT, GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
@@ -84,6 +85,7 @@ class Learner(TrainingRank):
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         find_parts(spec.algorithm)  # before anything is loaded
         super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
+        self._context = ContextGroup.of(self._meshes.context)
         self._spec = spec
         self._train = train = spec.train
         lora = spec.lora
@@ -100,7 +102,7 @@ class Learner(TrainingRank):
             ),
         )
         with without_gradient(self._model):
-            probe_logprobs(self._model, self._device, train.dtype)
+            probe_logprobs(self._model, self._device, train.dtype, self._context)
         # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference() if needs_reference else None
@@ -159,7 +161,7 @@ class Learner(TrainingRank):
             loss = summed_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
         if self._routers is not None:
-            loss = replace(loss, sums={**loss.sums, "rerouted_share": _rerouted(replay, batch)})
+            loss = replace(loss, sums={**loss.sums, "rerouted_share": self._rerouted(replay, batch)})
         return self._meter.add(loss, ages_E[batch.loss_mask_E > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
@@ -170,8 +172,9 @@ class Learner(TrainingRank):
                 return OldPass(logprobs_T=_to_host(self._forward(self._model, batch).logprobs_T))
             with self._routers.recorded() as recording:
                 logprobs_T = _to_host(self._forward(self._model, batch).logprobs_T)
-            experts_TLK = recording.experts_TLK.to(self._routers.shape.dtype).cpu().numpy()
-            return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK)
+            experts_TLK = self._whole(recording.experts_TLK.int(), len(batch.token_ids_T))
+            dtype = self._routers.shape.dtype
+            return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK.to(dtype).cpu().numpy())
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
@@ -191,7 +194,7 @@ class Learner(TrainingRank):
         )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
-        metrics = {**self._meter.read(totals, denominator), **self._balance()}
+        metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._balance()}
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
@@ -253,8 +256,14 @@ class Learner(TrainingRank):
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
-            fp32_logits = self._train.fp32_lm_head
-            scored = packed_logprobs(self._model, ids_T, positions_T, lengths_S, fp32_logits=fp32_logits)
+            scored = packed_logprobs(
+                self._model,
+                ids_T,
+                positions_T,
+                lengths_S,
+                fp32_logits=self._train.fp32_lm_head,
+                context=self._context,
+            )
             return tuple(scored.logprobs_T[1:].tolist())
 
     def export(self, directory: str) -> None:
@@ -277,6 +286,7 @@ class Learner(TrainingRank):
             wanted_T=batch.wanted_T,
             temperature=self._spec.temperature,
             fp32_logits=self._train.fp32_lm_head,
+            context=self._context,
         )
 
     @contextmanager
@@ -285,7 +295,10 @@ class Learner(TrainingRank):
         if self._routers is None or experts_TLK is None:
             yield None
             return
-        with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
+        wanted_TLK = torch.tensor(experts_TLK, device=self._device)
+        if self._context is not None:
+            wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
+        with self._routers.replayed(wanted_TLK) as replay:
             yield replay
 
     def _new_load(self) -> ExpertLoad | None:
@@ -306,6 +319,17 @@ class Learner(TrainingRank):
 
     def _routing_as_configured(self, architecture: Architecture) -> Architecture:
         return replace(architecture, fp32_router=self._train.fp32_router)
+
+    def _rerouted(self, replay: RouterReplay | None, batch: DeviceBatch) -> Tensor:
+        """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
+        if replay is None:
+            return batch.loss_mask_E.new_zeros(())
+        shares_T = self._whole(replay.rerouted_TL.float().mean(1), len(batch.token_ids_T))
+        return (shares_T[batch.places_E] * batch.loss_mask_E).sum()
+
+    def _whole(self, own: Tensor, num_tokens: int) -> Tensor:
+        """Entries of this rank's tokens -> those of the whole micro-batch."""
+        return own if self._context is None else self._context.whole(own, num_tokens)
 
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
@@ -331,10 +355,3 @@ class Learner(TrainingRank):
 
 def _to_host(logprobs_T: Tensor) -> np.ndarray:
     return logprobs_T.float().cpu().numpy()
-
-
-def _rerouted(replay: RouterReplay | None, batch: DeviceBatch) -> Tensor:
-    """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
-    if replay is None:
-        return batch.loss_mask_E.new_zeros(())
-    return (replay.rerouted_TL.float().mean(1)[batch.places_E] * batch.loss_mask_E).sum()
