@@ -316,6 +316,9 @@ class TrainConfig:
     # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
     # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
     fp32_lm_head: bool = False
+    # Compute the routers of a mixture of experts in float32, with weights that aren't rounded (Megatron's
+    # moe_router_dtype=fp32).
+    fp32_router: bool = False
     # Recompute activations in the backward pass, to save memory; null: on GPUs only.
     activation_checkpointing: bool | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
