@@ -294,6 +294,9 @@ class TrainConfig:
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
+    # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
+    # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
+    fp32_lm_head: bool = False
     # Recompute activations in the backward pass, to save memory; null: on GPUs only.
     activation_checkpointing: bool | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

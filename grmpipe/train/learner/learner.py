@@ -257,7 +257,9 @@ class Learner(TrainingRank):
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
-            return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
+            fp32_logits = self._train.fp32_lm_head
+            scored = packed_logprobs(self._model, ids_T, positions_T, lengths_S, fp32_logits=fp32_logits)
+            return tuple(scored.logprobs_T[1:].tolist())
 
     def export(self, directory: str) -> None:
         """Export a Hugging Face directory that any engine can serve, with the weights as the engines of the run had
@@ -278,6 +280,7 @@ class Learner(TrainingRank):
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.wanted_T,
             temperature=self._spec.temperature,
+            fp32_logits=self._train.fp32_lm_head,
         )
 
     @contextmanager
