@@ -1,13 +1,11 @@
 """A Ray of two nodes on this machine: a run over both, its resume, and task=doctor with faults planted on the second.
 
-The second node has another working directory, a clock 40 s ahead, and another version of the project, which only processes
-see that the project isn't sent to.
+The second node has another working directory, a clock 40 s ahead, and another version of a package.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +18,9 @@ RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",
     "data.num_eval_prompts=4", "data.num_prompts=32", "judge.anchors=2", "judge_monitor.every=0",
     # A rank and an engine of the policy on each node.
-    "placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD", "placement.roles.learner.replicas=2",
-    "+placement.pools.rollout={slots: 2, strategy: STRICT_SPREAD}", "placement.roles.policy.pool=rollout",
+    "placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD",
+    "placement.roles.learner.replicas=2",
+    "+placement.pools={rollout: {slots: 2, strategy: STRICT_SPREAD}}", "placement.roles.policy.pool=rollout",
     "placement.roles.policy.replicas=2",
 )  # fmt: skip
 
@@ -30,10 +29,10 @@ RUN = (
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "sitecustomize.py").write_text(SKEWED)
-    for package in ("models", "scheduler", "grmpipe"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "grmpipe/types.py").write_text((ROOT / "grmpipe/types.py").read_text() + "\n# another version\n")
-    with two_nodes(folder, cores=3, second={"PYTHONPATH": str(folder)}) as running:
+    other = folder / "Jinja2-3.0.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: Jinja2\nVersion: 3.0.0\n")
+    with two_nodes(folder, cores=3, second={"PYTHONPATH": f"{folder}:{ROOT}"}) as running:
         yield running
 
 
@@ -59,11 +58,8 @@ def test_a_run_over_two_nodes_has_all_its_files_and_resumes(nodes: TwoNodes, tmp
     assert second.returncode == 0, second.stderr[-3000:]
     assert "resumed at step 2" in (run / "run.log").read_text()
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["engines_replaced"]) == (
-        "completed",
-        4,
-        {"policy": 0, "grm": 0},
-    )
+    assert (summary["status"], summary["steps"]) == ("completed", 4)
+    assert set(summary["engines_replaced"].values()) == {0}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step_s" in step]
     assert all(step["sync/probe_error_nats"] < 1e-3 and step["sync/bytes"] > 0 for step in steps)
@@ -86,21 +82,20 @@ def test_the_engine_of_the_second_node_samples_with_every_version(nodes: TwoNode
 
 def test_the_doctor_names_what_is_wrong_on_which_node(nodes: TwoNodes, tmp_path: Path) -> None:
     good = nodes.launch(tmp_path, "task=doctor", f"run_dir={tmp_path}/run")
-    assert problems(good.stdout) == [(SECOND, "clock", problems(good.stdout)[0][2])], (
-        "the project is sent, so its version is the driver's"
-    )
-    assert good.returncode == 1 and "40.0 s ahead of the driver's" in good.stdout
+    found = {(node, check): text for node, check, text in problems(good.stdout)}
+    assert found.keys() == {(SECOND, "clock"), (SECOND, "versions")}, good.stdout[-3000:] + good.stderr[-3000:]
+    assert found[SECOND, "clock"].startswith("40.0 s ahead of the driver's")
+    assert found[SECOND, "versions"].startswith("jinja2 3.0.0 (driver: ")
+    assert good.returncode == 1
     for check in ("ports", "run_dir", "gloo", "policy's files", "/dev/shm"):
-        assert f"{check}" in good.stdout
+        lines = [line for line in good.stdout.splitlines() if f"  {check} " in line]
+        assert len(lines) == 2 and all("  ok  " in line for line in lines), check
     assert not list(tmp_path.glob(".doctor-*")), "its files are removed"
 
 
-def test_the_doctor_finds_another_version_an_unshared_folder_and_missing_files(nodes: TwoNodes, tmp_path: Path) -> None:
-    overrides = ("cluster.packages=[]", "run_dir=/proc/self/cwd/run", f"policy.path={tmp_path}/none")
-    bad = nodes.launch(tmp_path, "task=doctor", *overrides)
+def test_the_doctor_finds_a_folder_that_is_not_shared_and_missing_files(nodes: TwoNodes, tmp_path: Path) -> None:
+    bad = nodes.launch(tmp_path, "task=doctor", "run_dir=/proc/self/cwd/run", f"policy.path={tmp_path}/none")
     found = {(node == SECOND, check): text for node, check, text in problems(bad.stdout)}
-    assert "grmpipe " in found[True, "versions"] and "install the same on all machines" in found[True, "versions"]
-    assert (False, "versions") not in found
     for second in (True, False):
         assert "doesn't see what" in found[second, "run_dir"] and "the driver" in found[second, "run_dir"]
         assert found[second, "policy's files"].startswith(f"no directory '{tmp_path}/none'")
