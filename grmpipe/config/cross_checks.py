@@ -181,12 +181,17 @@ def check_meta_rm(config: RunSections) -> None:
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
     for role, model in config.models.items():
-        key = key_of_model(role)
-        if model.lora.in_engines and not config.engine_kind_of(role).applies_adapters:
+        key, kind = key_of_model(role), config.engine_kind_of(role)
+        if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
             raise ValueError(
                 f"{key}.lora.sync: {model.engine} can't receive adapters alone; type {key}.lora.sync=merged, "
                 f"or {key}.engine={able}"
+            )
+        if model.lora.in_engines and model.lora.rank > kind.max_adapter_rank:
+            raise ValueError(
+                f"{key}.lora.rank: {model.engine} applies adapters up to rank {kind.max_adapter_rank}, got "
+                f"{model.lora.rank}; type {key}.lora.sync=merged, or a lower rank"
             )
         # If the policy is the judge itself, it takes its settings from the GRM's.
         if model.lora.learns and role not in config.learners and config.judge.kind != "label":
