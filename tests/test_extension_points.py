@@ -1,5 +1,5 @@
-"""How many files know a loss, an estimator, an env, a judge protocol, an engine, a transport, a training backend or a tool
-parser by its name.
+"""How many files know a loss, an estimator, an env, a judge protocol, an engine, a transport, a training backend or a
+tool parser by its name.
 
 CONTRIBUTING.md has the numbers; this test notices a file that begins to compare names.
 """

@@ -143,7 +143,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         trainable_grms=grms,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),
-        envs=await start_envs(config.env, run_dir, config.seed, events),
+        envs=await start_envs(cluster, config, run_dir, events),
     )
 
 

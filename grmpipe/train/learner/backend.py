@@ -18,7 +18,7 @@ class LearnerRank(Protocol):
     The driver calls the same method on all ranks, one call at a time, and waits for it. A batch is a few `accumulate`
     and a `step` or a `discard`. Between two of these, a push reads the weights bucket by bucket.
 
-    train.parallel.cp neighbouring ranks get the same micro-batches, and the first of them answers for all.
+    With train.parallel.cp above 1, that many neighbouring ranks get the same micro-batches; the first answers for all.
 
     `grmpipe.train.learner.learner.Learner` is the one in PyTorch (FSDP2). A backend on another library (Megatron,
     torchtitan) is a class with these methods that is made from (spec, rank, world_size, init_method).

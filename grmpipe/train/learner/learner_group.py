@@ -150,8 +150,11 @@ class LearnerGroup:
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
     async def deliver(self, index: int) -> None:
-        """Let rank 0 broadcast a bucket while the engines load it. Does nothing if the bytes are there already."""
+        """Let rank 0 broadcast a bucket while the engines load it, and while a bucket that is asked for meanwhile is
+        unsharded. Does nothing if the bytes are there already.
+        """
         await self._actors.call(0, "deliver", index)
+        await self._actors.call(0, "delivered")
 
     async def close(self) -> None:
         """Let rank 0 remove its files and leave its group. The actors stay alive."""
