@@ -25,6 +25,7 @@ from models.types import GroupLink
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
 from models.weights.sending import WeightTransport
+from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessGroup
 
 
@@ -71,7 +72,8 @@ def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str
             await engine.resume()
 
     async def scenario() -> None:
-        ranks = await InProcessGroup.start("learner", lambda *_: Learner(make_spec(path, transport, tmp_path)))
+        seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
+        ranks = await InProcessGroup.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
         group, engine = LearnerGroup(ranks), EmbeddedEngine(path, "policy", EmbeddedConfig())
         packer = Packer(max_tokens=1000, world_size=1)
         for round_ in packer.add(samples) + packer.flush():
