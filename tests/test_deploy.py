@@ -1,4 +1,4 @@
-"""The files in deploy/: the Slurm script under a fake Slurm, manifests against the configuration, linters if there are."""
+"""The files in deploy/: the Slurm script under a fake Slurm, manifests against the configuration, linters."""
 
 from __future__ import annotations
 

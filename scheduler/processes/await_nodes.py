@@ -5,6 +5,7 @@ python -m scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     ends = time.monotonic() + seconds
     while True:  # the head may not listen yet
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             break
         except ConnectionError as error:
             if time.monotonic() > ends:
