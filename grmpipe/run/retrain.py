@@ -76,7 +76,8 @@ class RetrainRun(Run[PreparedRetraining]):
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
-        learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
+        ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+        learner = LearnerGroup(ranks, learning.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 

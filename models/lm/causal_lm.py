@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.hub import is_hub_name
+from models.lm.context_parallel import ContextGroup
 from models.lm.linear_logprobs import ENTROPY, LOGPROB
 from models.lm.logprobs import chosen_logprobs
 from models.lm.output_head import OutputHead, Wanted, find_output_head
@@ -106,6 +107,7 @@ def packed_logprobs(
     wanted_T: Tensor | None = None,
     temperature: float = 1.0,
     fp32_logits: bool = False,
+    context: ContextGroup | None = None,
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
@@ -113,10 +115,17 @@ def packed_logprobs(
     prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. `fp32_logits`: as in
     `linear_logprobs`. Works under autograd, FSDP2 and activation checkpointing: the root module is called once on every
     rank.
+
+    context: ranks that give the same arguments and compute a slice of the tokens each. All get all log-probs. A rank's
+    gradient passes through those of its own slice: summed over ranks, gradients of weights are those of one loss.
     """
     not_first_T = position_ids_T > 0
     targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
-    packing = Packing(sample_lengths_S, prefixes)
+    packing = Packing(sample_lengths_S, prefixes, context)
+    before_R = packing.before_T[targets_R]
+    if context is not None:
+        is_own_R, before_R = context.own_places(before_R, packing.num_tokens)
+        targets_R = targets_R[is_own_R]
     wanted = Wanted(
         chosen_R=token_ids_T[targets_R],
         want_entropy=want_entropy,
@@ -125,12 +134,12 @@ def packed_logprobs(
         fp32_logits=fp32_logits,
         chunk_logits=CHUNK_LOGITS,
     )
-    logprobs_R, entropy_R = _chosen(model, token_ids_T, position_ids_T, packing, packing.before_T[targets_R], wanted)
+    logprobs_R, entropy_R = _chosen(model, token_ids_T, position_ids_T, packing, before_R, wanted)
     zeros_T = logprobs_R.new_zeros(len(token_ids_T))
-    return PackedLogprobs(
-        logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),
-        entropy_T=zeros_T.index_copy(0, targets_R, entropy_R),
-    )
+    logprobs_T, entropy_T = (zeros_T.index_copy(0, targets_R, rows_R) for rows_R in (logprobs_R, entropy_R))
+    if context is not None:
+        logprobs_T, entropy_T = context.united(torch.stack([logprobs_T, entropy_T]))
+    return PackedLogprobs(logprobs_T=logprobs_T, entropy_T=entropy_T)
 
 
 def _chosen(
@@ -152,7 +161,11 @@ def _chosen(
 def packed_logits(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
 ) -> Tensor:
-    """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]."""
+    """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]; of a
+    rank's slice of the tokens if ranks share samples.
+    """
+    if packing.context is not None:
+        token_ids_T, position_ids_T = (packing.context.own_slice(ids_T) for ids_T in (token_ids_T, position_ids_T))
     return model(
         input_ids=token_ids_T[None],
         position_ids=position_ids_T[None],

@@ -52,9 +52,9 @@ class BatchTrainer:
             times=algorithm.replay_buffer_uses,
         )
         self._max_new_tokens = max_new_tokens
-        self._max_tokens = train.micro_batch_tokens
+        self._max_tokens = train.max_packed_tokens
         self._shared = train.prefix_sharing
-        self._packer = Packer(self._max_tokens, learner.size, self._shared, algorithm.needs_whole_rollouts)
+        self._packer = Packer(self._max_tokens, learner.dp_size, self._shared, algorithm.needs_whole_rollouts)
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
@@ -200,4 +200,4 @@ class BatchTrainer:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         whole_rollouts = self._algorithm.needs_whole_rollouts
-        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared, whole_rollouts)
+        return rounds_of(samples, self._max_tokens, self._learner.dp_size, self._shared, whole_rollouts)

@@ -21,8 +21,10 @@ FLOPS, PEAK_FLOPS = f"{OF_RANK}model_flops", f"{OF_RANK}peak_flops_per_s"
 class DeviceUsage:
     """Usage by one rank since the last `reset`."""
 
-    def __init__(self, flops: ModelFlops, device: torch.device, dtype: str) -> None:
+    def __init__(self, flops: ModelFlops, device: torch.device, dtype: str, cp: int = 1) -> None:
+        """cp: the ranks that share each sample, of which each counts its part."""
         self._model = flops
+        self._cp = cp
         self._device = device
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
         self._knows_utilization = True
@@ -38,7 +40,8 @@ class DeviceUsage:
         """Count a pass over a micro-batch. That of an idle rank counts as nothing."""
         if micro_batch.loss_mask_E.any():
             sizes = sizes_of(micro_batch)
-            self._flops += self._model.training(sizes) if gradients else self._model.forward(sizes)
+            whole = self._model.training(sizes) if gradients else self._model.forward(sizes)
+            self._flops += whole / self._cp
 
     def read(self) -> Metrics:
         """Metrics of this rank; what its device doesn't report is left out."""
