@@ -28,7 +28,7 @@ class TwoNodes:
         command = [sys.executable, str(ROOT / "launch.py"), f"cluster.address={self.address}", *overrides]
         return subprocess.run(
             command, cwd=cwd, env={**self.environment, **environment},
-            capture_output=True, text=True, timeout=400, check=False,
+            capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
 
 

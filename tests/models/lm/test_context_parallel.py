@@ -1,4 +1,4 @@
-"""Slices of tokens and shares of heads, without processes: tests/grmpipe/train/test_parallel_ranks.py exchanges them."""
+"""Slices of tokens and shares of heads, alone; tests/grmpipe/train/test_parallel_ranks.py exchanges them."""
 
 from __future__ import annotations
 

@@ -64,6 +64,13 @@ def test_a_token_that_several_samples_train_passes_the_head_once() -> None:
     assert usage.read() == twice.read()
 
 
+def test_ranks_that_share_samples_count_a_part_each() -> None:
+    alone, shared = DeviceUsage(MODEL, CPU, "float32"), DeviceUsage(MODEL, CPU, "float32", cp=2)
+    for usage in (alone, shared):
+        usage.add(micro_batch([4], [1, 2]), gradients=True)
+    assert 2 * shared.read()["rank/model_flops"] == alone.read()["rank/model_flops"] > 0
+
+
 def test_the_pass_of_an_idle_rank_is_no_work() -> None:
     usage = DeviceUsage(MODEL, CPU, "float32")
     usage.add(micro_batch([2], []), gradients=True)
