@@ -21,6 +21,7 @@ from grmpipe.judge.composition.parts import (
     vote_by_majority,
     vote_by_mean,
     vote_by_median,
+    vote_by_min,
 )
 from grmpipe.judge.composition.session import Composition, CompositionSession
 from grmpipe.judge.composition.share_bound import ShareBounds
@@ -164,6 +165,7 @@ def jury_vote(config: RewardConfig) -> JuryVote:
     by_name: dict[str, JuryVote] = {
         "mean": vote_by_mean,
         "median": vote_by_median,
+        "min": vote_by_min,
         "majority": vote_by_majority(config.pass_at),
         "accuracy": vote_by_accuracy,
     }
