@@ -1,10 +1,11 @@
 """Several judges in one run: a jury against its members, a cascade against its good judge, a route against two runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [--seeds 0 1 2] [cluster=inprocess]
+    OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `cascade` and `route`. Each comparison runs its variants side by side for every seed into
-runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
-answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
+Also `votes` (those of the jury), `cascade` and `route`. Each comparison runs its variants, or those after --only, side
+by side for every seed into runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued.
+The trained policy then answers 2048 held-out problems at T = 1, which no run has seen. Writes
+benchmarks/several_judges/<comparison>.md.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Comparison:
     problems: tuple[str, ...] = ("arithmetic",)
 
 
+VOTES = ("min", "median", "majority")
 PROBLEMS: Mapping[str, Callable[[Split, int, int], Sequence[Problem | Question]]] = {
     "arithmetic": make_problems,
     "comparison": make_comparisons,
@@ -94,6 +96,11 @@ COMPARISONS = {
             "jury": Variant(overrides=("+experiment=jury",)),
         },
         pairs=tuple(("jury", trick) for trick in TRICKS),
+    ),
+    "votes": Comparison(
+        start="tiny://policy_tricks",
+        variants={vote: Variant(overrides=("+experiment=jury", f"reward.vote={vote}")) for vote in VOTES},
+        pairs=tuple(("min", vote) for vote in VOTES if vote != "min"),
     ),
     "cascade": Comparison(
         start="tiny://policy",
@@ -194,7 +201,7 @@ def accuracies(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
 
 def differences(runs: Mapping[str, Sequence[Measured]], pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = ["| difference | by seed | mean |", "|---|---|---|"]
-    for name, other in pairs:
+    for name, other in (pair for pair in pairs if runs.keys() >= set(pair)):
         values = [one.true_accuracy - beside.true_accuracy for one, beside in zip(runs[name], runs[other], strict=True)]
         lines.append(f"| {name} - {other} | {', '.join(f'{value:+.3f}' for value in values)} | {interval(values)} |")
     return lines
@@ -244,15 +251,16 @@ def audit_line(name: str, run: Measured, found: Mapping[str, Any]) -> str:
 
 
 def report(
-    name: str, start: Mapping[str, float], runs: Mapping[str, Sequence[Measured]], overrides: Sequence[str]
+    name: str, start: Mapping[str, float], runs: Mapping[str, Sequence[Measured]], typed: Sequence[str]
 ) -> list[str]:
+    """The report of a comparison. start: accuracy before training, by the kind of problems."""
     before = ", ".join(f"{value:.3f} ({kind})" for kind, value in start.items())
     own = {variant: some for variant, some in runs.items() if COMPARISONS[name].variants[variant].run is None}
     seeds = " ".join(str(one.seed) for one in next(iter(runs.values())))
     return [
         f"# Several judges: {name}",
         "",
-        f"`python benchmarks/several_judges.py {name} runs/several_judges --seeds {seeds} {' '.join(overrides)}`",
+        f"`python benchmarks/several_judges.py {name} runs/several_judges {' '.join(typed)} --seeds {seeds}`",
         "",
         f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that training",
         f"never uses. Before training: {before}. Intervals of 95 %: of a run over the",
@@ -273,19 +281,22 @@ def main() -> None:
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=[], metavar="variant", help="these of the comparison")
     parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
     args = parser.parse_args()
+    if unknown := set(args.only) - COMPARISONS[args.comparison].variants.keys():
+        parser.error(f"no variant {', '.join(sorted(unknown))} of {args.comparison}")
     folder, comparison = args.folder.resolve(), COMPARISONS[args.comparison]
     folder.mkdir(parents=True, exist_ok=True)
     runs = {
         name: [measured(folder, name, comparison, seed, args.overrides) for seed in args.seeds]
-        for name in comparison.variants
+        for name in args.only or comparison.variants
     }
     policy = Path(resolve_model(comparison.start))
     start = {
         kind: accuracy(policy, kind, folder / f"start_{args.comparison}_{kind}.json") for kind in comparison.problems
     }
-    lines = report(args.comparison, start, runs, args.overrides)
+    lines = report(args.comparison, start, runs, [*args.overrides, *(["--only", *args.only] if args.only else [])])
     REPORTS.mkdir(exist_ok=True)
     (REPORTS / f"{args.comparison}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
