@@ -140,7 +140,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale."""
+    """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
+
+    turn: of the rollout, that it is about; None: all of it.
+    """
 
     group_id: str
     siblings: tuple[int, ...]
@@ -149,6 +152,7 @@ class Judgement:
     completion: Completion
     grm: str
     version: int
+    turn: int | None = None
 
     @property
     def is_forced(self) -> bool:
@@ -158,12 +162,16 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A failure: something without a result. Never a number. Infrastructure causes: timeout, refused, died."""
+    """A failure: something without a result. Never a number. Infrastructure causes: timeout, refused, died.
+
+    turn: of the rollout, for a judgement of one turn.
+    """
 
     stage: Stage
     cause: Cause
     attempts: int
     detail: str = ""
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,7 +24,11 @@ CHAT_MARKUP = (
 )  # fmt: skip
 INSTALL_PEFT = 'pip install -e ".[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+# engine.vllm.quantization -> vLLM's name of it. Its own `fp8` is for checkpoints in fp8.
+VLLM_QUANTIZATIONS = {
+    "none": "", "fp8": "fp8_per_channel", "fp8_per_block": "fp8_per_block", "fp8_per_tensor": "fp8_per_tensor",
+}  # fmt: skip
 # Arguments of a tokenizer's apply_chat_template that the renderer sets itself, or that must not be set.
 TEMPLATE_KWARGS_OF_OURS = frozenset(
     ("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
@@ -36,7 +41,7 @@ TEMPLATE_KWARGS_OF_OURS = frozenset(
 class ModelShape:
     """Sizes as in the model's config.json, for task=plan and task=simulate without the model's files.
 
-    Either all sizes are set or none.
+    Either all sizes are set or none; those of experts only for a mixture.
     """
 
     num_layers: int = 0  # Number of transformer layers; 0: no shape is set.
@@ -48,12 +53,22 @@ class ModelShape:
     vocab_size: int = 0  # [tokens] Size of the vocabulary.
     context_tokens: int = 0  # Longest sequence that the model takes.
     tied: bool = False  # The output head is tied to the embedding.
+    num_experts: int = 0  # Experts of each layer of a mixture; 0: a dense model.
+    experts_per_token: int = 0  # Experts that a token is sent to (num_experts_per_tok).
+    moe_intermediate_size: int = 0  # Inner size of an expert.
 
     def __post_init__(self) -> None:
-        sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
-        lacking = [name for name, size in sizes.items() if size < 1]
-        if any(sizes.values()) and lacking:
+        experts = {name: getattr(self, name) for name in ("num_experts", "experts_per_token", "moe_intermediate_size")}
+        names = [spec.name for spec in fields(self) if spec.name != "tied" and spec.name not in experts]
+        sizes = {name: getattr(self, name) for name in names}
+        needed = sizes | experts if any(experts.values()) else sizes
+        lacking = [name for name, size in needed.items() if size < 1]
+        if any(needed.values()) and lacking:
             raise ValueError(f"{lacking[0]}: must be at least 1; declare all fields of a shape, as in config.json")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token: must be at most num_experts = {self.num_experts}, got {self.experts_per_token}"
+            )
 
     @property
     def declared(self) -> bool:
@@ -71,7 +86,7 @@ class LoraConfig:
     alpha: float = 32.0  # The adapters' change of a weight is multiplied by alpha / rank.
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
-    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (embedded engine only).
+    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
     sync: str = "merged"
 
     def __post_init__(self) -> None:
@@ -172,6 +187,11 @@ class ParallelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
 
+    @property
+    def rank_multiple(self) -> int:
+        """A number of ranks that can be grouped like this is a multiple of it."""
+        return self.dp_replicate * math.lcm(self.cp, self.ep)
+
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ValueError if these ranks can't be grouped like this."""
         if num_ranks % self.dp_replicate:
@@ -200,7 +220,7 @@ class EmbeddedConfig:
     # Tokens and log-probs of a request are the same to the last bit, whatever other requests decode; set by
     # train.deterministic.
     batch_invariant: bool = False
-    # Sample from weights rounded to 8 or 4 bits, per row by its largest value; this makes nothing faster.
+    # Sample from weights rounded to int8, int4 or fp8 (E4M3), per row by its largest value; this makes nothing faster.
     quantize: str = "none"
 
     def __post_init__(self) -> None:
@@ -233,10 +253,22 @@ class VllmConfig:
     recompute_kv_on_sync: bool = False
     # Allow the engine to free its GPU memory for a learner or another engine (vLLM's enable_sleep_mode).
     sleep_mode: bool = False
+    # Weights of linear layers that vLLM rounds itself, at its start and at every push: fp8 (per output channel),
+    # fp8_per_block (of 128 x 128) or fp8_per_tensor; a policy that learns from them needs algorithm.correction.
+    quantization: str = "none"
     cpu_threads: int = 1  # [threads] Threads of an engine on a CPU.
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
 
     def __post_init__(self) -> None:
+        if self.quantization not in VLLM_QUANTIZATIONS:
+            raise ValueError(
+                f"quantization: unknown value {self.quantization!r}; known: {', '.join(VLLM_QUANTIZATIONS)}"
+            )
+        if self.quantization != "none" and "quantization" in self.options:
+            raise ValueError(
+                f"options.quantization: {self.options['quantization']!r} and quantization={self.quantization} exclude "
+                "each other; type one of them"
+            )
         for key in ("max_batch_rows", "cpu_threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")

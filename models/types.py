@@ -409,6 +409,15 @@ class Engine(Generates, Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsTrajectories(Protocol):
+    """An engine that keeps a trajectory's keys and values between its turns."""
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        """Free them: no further turn comes. Returns at once; unknown ids are ignored."""
+        ...
+
+
 # The part of a learner's state on its device; the rest is on the host. A push needs only the weights.
 OnDevice = Literal["everything", "weights", "nothing"]
 

@@ -163,11 +163,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """The resources of one machine."""
+    """The resources of one machine. `address`: by which Ray knows it."""
 
     name: str
     cpus: int
     gpus: int
+    address: str = ""
 
     def units(self, resource: str) -> int:
         return self.cpus if resource == "cpu" else self.gpus
@@ -220,7 +221,8 @@ def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
 
     Raises ValueError that names the pool, the resource, what each node has and what to type.
     """
-    left = {resource: {node.name: node.units(resource) for node in nodes} for resource in RESOURCES}
+    # By number: several nodes of a cluster may have one machine's name.
+    left = {resource: {number: node.units(resource) for number, node in enumerate(nodes)} for resource in RESOURCES}
     held: dict[str, str] = {}  # pool -> resource, of pools that fit
     for name in sorted(placement.pools, key=lambda pool: not placement.pools[pool].strategy.startswith("STRICT")):
         pool = placement.pools[name]
@@ -340,11 +342,11 @@ def _refuse_lone_time_sharing(placement: Placement, learners: Mapping[str, str])
                 )
 
 
-def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:
+def _take(left: dict[int, int], pieces: Sequence[int], strategy: str) -> bool:
     """Subtract the pieces from what the nodes have left. False if they don't fit."""
     if strategy == "STRICT_PACK":
         pieces = [sum(pieces)]
-    used: set[str] = set()
+    used: set[int] = set()
     for piece in pieces:
         fit = [node for node, units in left.items() if units >= piece]
         if strategy == "STRICT_SPREAD":

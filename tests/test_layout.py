@@ -34,6 +34,7 @@ ORDER = [
     "grmpipe/envs",
     "grmpipe/envs/tools",
     "grmpipe/envs/isolation",
+    "grmpipe/envs/hosts",
     "grmpipe/workflows",
     "grmpipe/data",
     "grmpipe/judge",

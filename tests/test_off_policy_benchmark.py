@@ -23,7 +23,12 @@ def test_rows_differ_in_the_correction_alone() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         configs = {row.name: build(compose("config", [*off_policy.COMMON, *row.overrides])) for row in off_policy.ROWS}
     found = {name: config.algorithm.correction for name, config in configs.items()}
-    assert found == {"naive": "none", "tis": "tis", "icepop": "icepop", "decoupled": "decoupled"}
+    assert found == {
+        "naive": "grmpipe.algorithm.corrections.uncorrected",
+        "tis": "tis",
+        "icepop": "icepop",
+        "decoupled": "decoupled",
+    }
     for config in configs.values():
         assert (config.engine.embedded.quantize, config.train.max_staleness) == ("int4", off_policy.STALENESS)
         assert replace(config, algorithm=configs["naive"].algorithm) == configs["naive"]

@@ -116,16 +116,18 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
     With `cores`, processes on CPU slots run on any of them: no faster than all together, nor than each alone. Ranks of
     one model have equal work. The work of a set of roles must be done on their slots, in addition to the ranks' work
     there: the least makespan of divisible work is the largest such mean over sets of roles (max-flow, min-cut).
-    loads: seconds of each process of a role if its work is divided evenly; of the driver, if it has any.
+    loads: seconds of each process of a role if its work is divided evenly; of the driver, if it has any. A role
+    without one counts for nothing.
     """
+    loaded = {role: seats for role, seats in placement.seats.items() if role in loads}
     fixed: dict[tuple[str, int], float] = defaultdict(float)
     where: dict[str, set[tuple[str, int]]] = {}
-    floating = {role for role, seats in placement.seats.items() if cores and is_on_cpu(placement, seats[0])}
+    floating = {role for role, seats in loaded.items() if cores and is_on_cpu(placement, seats[0])}
     least_s = driver_s = loads.get(DRIVER, 0.0)
     if cores:
-        on_cores = [(loads[role], len(placement.seats[role])) for role in floating]
+        on_cores = [(loads[role], len(loaded[role])) for role in floating]
         least_s = busiest_core_s([(driver_s, 1), *on_cores], cores)
-    for role, seats in placement.seats.items():
+    for role, seats in loaded.items():
         if role in floating:
             continue
         where[role] = {(seat.pool, slot) for seat in seats for slot in seat.slots}

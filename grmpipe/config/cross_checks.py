@@ -15,8 +15,12 @@ from grmpipe.config.judging import (
     key_of_model,
 )
 from grmpipe.config.reward import check_rewards
-from grmpipe.config.run_sections import RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
+from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
+from scheduler.processes.call_limits import WORK_FACTOR
+
+MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
+MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
 
 
 def check_across(config: RunSections) -> None:
@@ -65,6 +69,38 @@ def check_places(config: RunSections) -> None:
     for role in config.placement.roles:
         if role not in known:
             raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(known)}")
+    if config.places_envs:
+        check_env_hosts(config)
+
+
+def check_env_hosts(config: RunSections) -> None:
+    """Check that there are environments to place, on cores, within what a host and its calls can take."""
+    env, key, where = config.env, f"placement.roles.{ENV}", config.placement.roles[ENV]
+    if env.env_kind.is_single:
+        raise ValueError(f"{key}: env.kind={env.kind} has no environments to place; type env=tools, or leave it out")
+    if env.env_kind.is_workflow:
+        raise ValueError(
+            f"{key}: workflows run where the server is that they ask the policy at, on the run's own machine; leave "
+            "it out, or write an env (env=custom)"
+        )
+    if config.on_gpu(ENV):
+        cores = [name for name, pool in config.placement.pools.items() if pool.resource == "cpu"]
+        way_out = f"type {key}.pool={' or '.join(cores)}" if cores else "add a pool with resource=cpu"
+        raise ValueError(f"{key}.pool: environments need cores, and the pool {where.pool} has GPUs; {way_out}")
+    if config.plan.search:
+        raise ValueError(f"plan.search: it places models, not environments; leave {key} out, or type plan.search=false")
+    if env.capacity > MAX_EPISODES * where.replicas:
+        raise ValueError(
+            f"{key}.replicas: {where.replicas} hosts are too few for env.capacity = {env.capacity} episodes, at most "
+            f"{MAX_EPISODES} each; type {key}.replicas={-(-env.capacity // MAX_EPISODES)} or more"
+        )
+    longest = max(env.boot_s, env.step_s)
+    if longest > MAX_CALL_SHARE * WORK_FACTOR * config.cluster.call_timeout_s:
+        raise ValueError(
+            f"cluster.call_timeout_s: a host that boots or steps for {longest:g} s would count as dead; type "
+            f"cluster.call_timeout_s={longest / (MAX_CALL_SHARE * WORK_FACTOR):.0f} or more, or shorter env.boot_s "
+            "and env.step_s"
+        )
 
 
 def check_reward(config: RunSections) -> None:
@@ -145,12 +181,17 @@ def check_meta_rm(config: RunSections) -> None:
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
     for role, model in config.models.items():
-        key = key_of_model(role)
-        if model.lora.in_engines and not config.engine_kind_of(role).applies_adapters:
+        key, kind = key_of_model(role), config.engine_kind_of(role)
+        if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
             raise ValueError(
                 f"{key}.lora.sync: {model.engine} can't receive adapters alone; type {key}.lora.sync=merged, "
                 f"or {key}.engine={able}"
+            )
+        if model.lora.in_engines and model.lora.rank > kind.max_adapter_rank:
+            raise ValueError(
+                f"{key}.lora.rank: {model.engine} applies adapters up to rank {kind.max_adapter_rank}, got "
+                f"{model.lora.rank}; type {key}.lora.sync=merged, or a lower rank"
             )
         # If the policy is the judge itself, it takes its settings from the GRM's.
         if model.lora.learns and role not in config.learners and config.judge.kind != "label":

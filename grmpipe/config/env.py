@@ -180,9 +180,10 @@ class EnvConfig:
 
     def _check_needs(self) -> None:
         needs = self._needs
-        if self.isolation.kind != INPROCESS and (self.mcp or self.env_kind.is_workflow or self.env_kind.is_single):
-            what = "servers of tools (mcp) are processes of their own" if self.mcp else f"kind={self.kind} has none"
-            raise ValueError(f"isolation.kind: isolates environments, and {what}; type env.isolation.kind={INPROCESS}")
+        if self.isolation.kind != INPROCESS and (why_not := self._not_isolated):
+            raise ValueError(
+                f"isolation.kind: isolates environments, and {why_not}; type env.isolation.kind={INPROCESS}"
+            )
         if self.mcp and "functions" not in self.env_kind.needs:
             raise ValueError("mcp: is for env.kind=tools; type that, or leave it out")
         for name, values in self.mcp.items():
@@ -194,6 +195,18 @@ class EnvConfig:
                 raise ValueError(f"{key}: is for {self._where_needed(key)}; type that, or leave it out")
         if self.options and (self.env_kind.is_workflow or "target" not in needs):
             raise ValueError("options: is for an env of your own; type env.kind=custom, or leave it out")
+
+    @property
+    def _not_isolated(self) -> str:
+        """Why episodes can't be isolated; empty: they can."""
+        if self.mcp:
+            return "servers of tools (mcp) are processes of their own"
+        if self.env_kind.is_workflow:
+            return (
+                "a workflow needs the network, to ask the policy; it runs with the run's own rights: start a program "
+                "that isolates itself (env.runs_in=command env.command=[docker,run,..]), or write an env (env=custom)"
+            )
+        return f"kind={self.kind} has none" if self.env_kind.is_single else ""
 
     def _where_needed(self, key: str) -> str:
         kinds = [name for name, kind in ENVS.items() if key in kind.needs]

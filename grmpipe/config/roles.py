@@ -169,7 +169,7 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model, shares_with = config.models[name], sharing_engine(name, engines, config.balance.swap, placement)
+    model, shares_with = config.models[name], sharing_engine(name, engines, config, placement)
     return ServedRole(
         **place_of(name, placement),
         name=name,
@@ -215,10 +215,15 @@ def place_of(role: str, placement: Placement) -> SeatFacts:
     )
 
 
-def sharing_engine(role: str, engines: Mapping[str, AnyEngine], swap: str, placement: Placement) -> tuple[str, ...]:
+def sharing_engine(
+    role: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement
+) -> tuple[str, ...]:
     """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
     slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
     here = tuple(next(iter(slots.values()))) if slots else ()
+    swap, alone = config.balance.swap, any(config.models[name].lora.in_engines for name in here)
+    if swap == "auto" and alone:  # adapters need their own base weights
+        return ()
     if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):
         return ()
     return tuple(name for name in here if name != role)

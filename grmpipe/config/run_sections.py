@@ -38,7 +38,8 @@ from scheduler.weights.weight_sync import SyncConfig
 
 TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
-ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # roles that every placement may seat
+ENV = "env"  # the role of hosts of environments
+ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic", ENV)  # roles that every placement may seat
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,18 @@ class RunSections:
         return bool(self.judging.weighted) and not weights_no_vote
 
     @property
+    def places_envs(self) -> bool:
+        """Whether environments live in hosts of their own, on slots of a pool; else in the run itself."""
+        return ENV in self.placement.roles and self.task != "evaluate"
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
         if self.data.retrain_from is not None:
             return ("learner",)
         asks_critic = self.critic.enabled and self.task != "evaluate"
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
-        more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic
+        more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
         judging = (*self.judging.local_roles, *self.judging.scorer_roles)
         return (POLICY, "learner", *judging, *learners, *more)
 

@@ -15,10 +15,16 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
+from grmpipe.config.path_table import PathTable
 from models.settings import AUTO, DTYPES, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
+FSDP2 = "fsdp2"
+TRAIN_BACKENDS = PathTable(
+    "train.backend", ("spec", "rank", "world_size", "init_method"), "grmpipe.train.learner.learner",
+    {FSDP2: "Learner"},
+)  # fmt: skip
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -128,6 +134,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
+        self._check_credit()
         self._check_weighed_once()
 
     @property
@@ -190,6 +197,14 @@ class AlgorithmConfig:
             raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
+
+    def _check_credit(self) -> None:
+        """Check that credit by step or turn isn't averaged away."""
+        if self.estimator_kind.by_step and (instead := self.loss_kind.by_step):
+            raise ValueError(
+                f"loss: {self.loss} gives every token the mean of its rollout's advantages, and {self.estimator} "
+                f"credits steps or turns; type algorithm.loss={instead}, or algorithm.estimator=grpo"
+            )
 
     def _check_weighed_once(self) -> None:
         """Check that pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
@@ -284,7 +299,9 @@ class TrainConfig:
     # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
     # order of their prompts, and weights are pushed when every open group is judged.
     deterministic: bool = False
-    micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
+    # Most packed tokens of a forward pass on one rank; ranks that share samples take micro-batches parallel.cp times as
+    # long.
+    micro_batch_tokens: int = 4096
     prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
@@ -294,6 +311,14 @@ class TrainConfig:
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
+    # Library that trains: fsdp2, or the dotted path of your own LearnerRank (grmpipe/train/learner/backend.py).
+    backend: str = FSDP2
+    # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
+    # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
+    fp32_lm_head: bool = False
+    # Compute the routers of a mixture of experts in float32, with weights that aren't rounded (Megatron's
+    # moe_router_dtype=fp32).
+    fp32_router: bool = False
     # Recompute activations in the backward pass, to save memory; null: on GPUs only.
     activation_checkpointing: bool | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -324,6 +349,7 @@ class TrainConfig:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
         if self.dtype not in (AUTO, *DTYPES):
             raise ValueError(f"dtype: unknown value {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
+        TRAIN_BACKENDS.check(self.backend)
         if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
@@ -333,6 +359,11 @@ class TrainConfig:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
+
+    @property
+    def max_packed_tokens(self) -> int:
+        """Most packed tokens of a micro-batch, on all ranks that share it."""
+        return self.micro_batch_tokens * self.parallel.cp
 
     @property
     def recomputes(self) -> bool:

@@ -35,8 +35,9 @@ class StageLimits:
 class LimitedEnv:
     """An environment around another. Raises only PolicyFault and EnvFault; closes the other exactly once."""
 
-    def __init__(self, env: Env, limits: StageLimits, events: EventSink | None = None) -> None:
+    def __init__(self, env: Env, limits: StageLimits, events: EventSink | None = None, lane: str = LANE) -> None:
         self._env = env
+        self._lane = lane
         self._limits = limits
         self._events = events or NoEvents()
         self._name = ""  # of the episode, in events
@@ -87,7 +88,7 @@ class LimitedEnv:
         try:
             yield
         finally:
-            self._events.span(LANE, stage, begun_s, clock(), episode=self._name, **args)
+            self._events.span(self._lane, stage, begun_s, clock(), episode=self._name, **args)
 
 
 async def in_time(doing: Awaitable[T], limit_s: float, key: str, stage: str, late: EnvCause) -> T:

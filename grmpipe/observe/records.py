@@ -167,7 +167,7 @@ def decode_rollout(record: Record) -> Rollout:
 
 
 def encode_judgement(judgement: Judgement) -> Record:
-    return {**encode_flat(judgement), "completion": encode_completion(judgement.completion)}
+    return {**encode_about(judgement), "completion": encode_completion(judgement.completion)}
 
 
 def decode_judgement(record: Record) -> Judgement:
@@ -177,8 +177,16 @@ def decode_judgement(record: Record) -> Judgement:
 
 def encode_failed(failed: Failed) -> Record:
     if isinstance(failed, FailedJudgement):
-        return {**encode_flat(failed), "completion": encode_completion(failed.completion)}
-    return encode_flat(failed)
+        return {**encode_about(failed), "completion": encode_completion(failed.completion)}
+    return encode_about(failed)
+
+
+def encode_about(value: Judgement | Failed) -> Record:
+    """The fields; the turn only if it is about one."""
+    flat = encode_flat(value)
+    if value.turn is None:
+        del flat["turn"]
+    return flat
 
 
 def decode_failed(record: Record) -> Failed:

@@ -29,11 +29,14 @@ Record = dict[str, Any]  # a line of a journal or a part of the summary; used in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critique:
-    """A judgement, or the cause of a failed verdict. judge: whose it is, if there are several."""
+    """A judgement, or the cause of a failed verdict. judge: whose it is, if there are several. turn: which it is
+    about, from 1; None: all of the rollout.
+    """
 
     text: str
     score: float | None
     judge: str = ""
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +378,8 @@ def failed_verdicts(report: Record) -> Iterator[Critique]:
 def judgements_on(pair: Pair) -> Iterator[Critique]:
     for one in pair.report["judgements"]:
         score = score_of(one, pair.rollout["sibling"])
-        yield Critique(text=one["completion"]["text"], score=score, judge=one.get("judge", ""))
+        turn = one["turn"] + 1 if "turn" in one else None
+        yield Critique(text=one["completion"]["text"], score=score, judge=one.get("judge", ""), turn=turn)
 
 
 def score_of(judgement: Record, sibling: int) -> float | None:

@@ -40,9 +40,11 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
 
 
 def critique_of(report: JudgeReport) -> str:
-    """The judgements' texts, with the judge's name if there are several; for a failed verdict, the cause first."""
+    """The judgements' texts, with the judge's name if there are several, and with the turn, from 1, if each is of one;
+    for a failed verdict, the cause first.
+    """
     texts = [
-        f"[{name}] {judgement.completion.text}" if name else judgement.completion.text
+        marked(judgement.completion.text, name, "" if judgement.turn is None else f"turn {judgement.turn + 1}")
         for name, own in report.own_reports.items()
         for judgement in own.judgements
     ]
@@ -50,3 +52,9 @@ def critique_of(report: JudgeReport) -> str:
         failed = report.verdict
         texts.insert(0, f"[{failed.stage} failed: {failed.cause}] {failed.detail}".rstrip())
     return "\n\n".join(texts)
+
+
+def marked(text: str, *marks: str) -> str:
+    """The text after its marks, without empty ones."""
+    said = ", ".join(filter(None, marks))
+    return f"[{said}] {text}" if said else text

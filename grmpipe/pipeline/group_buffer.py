@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from grmpipe.pipeline.counters import has_zero_advantages
@@ -165,6 +165,10 @@ class GroupBuffer:
         """Open groups that a judge task has begun on, sorted by id."""
         begun = (group for group in self.groups.values() if group.is_open and group.judging_begun)
         return sorted(begun, key=lambda group: group.group_id)
+
+    def rolled_out(self) -> list[Sequence[Rollout]]:
+        """The rollouts of each group that has all of them and that no batch has: first of groups that are judged."""
+        return [group.rollouts for group in self._untaken.rolled_out()]
 
     def batches_ahead(self, group: Group) -> int:
         """The number of batches that may still leave a group out: 0 means that it is due in the open one."""

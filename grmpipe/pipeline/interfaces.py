@@ -64,6 +64,18 @@ class JudgeGuard(Protocol):
     async def until_fit(self, clock: ActiveClock) -> None: ...
 
 
+class Valuer(Protocol):
+    """Computes values of groups that are rolled out, before the open batch takes them. Keeps no group of its own."""
+
+    def watch(self, rolled_out: Callable[[], Sequence[Sequence[Rollout]]]) -> None:
+        """Set where the rollouts of such groups are found, group by group, those to value first before the others."""
+        ...
+
+    def groups_changed(self) -> None:
+        """Take note that a group may have become one of them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineComponents:
     """The components of the pipeline."""
@@ -78,6 +90,7 @@ class PipelineComponents:
     journal: GroupJournal
     events: EventSink
     seats: Seats = field(default_factory=Seats)  # for episodes; by default without a limit
+    valuer: Valuer | None = None  # for estimators that need values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

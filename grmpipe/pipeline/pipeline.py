@@ -46,7 +46,7 @@ from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.generation import Producer
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
-from grmpipe.pipeline.stall_times import StallTracker
+from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
 from grmpipe.pipeline.training import Consumer
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
@@ -72,18 +72,21 @@ class Pipeline:
         self.clock = ActiveClock()
         self.counters = FlowCounters()
         self.after_step = after_step
-        stalls = StallTracker(config.max_staleness)
+        self._stalls = stalls = StallTracker(config.max_staleness)
+        self._valuer = parts.valuer
         self.buffer = GroupBuffer(
             config,
             parts.journal,
             now=self.clock.now,
-            on_change=stalls.groups_changed,
+            on_change=self._groups_changed,
             pipeline_state=pipeline_state,
             kept=kept,
         )
         self.producer = Producer(
             parts, config, self.buffer, stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
+        if self._valuer is not None:
+            self._valuer.watch(self.buffer.rolled_out)
         playing = self.producer.playing.meter
         if config.policy_judges:
             parts = replace(parts, push_weights=self._also_to_the_judge(parts.push_weights))
@@ -119,6 +122,11 @@ class Pipeline:
             )
         except EndOfData:
             await self.consumer.give_up()
+
+    def _groups_changed(self, supply: GroupSupply) -> None:
+        self._stalls.groups_changed(supply)
+        if self._valuer is not None:
+            self._valuer.groups_changed()
 
     def _also_to_the_judge(self, push: Push) -> Push:
         """The push of a policy that judges itself: no group is judged by two versions."""

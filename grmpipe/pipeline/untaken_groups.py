@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.stall_times import GroupSupply
@@ -60,6 +61,12 @@ class UntakenGroups:
         groups = (group for state in UNTAKEN for alike in self._groups[state].values() for group in alike.values())
         first = min(groups, key=lambda group: group.prompt_index, default=None)
         return first if first is not None and first.state is GroupState.READY else None
+
+    def rolled_out(self) -> Iterator[Group]:
+        """Groups with all their rollouts, those with all verdicts before the others."""
+        for state in (GroupState.READY, GroupState.JUDGING):
+            for alike in self._groups[state].values():
+                yield from alike.values()
 
     def ready_opened_before(self, version: int) -> list[Group]:
         ready = self._groups[GroupState.READY]

@@ -19,7 +19,7 @@ from grmpipe.run.start import RunComponents
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.recorder import Recorder
-from models.types import SamplingParams
+from models.types import KeepsTrajectories, SamplingParams
 from scheduler.clock import ActiveClock
 
 
@@ -61,7 +61,8 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
     )
 
     if (workflow := running.envs.workflow) is not None:
-        asked = workflow.play(Recorder(sampler, renderer, params, limits))
+        recorder = Recorder(sampler, renderer, params, limits, running.envs.events)
+        asked = freeing(workflow.play(recorder), running.policy)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = running.envs.make
     assert make is not None, "an episode without a workflow has an environment"
@@ -71,7 +72,19 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(played, attempts=env.attempts, retry_s=env.retry_s)
+    return with_attempts(freeing(played, running.policy), attempts=env.attempts, retry_s=env.retry_s)
+
+
+def freeing(play: Play, engines: KeepsTrajectories) -> Play:
+    """A play at whose end the engines free what they keep of the episode for further turns."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        try:
+            return await play(request, prompt, on_first_token)
+        finally:
+            engines.end_trajectory(request.trajectory_id)
+
+    return played
 
 
 def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:

@@ -20,7 +20,6 @@ from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
@@ -79,9 +78,10 @@ def compose(
         ),
         trainer=compose_trainer(config, learners),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
-        journal=journal if critic is None else ValuedJournal(journal, critic.value_cache),
+        journal=journal,
         events=events,
         seats=seats,
+        valuer=None if critic is None else critic.value_cache,
     )
 
 

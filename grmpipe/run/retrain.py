@@ -18,6 +18,7 @@ from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
 from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.run.export import export
 from grmpipe.run.registry import CLUSTERS
 from grmpipe.run.session import Run, Session
@@ -75,7 +76,8 @@ class RetrainRun(Run[PreparedRetraining]):
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
-        learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
+        ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+        learner = LearnerGroup(ranks, learning.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 
@@ -115,7 +117,7 @@ class RetrainRun(Run[PreparedRetraining]):
         self._steps_done += 1
         self._busy_s += ended_s - read_s
         times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
-        self._record(groups, learnt | times)
+        self._record(groups, with_pace(learnt, ended_s - read_s) | times)
 
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
         """Write the metrics of a step, and how its groups ended."""

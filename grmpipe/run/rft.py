@@ -92,7 +92,7 @@ class RftRun(Run[Prepared]):
         train, size = self._config.train, self._config.rft.critiques_per_batch
         await running.learner.expect(self._config.rft.num_epochs * num_batches(len(samples), size))
         for batch in batches(samples, size, self._epochs()):
-            for round_ in rounds_of(batch, train.micro_batch_tokens, running.learner.size, train.prefix_sharing):
+            for round_ in rounds_of(batch, train.max_packed_tokens, running.learner.dp_size, train.prefix_sharing):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
             self._steps += 1

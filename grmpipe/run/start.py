@@ -143,7 +143,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         trainable_grms=grms,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),
-        envs=await start_envs(config.env, run_dir, config.seed, events),
+        envs=await start_envs(cluster, config, run_dir, events),
     )
 
 
@@ -167,7 +167,7 @@ async def start_together(
         cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
     )
-    return LearnerGroup(ranks), served
+    return LearnerGroup(ranks, learning.train.parallel.cp), served
 
 
 async def start_time_shared(
@@ -175,7 +175,7 @@ async def start_time_shared(
 ) -> tuple[LearnerGroup, ServingEngines]:
     """Start the learner first, which then frees the device for the engines."""
     ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
-    learner = TimeSharedLearnerGroup(ranks)
+    learner = TimeSharedLearnerGroup(ranks, learning.train.parallel.cp)
     await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
 
@@ -198,7 +198,8 @@ async def start_trainable_grm(
     learning = grm_learning(prepared.config, grm, prepared.roles)
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
-    learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
+    ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+    learner = LearnerGroup(ranks, learning.train.parallel.cp)
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
     return TrainableGrm(
         model=grm,

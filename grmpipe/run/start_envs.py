@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.config.env import EnvConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import ENV
 from grmpipe.envs.env_factory import MakeEnv, env_factory
+from grmpipe.envs.hosts.env_hosts import EnvHosts
+from grmpipe.envs.hosts.host_member import HostMember, HostSetup
+from grmpipe.envs.isolation.confinement import import_paths
 from grmpipe.envs.isolation.env_host import open_env_host
+from grmpipe.envs.isolation.leftovers import sweep
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.seats import Seats
-from grmpipe.envs.tools.mcp_tools import McpServers
+from grmpipe.validate.sections import section
 from grmpipe.workflows.workflow_runner import WorkflowRunner
-from scheduler.events import EventSink
+from scheduler.events import EventSink, NoEvents
+from scheduler.processes.actors import Cluster
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envs:
     """The environments of a run. make: a new one for each episode, unless the user's workflow plays it.
 
-    counts: what became of those that were opened.
+    counts: what became of those that were opened. hosts: on slots of a pool; None: they live in the run itself.
+    events: gets the spans of a workflow.
     """
 
     seats: Seats
     make: MakeEnv | None = None
     workflow: WorkflowRunner | None = None
+    hosts: EnvHosts | None = None
     counts: SeatCounts = field(default_factory=SeatCounts)
+    events: EventSink = field(default_factory=NoEvents)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def close(self) -> None:
@@ -34,22 +48,54 @@ class Envs:
         await self.opened.aclose()
 
 
-async def start_envs(config: EnvConfig, run_dir: Path, seed: int, events: EventSink) -> Envs:
-    """Start what environments live in. Raises ValueError for a part of the isolation that is missing and required."""
-    if config.env_kind.is_single:
-        return Envs(make=env_factory(config), seats=Seats())
-    seats = Seats(config.capacity, config.boots_per_minute)
+async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events: EventSink) -> Envs:
+    """Start what environments live in. Raises ConfigError if one can't be made, or isolated as required, where it will
+    live.
+    """
+    env = config.env
+    if env.env_kind.is_single:
+        return Envs(make=env_factory(env), seats=Seats())
+    seats = Seats(env.capacity, env.boots_per_minute)
     async with AsyncExitStack() as opening:
-        if config.env_kind.is_workflow:
-            workflow = WorkflowRunner(config, seed)
-            opening.push_async_callback(workflow.close)
-            return Envs(workflow=workflow, seats=seats, counts=workflow.counts, opened=opening.pop_all())
-        arguments: dict[str, object] = {}
-        if config.mcp:
-            servers = arguments["servers"] = McpServers(config.mcp_servers)
-            opening.push_async_callback(servers.close)
-        host = await opening.enter_async_context(
-            open_env_host(config, run_dir=run_dir, seed=seed, arguments=arguments, events=events)
-        )
+        with section("env."):
+            if env.env_kind.is_workflow:
+                workflow = WorkflowRunner(env, config.seed)
+                opening.push_async_callback(workflow.close)
+                return Envs(
+                    workflow=workflow, seats=seats, counts=workflow.counts, events=events, opened=opening.pop_all()
+                )
+            if config.places_envs:
+                hosts = await start_hosts(cluster, config, run_dir, events)
+                opening.push_async_callback(hosts.close)
+                return Envs(make=hosts.env, seats=seats, counts=hosts.seats, hosts=hosts, opened=opening.pop_all())
+            host = await opening.enter_async_context(
+                open_env_host(env, run_dir=run_dir, seed=config.seed, events=events)
+            )
+        if host.lacks:
+            log.warning("environments run with less isolation than they should: %s", host.lacks)
         return Envs(make=host.env, seats=seats, counts=host.seats, opened=opening.pop_all())
     raise AssertionError("an exit stack that hides an exception")
+
+
+async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events: EventSink) -> EnvHosts:
+    """Start a host on each seat of the role. Raises ValueError that begins with a key of `env`."""
+    await asyncio.to_thread(sweep, run_dir)  # an earlier process of this run may have had its environments here
+    group = await cluster.start_group(ENV, functools.partial(HostMember, host_setup(config, run_dir)), meet=False)
+    hosts = EnvHosts(
+        ENV,
+        group,
+        restart=functools.partial(cluster.restart_member, ENV),
+        config=config.env,
+        health=config.health,
+        events=events,
+    )
+    try:
+        await hosts.start()
+    except BaseException:
+        await hosts.close()
+        raise
+    return hosts
+
+
+def host_setup(config: RunConfig, run_dir: Path) -> HostSetup:
+    return HostSetup(config=config.env, run_dir=str(run_dir.absolute()), seed=config.seed, paths=tuple(import_paths()))

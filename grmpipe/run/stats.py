@@ -11,6 +11,7 @@ from typing import Literal
 from grmpipe.config.judging import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.hosts.env_hosts import EnvHosts
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.grm import Grm
@@ -62,7 +63,7 @@ class RunStats:
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
-        self.scorers: tuple[ScorerPool, ...] = ()
+        self.members: tuple[ScorerPool | EnvHosts, ...] = ()
         self.env_counts = SeatCounts()
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
@@ -79,7 +80,8 @@ class RunStats:
 
     def watch(self, running: RunComponents) -> None:
         """Take statistics from the started components from now on."""
-        self.cluster, self.scorers, self.critic = running.cluster, running.scorers, running.critic
+        self.cluster, self.critic = running.cluster, running.critic
+        self.members = running.scorers if running.envs.hosts is None else (*running.scorers, running.envs.hosts)
         self.grms = running.grms
         self.env_counts = running.envs.counts
         self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
@@ -108,8 +110,8 @@ class RunStats:
         """Role -> number of replaced engines."""
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
-        for scorers in self.scorers:
-            replaced[scorers.role] += scorers.num_replaced
+        for members in self.members:
+            replaced[members.role] += members.num_replaced
         return dict(replaced)
 
     @property
@@ -219,6 +221,7 @@ def setup_of(config: RunConfig) -> Setup:
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
+        env_hosts=config.places_envs,
         elastic_pools=elastic_pools(config),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge
+from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge import math_rule
@@ -29,6 +29,27 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
         check_slots(roles[name])
     for role in roles.seated:
         check_sleep(role, placement)
+        if role.learner is not None and role.engine.needs_whole_layers and config.sync.delta:
+            raise ConfigError(
+                f"sync.delta: the engine of {role.name} quantizes q, k and v as one layer and needs all of them in a "
+                "push, from which this option leaves unchanged tensors out; type sync.delta=false"
+            )
+    if (policy := roles.served.get(POLICY)) is not None and policy.learner is not None:
+        check_correction(policy, config)
+
+
+def check_correction(policy: ServedRole, config: RunConfig) -> None:
+    """Check that a policy that learns from samples of quantized weights corrects for them. Imitation has no ratio."""
+    algorithm = config.algorithm
+    if not policy.engine.quantizes or config.task in ("train_judge_rft", "evaluate"):
+        return
+    if algorithm.correction == "none" and algorithm.proximal != "sampler":
+        raise ConfigError(
+            f"algorithm.correction: the engine of {policy.name} samples from quantized weights or cache, which is "
+            "another policy than the learner's, and nothing corrects for it; type algorithm.correction=tis or "
+            "algorithm.proximal=sampler (to measure what happens without a correction, type "
+            "algorithm.correction=grmpipe.algorithm.corrections.uncorrected)"
+        )
 
 
 def check_limits(role: ServedRole, endpoint: Endpoint, asking: str, judge: JudgeConfig) -> None:

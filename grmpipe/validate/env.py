@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation.env_host import check_isolation
-from grmpipe.envs.tools.mcp_tools import check_mcp_installed
+from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.validate.sections import section
 from grmpipe.workflows.workflow_runner import WorkflowRunner
 from models.tool_calls import FORMATS
@@ -25,7 +27,10 @@ def check_env(config: RunConfig) -> None:
             env_factory(env)
         if env.mcp:
             check_mcp_installed()
-        check_isolation(env.isolation)
+            if not config.places_envs:  # else each host tries them on its own machine
+                asyncio.run(check_servers(env))
+        if not (config.places_envs and config.cluster.address is not None):  # else each host checks its own machine
+            check_isolation(env.isolation)
     if env.env_kind.is_single:
         return
     if env.capacity < train.group_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from grmpipe.config.judging import key_of_cotrain
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.validate.backend import check_backend
 from grmpipe.validate.deadlines import check_deadlines
 from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.devices import check_shares
@@ -28,6 +29,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     check_shares(roles, placement)
     check_deterministic(config, placement, roles)
     check_parallel(config, placement)
+    check_backend(config, placement)
     with section(""):
         wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):

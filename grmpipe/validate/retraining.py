@@ -13,8 +13,10 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.validate.engines import check_slots
 from grmpipe.validate.models import Progress, check_learns, find_model
+from grmpipe.validate.parallel import check_experts, check_parallel, check_query_heads
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
+from models.lm.footprint import heads_of
 from scheduler.placement import Placement, PlacementConfig, place
 
 
@@ -35,6 +37,7 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
         placement = place(without_time_sharing(config.placement), config.roles, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_slots(roles["learner"])
+    check_parallel(config, placement)
     check_machine(config, placement)
     assert config.data.retrain_from is not None
     with section("data.retrain_from: "):
@@ -42,6 +45,9 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
     check_sizes(config, recorded)
     policy = find_model(roles.served["policy"], config, progress)
     check_learns(policy)
+    if config.train.parallel.cp > 1:
+        check_query_heads(config, heads_of(policy.path))
+    check_experts(config, policy.path)
     check_tokens(config, policy, recorded)
     return PreparedRetraining(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
 

@@ -22,6 +22,13 @@ def check_shared_engine(roles: Roles) -> None:
                     f"balance.swap: weights needs engine={able}, but {role.name} is on {role.model.engine}, where "
                     "each role needs a separate engine; type balance.swap=auto"
                 )
+        for role in (first, *others):
+            if role.model.lora.in_engines:
+                raise ConfigError(
+                    f"{role.key}.lora.sync: {role.name} shares its engine with {', '.join(role.shares_with)} by "
+                    "swapping weights, and adapters alone would be on top of other weights; "
+                    f"type {role.key}.lora.sync=merged, or balance.swap=auto"
+                )
         for other in others:
             refuse(first.engine.different_options(other.engine), first, other)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.fault_plan import FaultMoment
+from grmpipe.envs.limited_env import LANE
 from grmpipe.envs.play import DECIMALS_S, EpisodeLimits, RolloutAborted, RolloutRequest, TurnRenderer
 from grmpipe.workflows.chat import ChatRefused, Reply
 from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
@@ -29,6 +30,7 @@ from models.types import (
     ToolSpec,
     ignore_first_token,
 )
+from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,20 @@ def on_purpose() -> EnvFault:
 
 
 class Recorder:
-    """Opens sessions: what those of a run have in common."""
+    """Opens sessions: what those of a run have in common.
+
+    events: gets a span for each time in which a workflow doesn't ask the policy, as for an environment's stages.
+    """
 
     def __init__(
-        self, engine: Generates, renderer: TurnRenderer, params: SamplingParams, limits: EpisodeLimits
+        self,
+        engine: Generates,
+        renderer: TurnRenderer,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        events: EventSink | None = None,
     ) -> None:
+        self.events = events or NoEvents()
         self.engine = engine
         self.renderer = renderer
         self.params = params
@@ -251,6 +262,14 @@ class Session:
     def _add_idle_time(self) -> None:
         """Count the time in which the policy wasn't asked for the call before it."""
         idle_s = round(self.idle_s, DECIMALS_S)
+        self._recorder.events.span(
+            LANE,
+            "step" if self.calls else "open",
+            self._idle_since_s,
+            self._clock.time(),
+            episode=f"{self._request.group_id}/{self._request.sibling}",
+            **{"turn": len(self.calls) - 1} if self.calls else {"attempt": self._request.attempt},
+        )
         if self.calls:
             self.calls[-1].env_s += idle_s
         else:

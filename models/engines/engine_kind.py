@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from models.settings import EngineConfig, LoraConfig, ModelConfig
 from models.types import ChatEngine, Engine, RemoteScorer, SendLimits
 
-UNBOUNDED_ROWS = 1 << 30
+UNBOUNDED_ROWS = UNBOUNDED_RANK = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
 
 
@@ -82,7 +82,7 @@ class EngineKind(ABC, Generic[Options]):
     in_process:        its model is in the process that made it.
     tensor_parallel:   it can shard one model over several GPUs.
     grammar:           it can restrict a text to a regular expression.
-    applies_adapters:  it can receive LoRA adapters alone, and apply them.
+    applies_adapters:  it can receive LoRA adapters alone, and apply them, up to `max_adapter_rank`.
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
@@ -102,6 +102,7 @@ class EngineKind(ABC, Generic[Options]):
     tensor_parallel: ClassVar[bool] = False
     grammar: ClassVar[bool] = False
     applies_adapters: ClassVar[bool] = False
+    max_adapter_rank: ClassVar[int] = UNBOUNDED_RANK
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
@@ -171,6 +172,11 @@ class EngineKind(ABC, Generic[Options]):
     @property
     def quantizes(self) -> bool:
         """Whether its options make weights or cache coarser than what it is sent."""
+        return False
+
+    @property
+    def needs_whole_layers(self) -> bool:
+        """Whether a push must have all tensors that the engine keeps as one layer (q, k and v), or none of them."""
         return False
 
     def made_batch_invariant(self) -> EngineKind[Options]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.hub import is_hub_name
+from models.lm.context_parallel import ContextGroup
+from models.lm.linear_logprobs import ENTROPY, LOGPROB
 from models.lm.logprobs import chosen_logprobs
+from models.lm.output_head import OutputHead, Wanted, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
+from models.settings import CHUNK_LOGITS
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
 ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained temporarily sets the process-wide default device and dtype
@@ -52,6 +57,7 @@ def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, devi
     except OSError as error:
         raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
     nn.Module.to(model, device)
+    find_output_head(model)
     return model.eval()
 
 
@@ -59,6 +65,7 @@ def outlined(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrained
     """Like `loaded`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
+    find_output_head(model)
     return model.eval()
 
 
@@ -99,32 +106,66 @@ def packed_logprobs(
     entropy_gradient: bool = True,
     wanted_T: Tensor | None = None,
     temperature: float = 1.0,
+    fp32_logits: bool = False,
+    context: ContextGroup | None = None,
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
     The position ids of a sample with a prefix continue those of the prefix; its first token is predicted at the
-    prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. Works under autograd, FSDP2
-    and activation checkpointing: the root module is called once on every rank.
+    prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. `fp32_logits`: as in
+    `linear_logprobs`. Works under autograd, FSDP2 and activation checkpointing: the root module is called once on every
+    rank.
+
+    context: ranks that give the same arguments and compute a slice of the tokens each. All get all log-probs. A rank's
+    gradient passes through those of its own slice: summed over ranks, gradients of weights are those of one loss.
     """
     not_first_T = position_ids_T > 0
     targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
-    packing = Packing(sample_lengths_S, prefixes)
+    packing = Packing(sample_lengths_S, prefixes, context)
     before_R = packing.before_T[targets_R]
-    logits_RV = packed_logits(model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
-    logprobs_R, entropy_R = chosen_logprobs(
-        logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient, temperature=temperature
+    if context is not None:
+        is_own_R, before_R = context.own_places(before_R, packing.num_tokens)
+        targets_R = targets_R[is_own_R]
+    wanted = Wanted(
+        chosen_R=token_ids_T[targets_R],
+        want_entropy=want_entropy,
+        entropy_gradient=entropy_gradient,
+        temperature=temperature,
+        fp32_logits=fp32_logits,
+        chunk_logits=CHUNK_LOGITS,
     )
+    logprobs_R, entropy_R = _chosen(model, token_ids_T, position_ids_T, packing, before_R, wanted)
     zeros_T = logprobs_R.new_zeros(len(token_ids_T))
-    return PackedLogprobs(
-        logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),
-        entropy_T=zeros_T.index_copy(0, targets_R, entropy_R),
+    logprobs_T, entropy_T = (zeros_T.index_copy(0, targets_R, rows_R) for rows_R in (logprobs_R, entropy_R))
+    if context is not None:
+        logprobs_T, entropy_T = context.united(torch.stack([logprobs_T, entropy_T]))
+    return PackedLogprobs(logprobs_T=logprobs_T, entropy_T=entropy_T)
+
+
+def _chosen(
+    model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, before_R: Tensor, wanted: Wanted
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the wanted tokens. [R]"""
+    forward = functools.partial(packed_logits, model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    # Few logits are cheaper to keep than to compute again.
+    if isinstance(head, OutputHead) and (wanted.fp32_logits or len(before_R) * head.out_features > wanted.chunk_logits):
+        with head.asked_for(wanted):
+            chosen_R2 = forward()
+        return chosen_R2[:, LOGPROB], chosen_R2[:, ENTROPY]
+    return chosen_logprobs(
+        forward(), wanted.chosen_R, wanted.want_entropy, wanted.entropy_gradient, temperature=wanted.temperature
     )
 
 
 def packed_logits(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
 ) -> Tensor:
-    """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]."""
+    """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]; of a
+    rank's slice of the tokens if ranks share samples.
+    """
+    if packing.context is not None:
+        token_ids_T, position_ids_T = (packing.context.own_slice(ids_T) for ids_T in (token_ids_T, position_ids_T))
     return model(
         input_ids=token_ids_T[None],
         position_ids=position_ids_T[None],

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from models.lm.context_parallel import ContextGroup
 from models.lm.packing import Packing, Rows
 
 PACKED_ATTENTION = "packed_sdpa"
@@ -36,6 +37,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """[1, H, T, D] in, [1, T, H, D] out. Each query sees its sample's prefix, and the sample's own tokens up to itself.
 
+    If ranks share samples, T are the tokens of this rank's slice.
+
     Without a `packing` this is transformers' SDPA, so the model also works without packing.
     """
     if packing is None:
@@ -48,9 +51,35 @@ def packed_attention(
     if sliding_window is None and _slides(module):
         raise ValueError(f"path: {type(module).__name__} doesn't pass its sliding_window to packed attention")
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    varlen = on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16)
+    if packing.context is None:
+        return _attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
+    states = _of_all_tokens(query_THD, key_TGD, value_TGD, packing, packing.context)
+    out_THD = _attend(*states, packing, scaling, sliding_window)
+    return packing.context.with_all_heads(out_THD)[None], None
+
+
+def _of_all_tokens(
+    query_PHD: Tensor, key_PGD: Tensor, value_PGD: Tensor, packing: Packing, context: ContextGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a rank's tokens -> those of all tokens, of its share of the heads."""
+    num_heads = query_PHD.shape[1]
+    if num_heads % context.size:
+        raise ValueError(
+            f"cp: {context.size} ranks can't divide {num_heads} query heads evenly; type a divisor of them"
+        )
+    key_PGD, value_PGD = context.for_each_rank(key_PGD), context.for_each_rank(value_PGD)
+    query_THD, key_TGD, value_TGD = (
+        context.with_all_tokens(x, packing.num_tokens) for x in (query_PHD, key_PGD, value_PGD)
+    )
+    return query_THD, key_TGD, value_TGD
+
+
+def _attend(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    varlen = on_gpu(query_THD) and query_THD.dtype in (torch.bfloat16, torch.float16)
     attend = _varlen if varlen else _padded
-    return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
+    return attend(query_THD, key_TGD, value_TGD, packing, scaling, window)
 
 
 def _slides(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm, packed_logprobs
+from models.lm.context_parallel import ContextGroup
 from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
 from models.lm.scalar_head import HEAD, packed_scores
@@ -58,9 +59,11 @@ def unpackable(model: PreTrainedModel) -> str | None:
 # -- with its weights ------------------------------------------------------------------------------------------------
 
 
-def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
+def probe_logprobs(
+    model: PreTrainedModel, device: torch.device, dtype: str, context: ContextGroup | None = None
+) -> None:
     """Compare a short sample packed after another one, and with a shared prefix, with the sample alone, as transformers
-    calls the model. Three passes, a collective; the caller disables gradients.
+    calls the model. Three passes, a collective; the caller disables gradients. context: ranks that share samples.
 
     Raises ValueError (`path: ...`) if mean log-probs differ by more than rounding.
     """
@@ -68,7 +71,8 @@ def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> 
     logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1]
     alone_T = logits_TV.float().log_softmax(-1).gather(-1, sample_T[1:, None]).squeeze(-1)
     for num_shared in (0, len(PREFIX)):
-        packed = packed_logprobs(model, *_behind_another(num_shared, device)).logprobs_T[-len(SECOND) :]
+        packed_T = packed_logprobs(model, *_behind_another(num_shared, device), context=context).logprobs_T
+        packed = packed_T[-len(SECOND) :]
         off = float((packed - alone_T[-len(SECOND) :]).abs().mean())
         _refuse_above(tolerance_of(dtype), off, "nats", num_shared, model)
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.lm.context_parallel import ContextGroup
+
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 
 
@@ -63,13 +65,21 @@ class Rows:
 class Packing:
     """The packing of a micro-batch. What all layers need is computed once, when the first of them asks."""
 
-    def __init__(self, lengths_S: Tensor, prefixes: Prefixes | None = None) -> None:
-        """lengths_S: int64, of own tokens; sums to T."""
+    def __init__(
+        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextGroup | None = None
+    ) -> None:
+        """lengths_S: int64, of own tokens; sums to T. context: the ranks that hold a slice of the tokens each."""
+        self.context = context
         self._lengths_S = lengths_S
         self._ends_S = lengths_S.cumsum(0)
         self._starts_S = self._ends_S - lengths_S
         shares = prefixes is not None and bool(prefixes.lengths_S.any())
         self._prefixes = prefixes if shares else None
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T, on all ranks of a context group together."""
+        return int(self._ends_S[-1])
 
     @cached_property
     def starts_S1(self) -> Tensor:
@@ -83,7 +93,7 @@ class Packing:
     @cached_property
     def before_T(self) -> Tensor:
         """The place of the token before each one in its sample; the token's own place if there is none."""
-        before_T = torch.arange(int(self._ends_S[-1]), device=self._ends_S.device) - 1
+        before_T = torch.arange(self.num_tokens, device=self._ends_S.device) - 1
         before_T[self._starts_S] = self._starts_S
         if self._prefixes is not None:
             last_S = self._offsets_S[self._prefixes.parents_S] + self._prefixes.lengths_S - 1

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from models.lm.expert_parallel import divide_experts
+from models.lm.fp32_router import route_in_float32
 from models.lm.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 
@@ -23,12 +25,13 @@ from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 class Architecture:
     """How a model is loaded: whole, and as an outline without numbers. Both functions take (path, dtype).
 
-    exact: submodules that always compute in float32.
+    exact: submodules that always compute in float32. fp32_router: so do the routers of a mixture.
     """
 
     load: Callable[[str, str], PreTrainedModel]
     outline: Callable[[str, str], PreTrainedModel]
     exact: tuple[str, ...] = ()
+    fp32_router: bool = False
 
 
 CAUSAL_LM = Architecture(load=load_causal_lm, outline=outline_causal_lm)
@@ -51,6 +54,8 @@ def load_parallel(
     """
     whole = architecture.load(path, master_dtype) if dist.get_rank() == 0 else None
     model = architecture.outline(path, master_dtype)
+    if architecture.fp32_router:
+        route_in_float32(model, meshes.shards)
     parallelize(model, meshes, dtype, activation_checkpointing, architecture.exact)
     model.to_empty(device=device)
     set_model_state_dict(
@@ -84,6 +89,8 @@ def parallelize(
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if meshes.experts is not None:
+        divide_experts(model, meshes.experts, policy)
     for layer in decoder_layers(model):
         # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
         layer.training = activation_checkpointing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -28,12 +28,20 @@ class RankMeshes:
 
     shards: over which FSDP2 shards weights; with several copies of the model two-dimensional: (copies, shards).
     context: the ranks that share each sample; None: each rank has samples of its own.
-    experts: (copies of the experts' shards, expert parallel); None: experts are sharded like other weights.
+    data: the ranks that together have each sample once, one of each context group; None: all ranks.
+    experts: (dp_replicate, efsdp, ep), or (efsdp, ep) with one copy of the model: the ranks along ep divide the experts
+        of each layer, those along efsdp shard the same ones; None: experts are sharded like other weights.
     """
 
     shards: DeviceMesh
     context: DeviceMesh | None = None
+    data: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """In which sums over samples are added up. None: torch's default group."""
+        return None if self.data is None else self.data.get_group()
 
 
 def choose_device(device: str, rank: int) -> torch.device:
@@ -75,11 +83,24 @@ def join_ranks(
 
 def _meshes(device_type: str, world_size: int, parallel: ParallelConfig) -> RankMeshes:
     """Neighbouring ranks share samples and experts; copies of the model lie furthest apart, on different nodes."""
-    copies = parallel.dp_replicate
+    copies, cp = parallel.dp_replicate, parallel.cp
     if copies == 1:
-        return RankMeshes(shards=init_device_mesh(device_type, (world_size,)))
-    shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return RankMeshes(shards=shards)
+        shards = init_device_mesh(device_type, (world_size,))
+    else:
+        names = ("dp_replicate", "dp_shard")
+        shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=names)
+    meshes = RankMeshes(shards=shards)
+    if cp > 1:
+        shared = init_device_mesh(device_type, (world_size // cp, cp), mesh_dim_names=("data", "context"))
+        meshes = replace(meshes, context=shared["context"], data=shared["data"])
+    return replace(meshes, experts=_experts_mesh(device_type, world_size, parallel)) if parallel.ep > 1 else meshes
+
+
+def _experts_mesh(device_type: str, world_size: int, parallel: ParallelConfig) -> DeviceMesh:
+    copies, ep = parallel.dp_replicate, parallel.ep
+    shape, names = (copies, world_size // copies // ep, ep), ("dp_replicate", "efsdp", "ep")
+    first = 0 if copies > 1 else 1
+    return init_device_mesh(device_type, shape[first:], mesh_dim_names=names[first:])
 
 
 def group_for_files() -> dist.ProcessGroup | None:

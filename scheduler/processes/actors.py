@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import operator
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from models.types import Engine
-from scheduler.placement import Placement
+from scheduler.placement import Placement, Seat
 
 # (rank, world_size, init_method) -> the member. init_method: for torch.distributed; None for a single rank.
 MemberFactory = Callable[[int, int, str | None], object]
@@ -38,7 +39,9 @@ class ActorGroup(Protocol):
     def size(self) -> int: ...
 
     async def call(self, rank: int, method: str, *args: object) -> object:
-        """Call one rank. Its calls are served one after another, in their order."""
+        """Call one rank. Its calls are served one after another, in their order; those of `async` methods begin in
+        their order, and overlap.
+        """
         ...
 
     async def call_all(self, method: str, *args: object) -> list[object]:
@@ -55,8 +58,12 @@ class ActorGroup(Protocol):
 class Cluster(Protocol):
     """Starts and ends the processes of a placement."""
 
-    async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
-        """One member per replica of the role, all made at the same time."""
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
+        """One member per replica of the role, all made at the same time.
+
+        meet: whether the members meet in collectives, as ranks of a learner do; else each works by itself, and gets no
+        `init_method`.
+        """
         ...
 
     async def restart_member(self, role: str, rank: int) -> None:
@@ -107,10 +114,17 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-class InProcessGroup:
-    """A group with one member on its own thread: made there, called there."""
+async def ask_member(thread: Executor, member: object, method: str, *args: object) -> object:
+    """Call a method of a member: an `async` one on this event loop, where calls overlap; any other on the member's
+    thread, one at a time.
+    """
+    if inspect.iscoroutinefunction(called := operator.attrgetter(method)(member)):
+        return await called(*args)
+    return await asyncio.get_running_loop().run_in_executor(thread, called, *args)
 
-    size = 1
+
+class InProcessMember:
+    """A member on its own thread: made there, called there."""
 
     def __init__(self, name: str, thread: ThreadPoolExecutor, member: object) -> None:
         self._name = name
@@ -119,35 +133,71 @@ class InProcessGroup:
         self._closed = False
 
     @classmethod
-    async def start(cls, name: str, make_member: MemberFactory) -> InProcessGroup:
+    async def start(cls, name: str, make_member: MemberFactory, rank: int, world_size: int) -> InProcessMember:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         try:
-            member = await asyncio.get_running_loop().run_in_executor(thread, make_member, 0, 1, None)
+            member = await asyncio.get_running_loop().run_in_executor(thread, make_member, rank, world_size, None)
         except BaseException:
             thread.shutdown(wait=False)
             raise
         return cls(name, thread, member)
 
-    async def call(self, rank: int, method: str, *args: object) -> object:
-        if rank != 0:
-            raise IndexError(f"{self._name} is the only rank of its group; there is no rank {rank}")
+    async def call(self, method: str, *args: object) -> object:
         if self._closed:
             raise ActorDied(self._name, "it was closed")
-        ask = operator.methodcaller(method, *args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, ask, self._member)
-
-    async def call_all(self, method: str, *args: object) -> list[object]:
-        return [await self.call(0, method, *args)]
-
-    async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
-        (args,) = args_by_rank
-        return [await self.call(0, method, *args)]
+        return await ask_member(self._thread, self._member, method, *args)
 
     async def close(self) -> None:
         if not self._closed and isinstance(self._member, Closable):
-            await self.call(0, "close")
+            await self.call("close")
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class InProcessGroup:
+    """The members of one class, all in this process."""
+
+    def __init__(self, seats: Sequence[Seat], make_member: MemberFactory, members: list[InProcessMember]) -> None:
+        self._seats = seats
+        self._make_member = make_member
+        self._members = members  # by rank
+
+    @classmethod
+    async def start(cls, seats: Sequence[Seat], make_member: MemberFactory) -> InProcessGroup:
+        group = cls(seats, make_member, [])
+        try:
+            for seat in seats:
+                group._members.append(await group._made(seat))
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        return await self._members[rank].call(method, *args)
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return await self.call_each(method, [args] * self.size)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
+        calls = (one.call(method, *args) for one, args in zip(self._members, args_by_rank, strict=True))
+        return list(await asyncio.gather(*calls))
+
+    async def restart(self, rank: int) -> None:
+        """Close a member that meets no others, and make it again."""
+        await self._members[rank].close()
+        self._members[rank] = await self._made(self._seats[rank])
+
+    async def close(self) -> None:
+        for member in self._members:
+            await member.close()
+
+    async def _made(self, seat: Seat) -> InProcessMember:
+        return await InProcessMember.start(seat.name, self._make_member, seat.rank, len(self._seats))
 
 
 class InProcessCluster:
@@ -155,23 +205,22 @@ class InProcessCluster:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._groups: list[InProcessGroup] = []
+        self._groups: dict[str, InProcessGroup] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._engines: dict[str, Engine] = {}
 
-    async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
         seats = self._placement.seats[role]
-        if len(seats) > 1:
+        if meet and len(seats) > 1:
             raise ValueError(
                 f"placement.roles.{role}.replicas: {len(seats)} ranks need one process each; "
                 f"set cluster=ray, or placement.roles.{role}.replicas=1"
             )
-        group = await InProcessGroup.start(seats[0].name, make_member)
-        self._groups.append(group)
+        group = self._groups[role] = await InProcessGroup.start(seats, make_member)
         return group
 
     async def restart_member(self, role: str, rank: int) -> None:
-        raise AssertionError(f"{role}-{rank} lives in this process: it can't have died alone")
+        await self._groups[role].restart(rank)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         engines = {seat.name: make_engine(seat.rank) for seat in self._placement.seats[role]}
@@ -202,5 +251,5 @@ class InProcessCluster:
         for engine in self._engines.values():
             if isinstance(engine, Closable):
                 engine.close()
-        for group in self._groups:
+        for group in self._groups.values():
             await group.close()

@@ -17,6 +17,7 @@ from models.types import (
     EngineDied,
     EngineRefused,
     GroupLink,
+    KeepsTrajectories,
     Pressure,
     ReportsPressure,
     RequestContext,
@@ -56,6 +57,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
+class EndTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No further turn of a trajectory comes."""
+
+    trajectory_id: str
+
+
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ticket: int
 
@@ -70,7 +77,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: RemoteError
 
 
-Message = EngineRequest | Cancel | Abort
+Message = EngineRequest | Cancel | Abort | EndTrajectory
 Notice = FirstToken | Finished | Failure
 
 
@@ -112,6 +119,10 @@ class EngineHost(OrderedHost):
             elif isinstance(message, Abort):
                 await asyncio.sleep(0)  # a request of the same batch must have reached the engine
                 await self.engine.abort(message.request_id)
+            elif isinstance(message, EndTrajectory):
+                await asyncio.sleep(0)  # a cancelled request of the same batch must have left the engine
+                if isinstance(self.engine, KeepsTrajectories):
+                    self.engine.end_trajectory(message.trajectory_id)
             elif message.ticket in self._running:
                 self._running[message.ticket].cancel()
 

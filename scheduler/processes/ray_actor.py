@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.types import WeightBucket
 from scheduler.placement import Seat
-from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
+from scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
@@ -35,7 +34,8 @@ CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started, befor
 
 class MemberHost(OrderedHost):
     """An actor that holds one member of a group. All that is asked of the member is done on one thread, in the order of
-    asking: ranks that are asked the same things meet in the same collectives."""
+    asking: ranks that are asked the same things meet in the same collectives. Its `async` methods run on the actor's
+    event loop instead, where calls overlap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class MemberHost(OrderedHost):
         self._member = await self._on_thread(lambda: make_member(rank, world_size, init_method))
 
     async def ask(self, method: str, *args: object) -> object:
-        return await self._on_thread(lambda: operator.methodcaller(method, *args)(self._member))
+        return await ask_member(self._thread, self._member, method, *args)
 
     async def close(self) -> None:
         if isinstance(self._member, Closable):
-            await self._on_thread(self._member.close)
+            await self.ask("close")
 
     async def _on_thread(self, work: Callable[[], object]) -> object:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -94,13 +94,13 @@ class RayCluster:
             raise
         return cluster
 
-    async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
         seats = self._placement.seats[role]
         actors = [self._create(seat, MemberHost) for seat in seats]
         self._groups[role] = actors
         self._member_factories[role] = make_member
         await self._until_up(actors)
-        init_method = await _meeting_place(actors) if len(actors) > 1 else None
+        init_method = await _meeting_place(actors) if meet and len(actors) > 1 else None
         await first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )

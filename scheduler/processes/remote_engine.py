@@ -21,7 +21,16 @@ from models.types import (
     ignore_first_token,
 )
 from scheduler.processes.actors import ActorDied
-from scheduler.processes.engine_host import Abort, Cancel, EngineRequest, Finished, FirstToken, Message, Notice
+from scheduler.processes.engine_host import (
+    Abort,
+    Cancel,
+    EndTrajectory,
+    EngineRequest,
+    Finished,
+    FirstToken,
+    Message,
+    Notice,
+)
 from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
 
 
@@ -81,6 +90,10 @@ class RemoteEngine:
         self._check_alive()
         await asyncio.shield(self._post(Abort(request_id=request_id)))
         self._check_alive()
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        if self._death is None:
+            self._post(EndTrajectory(trajectory_id=trajectory_id))
 
     async def pause(self) -> None:
         await self._control("pause")

@@ -27,9 +27,9 @@ class SerialStarts:
         gpus = [name for name, pool in placement.pools.items() if pool.resource == "gpu"]
         self._locks = {(name, slot): asyncio.Lock() for name in gpus for slot in range(placement.pools[name].slots)}
 
-    async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
         async with self._one_at_a_time(role):
-            return await self._cluster.start_group(role, make_member)
+            return await self._cluster.start_group(role, make_member, meet=meet)
 
     async def restart_member(self, role: str, rank: int) -> None:
         async with self._one_at_a_time(role, rank):

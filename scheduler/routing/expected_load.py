@@ -86,6 +86,11 @@ class LoadEstimate:
         if len(self._trajectories) > TRAJECTORIES_REMEMBERED:
             self._trajectories.popitem(last=False)
 
+    def ended_trajectory(self, trajectory_id: str) -> str:
+        """Forget a trajectory. Returns the engine that has its last turn, or an empty name."""
+        home = self._trajectories.pop(trajectory_id, None)
+        return "" if home is None else home.name
+
     def place_anywhere(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, among: Collection[str] | None = None
     ) -> tuple[str, float]:

@@ -20,6 +20,7 @@ from models.types import (
     EngineDied,
     EngineRefused,
     GroupLink,
+    KeepsTrajectories,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -253,6 +254,12 @@ class Router:
             await engine.abort(request_id)
         except EngineDied as death:
             self.mark_dead(name, engine, death)
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        """No further turn of this trajectory comes: the engine that has its last one may free it."""
+        engine = self._alive.get(self._work.ended_trajectory(trajectory_id))
+        if isinstance(engine, KeepsTrajectories):
+            engine.end_trajectory(trajectory_id)
 
     async def pause(self) -> None:
         await self._on_all(lambda engine: engine.pause())

@@ -15,6 +15,7 @@ from models.types import (
     Completion,
     Engine,
     GroupLink,
+    KeepsTrajectories,
     Pressure,
     ReportsPressure,
     RequestContext,
@@ -55,6 +56,10 @@ class RoleEngine:
     async def abort(self, request_id: str) -> None:
         """Abort a request of any role; also used to find dead engines."""
         await self.shared.engine.abort(request_id)
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        if isinstance(self.shared.engine, KeepsTrajectories):
+            self.shared.engine.end_trajectory(trajectory_id)
 
     async def pause(self) -> None:
         await self.shared.engine.pause()

@@ -1,4 +1,4 @@
-"""A user's own loss, estimator, environment and judge protocol: a run with all of them, and what is refused."""
+"""A user's own loss, estimator, environment, judge protocol and backend: a run with all of them; what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from grmpipe.config.run_config import ConfigError
 
 SOURCE = """
+import functools
+
 import numpy as np
 
 from grmpipe.algorithm.advantages import outcomes, over_tokens
@@ -18,6 +20,8 @@ from grmpipe.config.algorithm_tables import EstimatorKind
 from grmpipe.config.judge_protocols import JudgeProtocol
 from grmpipe.envs.env import Observation, Opening
 from grmpipe.judge.protocols.pointwise import PointwiseSession
+from grmpipe.train.learner.backend import LearnerRank
+from grmpipe.train.learner.learner import Learner
 
 CALLED = set()  # in the driver
 
@@ -59,6 +63,19 @@ class Session(PointwiseSession):
         return super().begin()
 
 
+class Backend:
+    # Has the methods of LearnerRank and no others; each passes its call on.
+
+    def __init__(self, spec, rank, world_size, init_method):
+        learner = Learner(spec, rank, world_size, init_method)
+        for name in (name for name in vars(LearnerRank) if not name.startswith("_")):
+            setattr(self, name, functools.partial(self._call, name, getattr(learner, name)))
+
+    def _call(self, name, method, *args):
+        CALLED.add(f"backend {name}")
+        return method(*args)
+
+
 PROTOCOL = JudgeProtocol(session="users_kinds.Session", early_stops=("relaxed",))
 """
 
@@ -71,7 +88,7 @@ def users_module(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: None, small_run: Callable) -> None:
+def test_a_run_with_the_users_own_kinds(users_module: None, small_run: Callable) -> None:
     files = small_run(
         "train.num_steps=1",
         "algorithm.loss=users_kinds.weighted",
@@ -81,9 +98,11 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         "env.target=users_kinds.Echo",
         "+env.options.ending=soon",
         "judge.protocol=users_kinds.PROTOCOL",
+        "train.backend=users_kinds.Backend",
     )
     assert files.summary["status"] == "completed"
-    assert {"estimator of 4 groups", "env soon", "closed", "protocol"} == importlib.import_module("users_kinds").CALLED
+    called = importlib.import_module("users_kinds").CALLED
+    assert {"estimator of 4 groups", "env soon", "closed", "protocol", "backend step", "backend bucket"} <= called
     (step,) = files.steps()
     assert step["train/clip_share"] == 1
 
@@ -102,6 +121,12 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
             r"^judge\.protocol: .* takes \(context, prompt, group_id, size\): too many",
         ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
+        ("train.backend=users_kinds.alone", r"^train\.backend: .* takes \(spec, rank, world_size, init_method\)"),
+        ("train.backend=megatron", r"^train\.backend: unknown value 'megatron'; known: fsdp2; .* dotted path"),
+        (
+            "train.backend=users_kinds.Backend placement=one_gpu_time_shared",
+            r"^train\.backend: .* can't give its memory .*train\.backend=fsdp2",
+        ),
         ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
         ("env.target=users_kinds.Echo", r"^env\.target: is for env\.kind=custom or workflow; type that"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,9 @@ def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
             assert dict(rest[0].rewards) == {"length": len(first.completion.text)}
             assert first.replies[0].content == "Again."
     assert files.summary["envs"]["episodes"] == 32 and files.summary["envs"]["faults"] == {}
+    timeline = json.loads((files.run_dir / "timeline.json").read_text())
+    assert sum(event["name"] == "step" for event in timeline) >= files.summary["envs"]["turns"]
+    assert max(step.get("env/time_share", 0) for step in files.steps()) > 0
 
 
 @pytest.mark.long
@@ -96,6 +100,15 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
         ("env=workflow env.runs_in=thread", r"^env\.runs_in: unknown place 'thread'; known: inprocess, process"),
         ("env.runs_in=process", r"^env\.runs_in: is for env\.kind=workflow"),
         ("env=workflow env.target=users_flow.solve env.command=[x]", r"^env\.command: is for .*runs_in=command"),
+        (
+            "env=workflow env.target=users_flow.solve env.runs_in=process env.isolation.kind=process",
+            r"^env\.isolation\.kind: .*a workflow needs the network, .*type env\.isolation\.kind=inprocess",
+        ),
+        (
+            "env=tools +env.mcp.calc.url=http://x env.isolation.kind=process",
+            r"^env\.isolation\.kind: .*servers of tools \(mcp\) are processes of their own; type env\.isolation\.kind=",
+        ),
+        ("env=tools +env.mcp.calc.command=[no-such-program]", r"^env\.mcp\.calc: .*no-such-program can't be started"),
         ("env=tools +env.mcp.calc.url=localhost", r"^env\.mcp\.calc\.url: must begin with http"),
         ("env=workflow env.target=users_flow.solve task=simulate", r"^env\.kind: task=simulate knows only single"),
     ],

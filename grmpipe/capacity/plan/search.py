@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import POLICY, StepWork, is_learning
+from grmpipe.capacity.lower_bound import LEARNER, POLICY, StepWork, is_learning
 from grmpipe.capacity.plan.candidates import (
     Candidate,
     Predicted,
@@ -134,8 +134,12 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
 
 
 def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
-    """Allowed numbers of processes for roles with a fixed number: ranks in this process, servers that already run."""
+    """Allowed numbers of processes for roles that don't take any: ranks in groups or in this process, servers that
+    already run.
+    """
     config, allowed = survey.config, dict[str, range]()
+    if (multiple := config.train.parallel.rank_multiple) > 1:
+        allowed[LEARNER] = range(multiple, sum(pool.slots for pool in config.placement.pools.values()) + 1, multiple)
     if config.cluster.kind == "inprocess":
         allowed |= dict.fromkeys(filter(is_learning, work.roles), range(1, 2))
     for role in work.engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.lower_bound import META_RM
+from grmpipe.capacity.lower_bound import LEARNER, META_RM
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
@@ -15,6 +15,7 @@ from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import Progress, check_learns, find_model
+from grmpipe.validate.parallel import check_experts, check_query_heads
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
@@ -78,9 +79,11 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     for role in roles.seated:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
-        check_heads(models[role.name], role)
+        check_heads(models[role.name], role, config)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning)
+            if role.learner == "learner":
+                check_experts(config, learning.path)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     for scorer in scorer_dtypes(config):
@@ -179,10 +182,17 @@ def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized
     return Sized(role=role, model=None, footprint=footprint, context_tokens=0), []
 
 
-def check_heads(sized: Sized, role: ServedRole) -> None:
-    """Check that the GPUs of an engine can share the model, as far as it is known here."""
+def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
+    """Check that the GPUs of an engine, and ranks that share samples, can share the model, as far as it is known
+    here.
+    """
     shape = role.model.shape
     if sized.model is not None:
-        check_tensor_parallel(role, heads_of(sized.model.path))
+        heads = heads_of(sized.model.path)
     elif shape.declared:
-        check_tensor_parallel(role, Heads(query=shape.num_heads, key=shape.num_kv_heads))
+        heads = Heads(query=shape.num_heads, key=shape.num_kv_heads)
+    else:
+        return
+    check_tensor_parallel(role, heads)
+    if role.learner == LEARNER:
+        check_query_heads(config, heads)

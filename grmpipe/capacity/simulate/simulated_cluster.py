@@ -128,13 +128,19 @@ class Simulation:
         self.devices = shared_devices(self.placement, self.costs.cores)
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
         first, *others = self.placement.seats[LEARNER]
+        cp = self.workload.config.train.parallel.cp
         self.ranks = SimulatedRanks(
-            1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name), self.costs.switch_s
+            1 + len(others),
+            self.costs.learner,
+            self.costs.sync_s,
+            self.devices.get(first.name),
+            self.costs.switch_s,
+            cp,
         )
         self.critic = self._critic()
         self.engines = {}
         routers = {role: self._start(role) for role in self.costs.engines}
-        learner = TimeSharedLearnerGroup(self.ranks)
+        learner = TimeSharedLearnerGroup(self.ranks, cp)
         sync = WeightSync(learner, PROBE, self.workload.config.sync)
         pools = self._elastic_pools(routers, sync)
         if sharing := self.placement.time_sharing_roles:

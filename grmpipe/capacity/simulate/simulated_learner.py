@@ -20,7 +20,7 @@ FORWARD_SHARE = 1 / 3  # of forward and backward
 class SimulatedRanks:
     """An ActorGroup: all ranks take part in every call, one call at a time.
 
-    device: of rank 0, if others share it; the other ranks behave the same.
+    device: of rank 0, if others share it; the other ranks behave the same. cp: the ranks that share each sample.
     """
 
     def __init__(
@@ -30,7 +30,9 @@ class SimulatedRanks:
         sync_s: float,
         device: SharedDevice | None = None,
         switch_s: float = 0.0,
+        cp: int = 1,
     ) -> None:
+        self._cp = cp
         self._num_ranks = num_ranks
         self._speed = speed
         self._sync_s = sync_s
@@ -94,13 +96,14 @@ class SimulatedRanks:
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "discard" | "connect" | "deliver":
+                case "discard" | "connect" | "deliver" | "delivered":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 
     def _pass_s(self, args_by_rank: Sequence[tuple[object, ...]]) -> float:
         """The time of a pass: all wait for the rank with most work; speeds are those of all ranks together."""
-        return max(num_tokens(args[0]) for args in args_by_rank) * self._num_ranks * self._speed.token_s
+        most = max(num_tokens(args[0]) for args in args_by_rank)
+        return most * (self._num_ranks // self._cp) * self._speed.token_s
 
     async def _spend(self, work_s: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -7,13 +7,11 @@ async with open_env_host(config.env, run_dir=..., seed=...) as host:
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
@@ -29,17 +27,18 @@ from grmpipe.envs.isolation.leftovers import clear, noted, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink
-
-NOTHING: Mapping[str, object] = MappingProxyType({})
-
-log = logging.getLogger(__name__)
 
 
 class EnvHost(Protocol):
-    """Where environments live. Constructing one (`env`) is cheap and takes no place; `Env.open` does."""
+    """Where environments live. Constructing one (`env`) is cheap and takes no place; `Env.open` does.
+
+    lacks: what the isolation lacks on this machine, in words; empty: nothing that counts.
+    """
 
     seats: SeatCounts
+    lacks: str
 
     def env(self) -> Env:
         """A new environment, for one episode. Its stages end in time, and its answers are checked (LimitedEnv)."""
@@ -52,60 +51,89 @@ async def open_env_host(
     *,
     run_dir: Path,
     seed: int = 0,
-    arguments: Mapping[str, object] = NOTHING,
     events: EventSink | None = None,
 ) -> AsyncIterator[EnvHost]:
-    """The host of a run's environments, with all that `config.isolation` asks for.
+    """The host of a run's environments, with all that `config.isolation` asks for, and the servers of their tools.
 
     Sweeps first what an earlier process of this run left. At the end all seats are closed or killed. Processes end with
     the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the isolation is
     missing and required.
 
-    seed:      of `config.inject_faults`.
-    arguments: further ones of the environment's class; only for kind=inprocess.
-    events:    gets a span for each stage of each episode.
+    seed:   of `config.inject_faults`.
+    events: gets a span for each stage of each episode.
     """
     await asyncio.to_thread(sweep, run_dir)
     isolation, faults = config.isolation, FaultInjection(share=config.inject_faults, seed=seed)
-    limits = StageLimits(
-        boot_s=config.boot_s,
-        step_s=config.step_s,
-        close_s=config.close_s,
-        max_observation_chars=config.max_observation_chars,
-    )
+    limits = limits_of(config)
     if isolation.kind == INPROCESS:
-        yield InprocessHost(env_factory(config, arguments), limits, faults, events)
+        async with tool_servers(config) as servers:
+            yield InprocessHost(env_factory(config, servers), limits, faults, events)
         return
-    assert not arguments, "an environment in another process makes its own"
+    assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
     left = noted(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits, faults)
     try:
         await host.start()
-        if isinstance(host, ProcessHost) and (lacks := weaknesses(await host.missing())):
-            log.warning("environments run with less isolation than they should: %s", described(lacks))
-        yield LimitedHost(host, limits, events)
+        lacks = weaknesses(await host.missing()) if isinstance(host, ProcessHost) else ()
+        yield LimitedHost(host, limits, events, described(lacks))
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
 
 
+class MakesEnvs(Protocol):
+    """A host without checks and limits of its own."""
+
+    seats: SeatCounts
+
+    def env(self) -> Env: ...
+
+
 class LimitedHost:
     """A host whose environments are checked here too. They keep their limits themselves: these are longer."""
 
-    def __init__(self, host: EnvHost, limits: StageLimits, events: EventSink | None) -> None:
+    def __init__(self, host: MakesEnvs, limits: StageLimits, events: EventSink | None, lacks: str) -> None:
         self.seats = host.seats
+        self.lacks = lacks
         self._host = host
         self._events = events
-        self._limits = replace(
-            limits,
-            boot_s=limits.boot_s + 2 * ENDING_S,
-            step_s=limits.step_s + 2 * ENDING_S,
-            close_s=2 * limits.close_s + 2 * ENDING_S,
-        )
+        self._limits = longer(limits)
 
     def env(self) -> Env:
         return LimitedEnv(self._host.env(), self._limits, self._events)
+
+
+def limits_of(config: EnvConfig) -> StageLimits:
+    return StageLimits(
+        boot_s=config.boot_s,
+        step_s=config.step_s,
+        close_s=config.close_s,
+        max_observation_chars=config.max_observation_chars,
+    )
+
+
+def longer(limits: StageLimits) -> StageLimits:
+    """Limits on an environment that keeps limits itself, and kills what doesn't."""
+    return replace(
+        limits,
+        boot_s=limits.boot_s + 2 * ENDING_S,
+        step_s=limits.step_s + 2 * ENDING_S,
+        close_s=2 * limits.close_s + 2 * ENDING_S,
+    )
+
+
+@asynccontextmanager
+async def tool_servers(config: EnvConfig) -> AsyncIterator[Mapping[str, object]]:
+    """Further arguments of the environment's class: the servers of tools, which episodes share."""
+    if not config.mcp:
+        yield {}
+        return
+    servers = McpServers(config.mcp_servers)
+    try:
+        yield {"servers": servers}
+    finally:
+        await servers.close()
 
 
 def check_isolation(config: IsolationConfig) -> None:

@@ -46,6 +46,7 @@ from grmpipe.envs.isolation.seat import LIMIT
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import EnvCause
+from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +266,9 @@ def blamed(reply: Reply) -> PolicyFault | EnvFault:
     if isinstance(reply, BlamedPolicy):
         return PolicyFault(reply.text, reply.kind)
     if isinstance(reply, BlamedEnv):
-        return EnvFault(reply.detail, reply.cause)
+        fault = EnvFault(reply.detail, reply.cause)
+        fault.__cause__ = RemoteTraceback(reply.trace) if reply.trace else None
+        return fault
     return EnvFault(f"the environment answered with {type(reply).__name__}", "protocol")
 
 

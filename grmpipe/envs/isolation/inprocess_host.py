@@ -17,6 +17,7 @@ class InprocessHost:
         self, make: MakeEnv, limits: StageLimits, faults: FaultInjection, events: EventSink | None = None
     ) -> None:
         self.seats = SeatCounts()
+        self.lacks = ""  # nothing was asked for
         self._make = make
         self._limits = limits
         self._faults = faults

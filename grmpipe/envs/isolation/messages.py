@@ -65,10 +65,11 @@ class BlamedPolicy(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlamedEnv(msgspec.Struct, frozen=True, tag=True):
-    """An EnvFault, or an exception of the environment."""
+    """An EnvFault, or an exception of the environment. trace: where it was raised, or empty."""
 
     detail: str
     cause: EnvCause
+    trace: str = ""
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
@@ -106,13 +107,19 @@ class BadFrame(Exception):
 
 def frame(message: Request | Report) -> bytes:
     """A message with its length. Raises BadFrame if it is too long, or holds what isn't plain data."""
+    body = body_of(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def body_of(message: Request | Report) -> bytes:
+    """A message without its length. Raises BadFrame."""
     try:
         body = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadFrame(f"{type(message).__name__} holds what is not plain data: {error}") from None
     if len(body) > MAX_FRAME:
         raise BadFrame(f"{type(message).__name__} takes {len(body):,} bytes, more than {MAX_FRAME:,}")
-    return _LENGTH.pack(len(body)) + body
+    return body
 
 
 async def body_of_next(reader: asyncio.StreamReader) -> bytes | None:
@@ -148,10 +155,15 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 def observed(observation: Observation) -> bytes:
-    """The frame of an observation. Where it is too long, the middle of its messages is cut. Raises BadFrame."""
+    """The frame of an observation that fits. Raises BadFrame."""
+    return frame(Observed(fitting(observation)))
+
+
+def fitting(observation: Observation) -> Observation:
+    """The observation for a frame. Where it is too long, the middle of its messages is cut."""
     if sum(len(message.content) for message in observation.messages) > MAX_FRAME // 4:
-        observation = replace(observation, messages=shortened(observation.messages))
-    return frame(Observed(observation))
+        return replace(observation, messages=shortened(observation.messages))
+    return observation
 
 
 def shortened(messages: Sequence[Message]) -> list[Message]:

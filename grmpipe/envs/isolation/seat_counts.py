@@ -15,3 +15,20 @@ class SeatCounts:
     opened: int = 0
     closed: int = 0
     killed: int = 0
+
+    @property
+    def open(self) -> int:
+        return self.opened - self.closed - self.killed
+
+    def add(self, other: SeatCounts) -> None:
+        self.opened += other.opened
+        self.closed += other.closed
+        self.killed += other.killed
+
+    def since(self, before: SeatCounts) -> SeatCounts:
+        """What was added to earlier counts; nothing if these are the earlier ones."""
+        return SeatCounts(
+            opened=max(0, self.opened - before.opened),
+            closed=max(0, self.closed - before.closed),
+            killed=max(0, self.killed - before.killed),
+        )

@@ -14,9 +14,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from grmpipe.config.env import McpServerConfig
+from grmpipe.config.env import EnvConfig, McpServerConfig
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import supervised
+from grmpipe.envs.tools.function_tools import tools_of
 from models.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -36,6 +37,35 @@ def check_mcp_installed() -> None:
     """Raises ValueError if there is no mcp."""
     if importlib.util.find_spec("mcp") is None:
         raise ValueError(INSTALL)
+
+
+async def check_servers(config: EnvConfig) -> None:
+    """Start each server once. Raises ValueError that begins with the key, for one that doesn't start within boot_s, and
+    for a tool with the name of another one.
+    """
+    owners = {tool.spec.name: "functions" for tool in (tools_of(config.functions) if config.functions else ())}
+    servers = McpServers(config.mcp_servers)
+    asking = (listed_in(servers, name, config.boot_s) for name in config.mcp)
+    found = await asyncio.gather(*asking, return_exceptions=True)  # the others end too, before one is raised
+    for name, tools in zip(config.mcp, found, strict=True):
+        if isinstance(tools, BaseException):
+            raise tools
+        for tool in tools:
+            if (other := owners.setdefault(tool, f"mcp.{name}")) != f"mcp.{name}":
+                raise ValueError(
+                    f"mcp.{name}: its tool {tool} is also one of env.{other}; rename one, or leave one out"
+                )
+
+
+async def listed_in(servers: McpServers, name: str, limit_s: float) -> list[str]:
+    """The names of a server's tools. Raises ValueError."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await servers.names_of(name)
+    except EnvFault as fault:
+        raise ValueError(f"mcp.{name}: {fault}") from fault
+    except TimeoutError:
+        raise ValueError(f"mcp.{name}: it lists no tools within env.boot_s = {limit_s:g} s") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +105,14 @@ class McpServers:
             await asyncio.gather(*(one.close() for one in own))
             raise
         return OpenServers(tools=tuple(tools), own=tuple(own))
+
+    async def names_of(self, name: str) -> list[str]:
+        """The tools of one server, which is started for that. Raises EnvFault."""
+        connection = await Connection.open(name, self._configs[name])
+        try:
+            return [tool.spec.name for tool in await self._tools_of(name, connection)]
+        finally:
+            await connection.close()
 
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self._shared.values()))

@@ -102,10 +102,11 @@ def turns_of(rollout: Rollout) -> list[JudgedTurn]:
 
 def joined(reports: Sequence[JudgeReport]) -> JudgeReport:
     """The report on a rollout, from those on its turns."""
+    by_turn = list(enumerate(reports))
     return JudgeReport(
         verdict=verdict_of(reports),
-        judgements=tuple(judgement for report in reports for judgement in report.judgements),
-        failures=tuple(failure for report in reports for failure in report.failures),
+        judgements=tuple(replace(one, turn=turn) for turn, report in by_turn for one in report.judgements),
+        failures=tuple(replace(one, turn=turn) for turn, report in by_turn for one in report.failures),
     )
 
 

@@ -21,7 +21,8 @@ PIECES_PER_RANK = 2  # for several ranks: whole groups can't be dealt evenly, an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRound:
-    """One micro-batch per rank, in rank order: what all ranks process at the same time.
+    """One micro-batch per rank, in rank order: what all ranks process at the same time. Here ranks that share
+    samples are one rank.
 
     samples: those of each rank, in packed order; they stay on the driver.
     """

@@ -44,9 +44,7 @@ class Critic:
         """
         max_tokens = critic_train(config, train).micro_batch_tokens
         self.ranks = ranks
-        self.value_cache = ValueCache(
-            ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch, group_size=train.group_size
-        )
+        self.value_cache = ValueCache(ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch)
         self._config = config
         self._algorithm = algorithm
         self._max_new_tokens = max_new_tokens

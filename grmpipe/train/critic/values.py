@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,37 +17,33 @@ from grmpipe.types import JudgedGroup, Rollout
 
 
 class ValueCache:
-    """Consumes rollouts, produces their values. Waits for groups whose siblings have all ended, and for the critic.
+    """Consumes groups that are rolled out, produces their values. Waits for such groups, and for the critic.
 
     All values of a batch come from the critic as it is at the beginning of the batch. A step of the critic voids values
     of later groups, so only as many groups are valued in advance as the open batch has places left. Values missing when
     a group is taken are computed then.
     """
 
-    def __init__(self, critic: CriticGroup, *, max_tokens: int, groups_per_batch: int, group_size: int) -> None:
+    def __init__(self, critic: CriticGroup, *, max_tokens: int, groups_per_batch: int) -> None:
         """max_tokens: packed tokens per rank and pass."""
         self.num_asked = 0  # rollouts valued, repeats under a later version included
         self._critic = critic
         self._max_tokens = max_tokens
         self._groups_per_batch = groups_per_batch
-        self._group_size = group_size
-        self._ended: dict[str, list[Rollout]] = {}  # group_id -> rollouts, of groups neither taken nor dropped
+        self._rolled_out: Callable[[], Sequence[Sequence[Rollout]]] = tuple  # of groups not taken
         self._known: dict[tuple[str, int], np.ndarray] = {}  # of the version at the beginning of the open batch
         self._num_taken = 0  # groups of the open batch
         self._resting = False  # the critic is making the steps that end a batch
         self._asking = asyncio.Lock()
         self._news = asyncio.Event()
 
-    def add(self, rollout: Rollout) -> None:
-        """Add a finished rollout of an open group."""
-        siblings = self._ended.setdefault(rollout.group_id, [])
-        siblings.append(rollout)
-        if len(siblings) == self._group_size:
-            self._news.set()
+    def watch(self, rolled_out: Callable[[], Sequence[Sequence[Rollout]]]) -> None:
+        """Set where groups are found whose rollouts have all ended and that no batch has taken."""
+        self._rolled_out = rolled_out
 
-    def forget(self, group_id: str) -> None:
-        """Remove a group that has ended."""
-        self._ended.pop(group_id, None)
+    def groups_changed(self) -> None:
+        """Take note that there may be another such group."""
+        self._news.set()
 
     async def run(self) -> None:
         """Compute values in advance, without end."""
@@ -57,7 +54,6 @@ class ValueCache:
 
     async def values_of(self, group: JudgedGroup) -> Values:
         """The values of a group's siblings that have a verdict. Marks the group as taken into the open batch."""
-        self.forget(group.group_id)
         self._num_taken += 1
         rollouts = [rollout for rollout, _ in judged_siblings(group)]
         await self._ask(rollouts)
@@ -80,12 +76,11 @@ class ValueCache:
         self._news.set()
 
     def _due(self) -> list[Rollout]:
-        """Rollouts of the oldest groups, as many groups as the open batch still has places for."""
+        """Rollouts of the first groups, as many groups as the open batch still has places for."""
         if self._resting:
             return []
-        whole = [siblings for siblings in self._ended.values() if len(siblings) == self._group_size]
         places = max(0, self._groups_per_batch - self._num_taken)
-        return [rollout for siblings in whole[:places] for rollout in siblings]
+        return [rollout for siblings in self._rolled_out()[:places] for rollout in siblings]
 
     async def _ask(self, rollouts: list[Rollout]) -> None:
         """Compute the values that are unknown. One call at a time, so that no value is computed twice."""

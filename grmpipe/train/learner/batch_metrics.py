@@ -32,28 +32,31 @@ class BatchMetrics:
         self._ratios_and_ages.append(torch.stack([ratios_N, ages_N.to(ratios_N.dtype)], dim=1))
         return {f"train/{name}_sum": value for name, value in sums.items()}
 
-    def read(self, totals: BatchTotals, denominator: float) -> Metrics:
-        """Means over the batch: the loss as optimized, everything else per trained token. A collective."""
+    def read(self, totals: BatchTotals, denominator: float, group: dist.ProcessGroup | None = None) -> Metrics:
+        """Means over the batch: the loss as optimized, everything else per trained token. A collective.
+
+        group: ranks that together have each sample once; None: all ranks.
+        """
         names = sorted(self._sums)
         summed = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device=self._device)
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=group)
         sums = dict(zip(names, summed.tolist(), strict=True))
         tokens = sums.pop("tokens")
         assert tokens == totals.num_loss_tokens, f"{tokens} tokens accumulated, {totals.num_loss_tokens} in the batch"
         loss = sums.pop("loss") / denominator
         means = {f"train/{name}": value / tokens for name, value in sums.items()}
-        ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages)).unbind(1)
+        ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages), group).unbind(1)
         return {"train/loss": loss, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}
 
 
-def _gather(rows_NC: Tensor) -> Tensor:
-    """The rows of all ranks, which may differ in number: padded with nan to the longest. Rows with a nan are
-    dropped.
+def _gather(rows_NC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of all ranks of a group, which may differ in number: padded with nan to the longest. Rows with a nan
+    are dropped.
     """
     longest = torch.tensor(len(rows_NC), device=rows_NC.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     padded = rows_NC.new_full((int(longest), rows_NC.shape[1]), torch.nan)
     padded[: len(rows_NC)] = rows_NC
-    everyone = padded.new_empty(dist.get_world_size() * len(padded), rows_NC.shape[1])
-    ALL_GATHER(everyone, padded)
+    everyone = padded.new_empty(dist.get_world_size(group) * len(padded), rows_NC.shape[1])
+    ALL_GATHER(everyone, padded, group=group)
     return everyone[~everyone.isnan().any(dim=1)]

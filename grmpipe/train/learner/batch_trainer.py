@@ -18,6 +18,8 @@ from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
+SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops")  # over updates
+
 
 class BatchTrainer:
     """Consumes groups, produces steps. Waits only for the learner.
@@ -50,9 +52,9 @@ class BatchTrainer:
             times=algorithm.replay_buffer_uses,
         )
         self._max_new_tokens = max_new_tokens
-        self._max_tokens = train.micro_batch_tokens
+        self._max_tokens = train.max_packed_tokens
         self._shared = train.prefix_sharing
-        self._packer = Packer(self._max_tokens, learner.size, self._shared, algorithm.needs_whole_rollouts)
+        self._packer = Packer(self._max_tokens, learner.dp_size, self._shared, algorithm.needs_whole_rollouts)
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
@@ -173,18 +175,21 @@ class BatchTrainer:
         return await self._learner.step(count(samples, min(group.version for group in groups)))
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Train in several updates, split by groups at random. Returns the metrics of the last update."""
+        """Train in several updates, split by groups at random. Returns the metrics of the last update, with sums of
+        what all of them took.
+        """
         oldest = min(group.version for group in groups)
         ids = [group.group_id for group in groups]
         parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
-        metrics: Metrics = {}
+        updates = []
         for part, rounds, olds in zip(parts, packed, old, strict=True):
             for round_, old_pass in zip(rounds, olds, strict=True):
                 await self._learner.accumulate(round_, old_pass)
-            metrics = await self._learner.step(count(part, oldest))
-        return metrics
+            updates.append(await self._learner.step(count(part, oldest)))
+        last = updates[-1]
+        return last | {name: sum(update[name] for update in updates) for name in SUMMED if name in last}
 
     async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
         """The log-probs to take the ratio against; None if the ratio doesn't need them."""
@@ -195,4 +200,4 @@ class BatchTrainer:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         whole_rollouts = self._algorithm.needs_whole_rollouts
-        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared, whole_rollouts)
+        return rounds_of(samples, self._max_tokens, self._learner.dp_size, self._shared, whole_rollouts)

@@ -12,6 +12,7 @@ import numpy as np
 
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
+from grmpipe.train.learner.device_usage import over_ranks
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
@@ -23,10 +24,15 @@ class LearnerGroup:
     """Each actor holds one rank's Learner. Every method is a collective: it reaches all ranks, one call at a time.
 
     Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
+
+    Neighbouring ranks may share samples: they get the same micro-batch, and the first of them answers for all.
     """
 
-    def __init__(self, actors: ActorGroup) -> None:
+    def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
+        """cp: the ranks that share each sample."""
+        assert actors.size % cp == 0, (actors.size, cp)
         self._actors = actors
+        self._cp = cp
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._version = 0
         self._work = RankWork()  # of the open batch
@@ -36,9 +42,9 @@ class LearnerGroup:
         self._may_compute.set()
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._actors.size
+    def dp_size(self) -> int:
+        """The number of micro-batches in a round: ranks, or groups of ranks that share samples."""
+        return self._actors.size // self._cp
 
     @property
     def version(self) -> int:
@@ -50,25 +56,30 @@ class LearnerGroup:
         await self._actors.call_all("expect", num_steps)
 
     async def accumulate(self, round_: MicroBatchRound, old: Sequence[OldPass] | None = None) -> Metrics:
-        """Forward and backward, one micro-batch per rank. Returns sums over ranks."""
+        """Forward and backward on a round. Returns sums over its micro-batches."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
         self._tokens.add(round_.micro_batches)
         before = old if old is not None else [None] * len(round_.micro_batches)
         async with self._takes_memory():
-            sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
+            sums = await self._call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
     async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
-        """The old pass over each rank's micro-batch, for several updates on one batch."""
+        """The old pass over each micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[OldPass], await self._actors.call_each("old_pass", each))
+            return cast(list[OldPass], await self._call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: MicroBatchRound) -> list[np.ndarray]:
-        """log pi_ref of each rank's micro-batch, for a KL that is subtracted from the rewards."""
+        """log pi_ref of each micro-batch, for a KL that is subtracted from the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[np.ndarray], await self._actors.call_each("reference_logprobs", each))
+            return cast(list[np.ndarray], await self._call_each("reference_logprobs", each))
+
+    async def _call_each(self, method: str, each: Sequence[tuple[object, ...]]) -> list[object]:
+        """Call ranks with the arguments of each micro-batch. Returns an answer for each."""
+        answers = await self._actors.call_each(method, [args for args in each for _ in range(self._cp)])
+        return answers[:: self._cp]
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
@@ -77,8 +88,8 @@ class LearnerGroup:
             self._work, self._tokens = RankWork(), BatchTokens()
             metrics = await self._actors.call_all("step", totals)
             self._version += 1
-        waited = {"train/rank_imbalance": done.imbalance} if self.size > 1 else {}
-        return cast(Metrics, metrics[0]) | tokens.metrics() | waited
+        waited = {"train/rank_imbalance": done.imbalance} if self.dp_size > 1 else {}
+        return over_ranks(cast(list[Metrics], metrics)) | tokens.metrics() | waited
 
     async def discard(self) -> None:
         self._work, self._tokens = RankWork(), BatchTokens()
@@ -140,8 +151,11 @@ class LearnerGroup:
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
     async def deliver(self, index: int) -> None:
-        """Let rank 0 broadcast a bucket while the engines load it. Does nothing if the bytes are there already."""
+        """Let rank 0 broadcast a bucket while the engines load it, and while a bucket that is asked for meanwhile is
+        unsharded. Does nothing if the bytes are there already.
+        """
         await self._actors.call(0, "deliver", index)
+        await self._actors.call(0, "delivered")
 
     async def close(self) -> None:
         """Let rank 0 remove its files and leave its group. The actors stay alive."""
@@ -174,19 +188,26 @@ class LearnerGroup:
 
 
 class BatchTokens:
-    """The tokens of a batch that pass through the learner once, and those that would if no prefix were shared."""
+    """The tokens of a batch that pass through the learner, those that would if no prefix were shared, and those that
+    are trained: a token that several samples train counts for each.
+    """
 
     def __init__(self) -> None:
-        self._packed = self._unshared = 0
+        self._packed = self._unshared = self._trained = 0
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
         for micro_batch in micro_batches:
             if micro_batch.loss_mask_E.any():  # else an idle rank's
                 self._packed += len(micro_batch.token_ids_T)
                 self._unshared += int((micro_batch.sample_lengths_S + micro_batch.prefix_lengths_S).sum())
+                self._trained += int(micro_batch.loss_mask_E.sum())
 
     def metrics(self) -> Metrics:
-        return {"train/packed_tokens": float(self._packed), "train/unshared_tokens": float(self._unshared)}
+        return {
+            "train/packed_tokens": float(self._packed),
+            "train/unshared_tokens": float(self._unshared),
+            "train/loss_tokens": float(self._trained),
+        }
 
 
 def _work_of(micro_batch: MicroBatch) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.train import TRAIN_BACKENDS, AlgorithmConfig, TrainConfig
 from models.settings import LoraConfig
 
 if TYPE_CHECKING:
-    from grmpipe.train.learner.learner import Learner
+    from grmpipe.train.learner.backend import LearnerRank
     from grmpipe.train.learner.offload import OffloadingLearner
 
 
@@ -49,10 +50,10 @@ class LearnerSpec:
         return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
-def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> Learner:
-    from grmpipe.train.learner.learner import Learner
-
-    return Learner(spec, rank, world_size, init_method)
+def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> LearnerRank:
+    """A rank by the backend of `train.backend`."""
+    make = cast("Callable[..., LearnerRank]", TRAIN_BACKENDS.found(spec.train.backend))
+    return make(spec, rank, world_size, init_method)
 
 
 def make_offloading_learner(

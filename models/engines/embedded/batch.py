@@ -202,6 +202,10 @@ class RunningBatch:
         self._weights_epoch += 1
         self.drop_parked()
 
+    def end_trajectory(self, trajectory_id: str) -> None:
+        """Free the slots of its parked rows."""
+        self._parked.drop_trajectory(trajectory_id)
+
     def drop_parked(self) -> None:
         self._parked.clear()
 

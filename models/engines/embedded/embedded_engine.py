@@ -115,6 +115,10 @@ class EmbeddedEngine:
     async def abort(self, request_id: str) -> None:
         await self._do(partial(self._worker.abort, request_id))
 
+    def end_trajectory(self, trajectory_id: str) -> None:
+        with contextlib.suppress(EngineDied):
+            self._post(Command(partial(self._worker.end_trajectory, trajectory_id), lambda error: None))
+
     async def pause(self) -> None:
         await self._do(partial(self._worker.set_paused, True))
 

@@ -144,6 +144,9 @@ class EmbeddedWorker:
             self._batch.abort(ticket.row)
             self._answer(ticket)
 
+    def end_trajectory(self, trajectory_id: str) -> None:
+        self._batch.end_trajectory(trajectory_id)
+
     def _answer(self, ticket: EmbeddedRequest) -> None:
         del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
         self._num_finished += 1

@@ -53,6 +53,9 @@ class ParkedRows:
     def drop_oldest(self) -> None:
         del self._rows[0]
 
+    def drop_trajectory(self, trajectory_id: str) -> None:
+        self._rows = [row for row in self._rows if row.trajectory_id != trajectory_id]
+
     def clear(self) -> None:
         self._rows.clear()
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from models.engines.installed import vllm_missing
 from models.engines.vllm.pressure import PressureGauge
-from models.settings import VllmConfig
+from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
-WEIGHT_BACKEND = "grmpipe"
+WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 CPU_KV_CACHE_MB = 256
 CPU_STEP_TOKENS = 4096
 CPU_BLOCK_SIZE = 32  # in tokens; vLLM's default of 128 on CPUs shares no shorter prompt
@@ -41,6 +42,9 @@ INSTEAD = {
     "enable_prefix_caching": "engine.vllm.prefix_caching",
     "enable_sleep_mode": "engine.vllm.sleep_mode",
     "enable_return_routed_experts": "algorithm.router_replay",
+    "enable_lora": "policy.lora.sync or grm.lora.sync",
+    "max_lora_rank": "policy.lora.rank or grm.lora.rank",
+    "lora_target_modules": "policy.lora.target_modules or grm.lora.target_modules",
     "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
     "data_parallel_size": "placement.roles.<role>.replicas",
 }
@@ -48,13 +52,27 @@ INSTEAD = {
 FIXED = (
     "tokenizer", "served_model_name", "skip_tokenizer_init", "distributed_executor_backend", "logprobs_mode",
     "scheduling_policy", "scheduler_cls", "stream_interval", "generation_config", "worker_cls",
-    "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "enable_log_requests",
+    "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "enable_log_requests", "max_loras",
+    "max_cpu_loras", "lora_dtype",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters that an engine applies. targets: the last parts of the names of their linear layers."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmStart:
-    """The specification of an engine. `context_tokens`: its window, for prompt and new tokens together."""
+    """The specification of an engine.
+
+    context_tokens: its window, for prompt and new tokens together.
+    adapters:       what pushes carry, if they aren't merged into the weights.
+    """
 
     model_path: str
     config: VllmConfig
@@ -64,6 +82,7 @@ class VllmStart:
     tensor_parallel: int
     takes_weights: bool
     return_routed_experts: bool = False  # for mixtures of experts; needs vLLM's Model Runner V2, which needs a GPU
+    adapters: Adapters | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -127,8 +146,17 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if config.quantization != "none":
+        arguments["quantization"] = VLLM_QUANTIZATIONS[config.quantization]
     if start.takes_weights:
-        arguments["weight_transfer_config"] = {"backend": WEIGHT_BACKEND}
+        arguments["weight_transfer_config"] = {"backend": ADAPTER_BACKEND if start.adapters else WEIGHT_BACKEND}
+    if start.adapters is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= start.adapters.rank),
+            "lora_target_modules": list(start.adapters.targets),
+        }
     if start.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if start.on_cpu:

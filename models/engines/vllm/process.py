@@ -55,9 +55,9 @@ class VllmProcess:
         finally:
             task.cancel()
 
-    async def ask_workers(self, method: str) -> list[Any]:
+    async def ask_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of the workers' extension; answers by rank."""
-        return await self.call(self.llm.collective_rpc(method))
+        return await self.call(self.llm.collective_rpc(method, args=args))
 
     def refuse_the_dead(self) -> None:
         if self.llm.errored:

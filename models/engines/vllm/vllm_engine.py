@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from models.engines.context_limit import ContextLimit
 from models.engines.stop_conditions import StopConditions
-from models.engines.vllm.options import VllmStart, check_vllm_options
+from models.engines.vllm.options import Adapters, VllmStart, check_vllm_options
 from models.engines.vllm.process import VllmProcess
 from models.engines.vllm.vllm_requests import (
     VllmRequest,
     VllmSample,
+    adapter_request,
     experts_of,
     finish_reason_of,
     refuse_what_cannot_run,
@@ -36,8 +37,9 @@ from models.engines.vllm.vllm_requests import (
 from models.engines.vllm.vllm_weights import as_plain, reading_error, unapplied
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.expert_routing import Routers
+from models.lm.lora import targets_of
 from models.renderer import Renderer
-from models.settings import VllmConfig
+from models.settings import LoraConfig, VllmConfig
 from models.types import (
     Completion,
     EngineDied,
@@ -70,6 +72,7 @@ class VllmEngine:
     version: of the weights in `model_path`.
     takes_weights: False leaves out what only pushes need.
     return_routed_experts: whether completions have the experts of their tokens; for mixtures of experts on a GPU only.
+    lora: adapters that pushes update, if they aren't merged into the weights.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class VllmEngine:
         tensor_parallel: int = 1,
         takes_weights: bool = True,
         return_routed_experts: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
@@ -104,6 +108,7 @@ class VllmEngine:
         self._awake.set()
         self._ready: asyncio.Task[None] | None = None
         self._arena = SharedArena()  # for bytes that come within a bucket
+        self._adapters = adapters_of(model_path, lora) if takes_weights and lora is not None else None
         start = VllmStart(
             model_path=model_path,
             config=config,
@@ -113,8 +118,10 @@ class VllmEngine:
             tensor_parallel=tensor_parallel,
             takes_weights=takes_weights,
             return_routed_experts=return_routed_experts,
+            adapters=self._adapters,
         )
         self._process = VllmProcess(start, model_name)
+        self._adapter = adapter_request() if self._adapters else None
         self._call, self._ask_workers = self._process.call, self._process.ask_workers
         self._refuse_the_dead = self._process.refuse_the_dead
 
@@ -186,6 +193,7 @@ class VllmEngine:
         self._refuse_the_dead()
         if not (self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that takes weights")
+        await self._introduced()
         await self._drop_update()
         await self._forget_cached_prompts()
         await self._join(link)
@@ -211,6 +219,8 @@ class VllmEngine:
         if self._updating:
             with self._worker_drops_what_fails():
                 await self._call(self._llm.finish_weight_update(weight_version=str(version)))
+                if self._adapters is not None:
+                    await self._ask_workers("install_adapters")
             self._updating = False
             reports = await self._ask_workers("take_report")
             checksums = reports[0][0]  # from tensor rank 0; all ranks get the same tensors
@@ -282,7 +292,9 @@ class VllmEngine:
         sampled = VllmSample()
         prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
         sampling = sampling_of(ticket.params, self._seed, self._stop_token_ids)
-        async for output in self._llm.generate(prompt, sampling, ticket.request_id, priority=ticket.priority):
+        async for output in self._llm.generate(
+            prompt, sampling, ticket.request_id, lora_request=self._adapter, priority=ticket.priority
+        ):
             sampled.add(output)
             if sampled.token_ids:
                 ticket.begin()
@@ -318,7 +330,9 @@ class VllmEngine:
         prompt, last = (ids, ()) if len(ids) < self._window.tokens else (ids[:-1], ids[-1:])
         tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
         name = f"score-{next(self._scores)}"
-        async for output in self._llm.generate(tokens, scoring_of(last), name, priority=FIRST_OF_ALL):
+        async for output in self._llm.generate(
+            tokens, scoring_of(last), name, lora_request=self._adapter, priority=FIRST_OF_ALL
+        ):
             return scores_of(output, last)
         raise AssertionError("vLLM ended a request without an output")
 
@@ -336,15 +350,22 @@ class VllmEngine:
     # -- vLLM's processes ------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
-        """Once the loop runs: what vLLM asks its core before a first request, and the name of its weights."""
-        if self._ready is None:
-            self._ready = asyncio.create_task(self._introduce())
-        await asyncio.shield(self._ready)
+        await self._introduced()
         if not self._awake.is_set():
             await self._call(self._awake.wait())
 
+    async def _introduced(self) -> None:
+        """Once the loop runs: what vLLM asks its core before a first request, the name of its weights, and an adapter
+        that changes nothing.
+        """
+        if self._ready is None:
+            self._ready = asyncio.create_task(self._introduce())
+        await asyncio.shield(self._ready)
+
     async def _introduce(self) -> None:
         await self._call(self._llm.get_supported_tasks())
+        if self._adapters is not None:
+            await self._ask_workers("begin_adapters", self._adapters.rank, self._adapters.alpha)
         if await self._call(self._llm.get_weight_version()) == "default":
             await self._call(self._llm.update_weight_version(str(self.version)))
 
@@ -369,3 +390,10 @@ class VllmEngine:
     async def _drop_update(self) -> None:
         await self._ask_workers("drop_update")
         self._updating = False
+
+
+def adapters_of(model_path: str, lora: LoraConfig) -> Adapters | None:
+    """The adapters that the engine applies itself. None: there are none, or pushes merge them."""
+    if not lora.in_engines:
+        return None
+    return Adapters(rank=lora.rank, alpha=lora.alpha, targets=tuple(targets_of(outline_causal_lm(model_path), lora)))

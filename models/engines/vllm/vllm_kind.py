@@ -14,6 +14,8 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     section = "vllm"
     transports = ("cuda_ipc", "nccl", "shared_memory", "gloo")
     any_transport = True
+    applies_adapters = True
+    max_adapter_rank = 512  # vLLM's largest max_lora_rank
     swaps_weights = True
     share_option = "gpu_memory_utilization"
     memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
@@ -36,12 +38,21 @@ class VllmKind(GpuEngineKind[VllmConfig]):
             tensor_parallel=spec.num_gpus,
             takes_weights=spec.takes_weights,
             return_routed_experts=spec.return_routed_experts,
+            lora=spec.lora,
         )
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if missing := vllm_missing():
             raise ValueError(f"{role}.engine: {missing}")
         check_vllm_options(self.options)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.options.quantization != "none" or super().quantizes
+
+    @property
+    def needs_whole_layers(self) -> bool:
+        return self.options.quantization != "none" or bool(self.options.options.get("quantization"))
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

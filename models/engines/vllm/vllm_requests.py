@@ -17,8 +17,10 @@ from models.types import Completion, EngineRefused, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VllmSampling
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import WeightVersionSpan
 
+ADAPTER_ID = 1  # of an engine's only adapter
 COLDEST = 0.01  # vLLM raises lower temperatures to this value; 0 is greedy
 
 
@@ -67,6 +69,13 @@ class VllmSample:
         self.spans = piece.weight_versions or ()
         self.num_cached_tokens = output.num_cached_tokens or 0
         self.experts_TLK = piece.routed_experts  # only in the last piece
+
+
+def adapter_request() -> LoRARequest:
+    """The adapter that every request to an engine with adapters uses. It has no file: pushes replace it in memory."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="grmpipe", lora_int_id=ADAPTER_ID, lora_path="pushed")
 
 
 def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:

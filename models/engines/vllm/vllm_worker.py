@@ -14,15 +14,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
@@ -36,60 +35,37 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from models.engines.vllm.applied import Application
-from models.engines.vllm.options import OWNER_PID, WEIGHT_BACKEND
+from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, WEIGHT_BACKEND
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, under_sent_names, writing_error
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.types import GroupLink, ModelFiles, WeightTensor
-from models.weights.process_group import BroadcastGroup
+from models.engines.vllm.worker_inbox import WorkerInbox
+from models.types import ModelFiles
 from models.weights.receiving import checksums_of, received
+
+if TYPE_CHECKING:
+    from models.engines.vllm.adapter_inbox import AdapterInbox
 
 Kernels = dict[UnquantizedFusedMoEMethod, FusedMoEKernel | None]
 
 
-class Inbox(WeightTransferEngine):
-    """The receiving end of a push, one per worker."""
-
-    init_info_cls = GroupLink
-    update_info_cls = PlainBucket
+class Inbox(WorkerInbox):
+    """The receiving end of pushes of weights."""
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.checksums: dict[str, str] = {}
-        self._group = BroadcastGroup(device, get_tensor_model_parallel_rank())
-        self._taken = Taken.of(vllm_config.model_config.model)
         self._sent: set[str] = set()
         self._application = Application(model)
-        self.applied: Applied | None = None
         self._kernels: Kernels = {}
-
-    def init_transfer_engine(self, init_info: GroupLink) -> None:
-        with writing_error():
-            self._group.join(init_info)
 
     def start_weight_update(self) -> None:
         self.drop()
         self._application.begin()
         self._kernels = take_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load all of a bucket, or nothing and raise an error with the tensor that doesn't fit; the update is then
-        over.
-        """
-        with writing_error():
-            try:
-                self.receive_weights(self.parse_update_info(update_info))
-            except BaseException:
-                self._group.leave()  # otherwise the sender waits for us until its timeout
-                self.drop()
-                raise
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     @torch.no_grad()
     def receive_weights(self, update_info: PlainBucket) -> None:
@@ -141,9 +117,6 @@ class Inbox(WeightTransferEngine):
                 info.reset()
         put_back(self._kernels)
 
-    def shutdown(self) -> None:
-        self._group.leave()
-
     def _stored(self, path: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors in a model's files, read as vLLM does at its start."""
         model = copy(self.model_config)
@@ -170,42 +143,28 @@ class Inbox(WeightTransferEngine):
             raise ValueError(f"weights: vLLM can't load {under_way[-1:]}: {error!r}") from error
 
 
-class Taken:
-    """The tensors that a model takes, by name, with their shapes. A tied tensor has all its names."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own_names: Mapping[str, str]) -> None:
-        self._shapes, self.own_names = shapes, own_names
-
-    @staticmethod
-    def of(model_path: str) -> Taken:
-        """The tensors in checkpoints of the model; if transformers lacks the model, vLLM's own loader decides alone."""
-        try:
-            model = outline_causal_lm(model_path)
-        except ValueError:
-            return Taken({}, {})
-        return Taken(*CheckpointNames(model).taken())
-
-    def own_name(self, tensor: WeightTensor) -> str:
-        """vLLM's name of a tensor. Raises ValueError for one that doesn't fit."""
-        if not self._shapes:
-            return tensor.name
-        shape = self._shapes.get(tensor.name)
-        if shape is None:
-            raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
-        if shape != tensor.shape:
-            raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {shape}")
-        return self.own_names[tensor.name]
-
-    def all_in(self, names: Iterable[str]) -> bool:
-        return bool(self.own_names) and set(self.own_names.values()) <= set(names)
-
-
 class WeightReceiver:
     """Further methods of the worker, for `collective_rpc`."""
 
-    weight_transfer_engine: Inbox
+    weight_transfer_engine: WorkerInbox
+    model_runner: LoRAModelRunnerMixin
     _weight_update_active: bool
     device: torch.device
+
+    def begin_adapters(self, rank: int, alpha: float) -> None:
+        """For an engine that receives adapters alone: before its first push and its first request."""
+        self._adapter_inbox.begin(self.model_runner.lora_manager, rank, alpha)
+
+    def install_adapters(self) -> None:
+        """After the end of a push of adapters."""
+        self._adapter_inbox.install()
+
+    @property
+    def _adapter_inbox(self) -> AdapterInbox:
+        from models.engines.vllm.adapter_inbox import AdapterInbox
+
+        assert isinstance(self.weight_transfer_engine, AdapterInbox)
+        return self.weight_transfer_engine
 
     def take_report(self) -> tuple[dict[str, str], Applied | None]:
         """The checksums of the last push's tensors, and its effect on this worker's parameters."""
@@ -236,7 +195,7 @@ def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
     if not (method is None or isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))):
         raise ValueError(
             f"weights: only some tensors of a {type(layer).__name__} arrived, and vLLM keeps it in its own format "
-            f"({type(method).__name__}); send all of them (sync.delta=false)"
+            f"({type(method).__name__}); send all of them (sync.delta=false; all of its parts in lora.target_modules)"
         )
     assert info.kernel_tensors is not None
     held, _ = info.kernel_tensors
@@ -296,6 +255,7 @@ def end_with(owner_pid: int) -> None:
 
 def _set_up_process() -> None:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, Inbox)
+    WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "models.engines.vllm.adapter_inbox", "AdapterInbox")
     torch.cpu._init_amx()  # without the kernel's permission the first bfloat16 product dies of SIGILL
     # It warns of every layer without new weights: tied heads, and tensors that a push leaves out.
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)

@@ -339,6 +339,7 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
     ("engine", "options", "tolerance"),
     [
         ("vllm", {"options": {"quantization": "fp8"}}, 1.0),
+        ("vllm", {"quantization": "fp8"}, 1.0),
         ("vllm", {"options": {"kv_cache_dtype": "fp8"}}, 1.0),
         ("sglang", {"options": {"kv-cache-dtype": "fp8_e4m3"}}, 1.0),
         ("embedded", {"quantize": "int8"}, 1.0),
@@ -349,3 +350,38 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
 def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
     given = config(policy={"engine": engine}, engine={engine: options})
     assert served("policy", given).sync.probe_tolerance_16bit == tolerance
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("vllm", {"quantization": "fp8"}),
+        ("vllm", {"options": {"kv_cache_dtype": "fp8"}}),
+        ("embedded", {"quantize": "fp8"}),
+    ],
+)
+def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, options: dict) -> None:
+    def seated(task: str = "train", **algorithm: str) -> None:
+        sections = {"policy": {"engine": engine}, "engine": {engine: options}, "algorithm": algorithm}
+        seat_roles(from_values(RunConfig, {"placement": placement_of(), "task": task, **sections}))
+
+    with pytest.raises(ConfigError, match=r"^algorithm\.correction: .*quantized.*type algorithm\.correction=tis or"):
+        seated(correction="none")
+    seated(correction="tis")
+    seated(correction="none", proximal="sampler")
+    seated(correction="grmpipe.algorithm.corrections.uncorrected")
+    seated("evaluate", correction="none")
+
+
+def test_an_engine_that_quantizes_fused_layers_is_sent_whole_ones() -> None:
+    sections = {"placement": placement_of(), "policy": {"engine": "vllm"}, "sync": {"delta": True}}
+    seat_roles(from_values(RunConfig, sections))
+    with pytest.raises(ConfigError, match=r"^sync\.delta: .*policy quantizes.*type sync\.delta=false"):
+        seat_roles(from_values(RunConfig, sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
+
+
+def test_one_key_says_how_vllm_quantizes() -> None:
+    with pytest.raises(ValueError, match="quantization: unknown value 'int3'; known: none, fp8, fp8_per_block"):
+        VllmConfig(quantization="int3")
+    with pytest.raises(ValueError, match=r"options\.quantization: 'awq' and quantization=fp8 exclude each other"):
+        VllmConfig(quantization="fp8", options={"quantization": "awq"})

@@ -75,8 +75,16 @@ JUDGEMENTS = st.builds(
     completion=COMPLETIONS,
     grm=TEXT,
     version=COUNTS,
+    turn=st.none() | COUNTS,
 )
-FAILED = st.builds(Failed, stage=st.sampled_from(["rollout", "judge"]), cause=CAUSES, attempts=COUNTS, detail=TEXT)
+FAILED = st.builds(
+    Failed,
+    stage=st.sampled_from(["rollout", "judge"]),
+    cause=CAUSES,
+    attempts=COUNTS,
+    detail=TEXT,
+    turn=st.none() | COUNTS,
+)
 FAILED_JUDGEMENTS = st.builds(
     FailedJudgement,
     stage=st.just("judge"),

@@ -148,9 +148,16 @@ def record_episode(run_dir: Path, said: str = "41") -> None:
     )
     spans = tuple(RewardSpan(turn=turn, start=0, end=2, value=value, share=0.5) for turn, value in ((0, 0.1), (1, 0.4)))
     verdict = Verdict(rewards=spans, score=5.5, breakdown={}, score_std=0.0, num_judgements=2)
+    judgements = [
+        Judgement(
+            group_id="g1", siblings=(0,), scores=(score,), prompt_ids=(1,), completion=completion(text), grm="g",
+            version=0, turn=turn,
+        )
+        for turn, (text, score) in enumerate((("a needless call", 2.0), ("that is right", 9.0)))
+    ]  # fmt: skip
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="32 + 9?"),)), rollout)
-    recorder.judged(rollout, JudgeReport(verdict=verdict))
+    recorder.judged(rollout, JudgeReport(verdict=verdict, judgements=tuple(judgements)))
     recorder.close()
 
 
@@ -316,6 +323,8 @@ def test_an_episode_is_shown_turn_by_turn_with_what_is_known_of_each(tmp_path: P
     in_order = [text.index(part) for part in ("let me add", 'add({"a": "41"})', "tool add", "so it is 41")]
     assert in_order == sorted(in_order)
     assert "score 5.5, reward 0.5" in text
+    said = [text.find(part) for part in ("the judge on turn 1: 2", "a needless call", "the judge on turn 2: 9")]
+    assert -1 not in said and said == sorted(said)
 
 
 def test_what_a_tool_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:

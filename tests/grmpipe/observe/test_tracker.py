@@ -92,12 +92,12 @@ def test_truncating_metrics_that_were_never_written_is_fine(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def judged_sibling(verdict: Verdict | Failed) -> SampleRow:
+def judged_sibling(verdict: Verdict | Failed, turn: int | None = None) -> SampleRow:
     span = VersionSpan(model="policy", version=0, start=0, end=1)
     answer = Completion(token_ids=(5,), logprobs=(-0.1,), text="Answer: 2", finish_reason="stop", versions=(span,))
     critique = Completion(token_ids=(6,), logprobs=(-0.1,), text="Score: 10", finish_reason="stop", versions=(span,))
     judgement = Judgement(
-        group_id="g", siblings=(3,), scores=(10.0,), prompt_ids=(), completion=critique, grm="grm", version=0
+        group_id="g", siblings=(3,), scores=(10.0,), prompt_ids=(), completion=critique, grm="grm", version=0, turn=turn
     )
     messages = (Message(role="system", content="Be brief."), Message(role="user", content="1 + 1?"))
     return sample_row(
@@ -112,6 +112,11 @@ def test_a_row_shows_question_answer_critique_and_score() -> None:
     rewards = (RewardSpan(turn=0, start=0, end=1, value=1.0),)
     row = judged_sibling(Verdict(rewards=rewards, score=10.0, breakdown={}, score_std=0.0, num_judgements=1))
     assert (row.question, row.answer, row.critique, row.score) == ("1 + 1?", "Answer: 2", "Score: 10", 10.0)
+
+
+def test_a_row_says_which_turn_a_judgement_is_about() -> None:
+    failed = Failed(stage="judge", cause="timeout", attempts=1)
+    assert judged_sibling(failed, turn=1).critique.endswith("\n\n[turn 2] Score: 10")
 
 
 def test_a_row_of_an_episode_shows_both_voices() -> None:

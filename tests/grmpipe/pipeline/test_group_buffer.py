@@ -201,6 +201,22 @@ def test_a_group_whose_rewards_are_alike_is_dropped_while_the_step_has_a_share_l
     assert len(bench.journal.verdicts) == 4, "also those of the dropped one"
 
 
+def test_groups_are_rolled_out_from_their_last_rollout_until_a_batch_takes_them() -> None:
+    bench = Bench()
+    half, judged, ready = bench.open(), bench.open(), bench.open()
+    bench.buffer.add_rollout(half, rollout(half.group_id, 0))
+    for group in (judged, ready):
+        bench.roll_out(group)
+    bench.judge(ready)
+    assert [[found.group_id for found in rollouts] for rollouts in bench.buffer.rolled_out()] == [
+        [ready.group_id] * 2,
+        [judged.group_id] * 2,
+    ]
+    bench.buffer.take()
+    bench.buffer.drop(judged, "judge_timeout")
+    assert bench.buffer.rolled_out() == []
+
+
 def test_a_deadline_moves_with_the_first_token_only() -> None:
     bench = Bench()
     group = bench.open()

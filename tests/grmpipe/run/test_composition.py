@@ -11,7 +11,6 @@ from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotraining import LockstepTrainer
 from grmpipe.run.cotrain.cotrainings import CoTrainings
-from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
 from scheduler.events import NoEvents
@@ -57,5 +56,6 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
     assert parts.play == ("recorded", PLAY)
 
 
-def test_a_critic_hears_of_every_rollout() -> None:
-    assert isinstance(composed(critic=Part()).journal, ValuedJournal)
+def test_the_critic_values_the_groups_of_the_flow() -> None:
+    critic = Part()
+    assert composed(critic=critic).valuer is critic.value_cache

@@ -104,6 +104,18 @@ def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
     assert roles.served["grm"].shares_with == (("policy",) if shares else ())
 
 
+ADAPTERS = {"rank": 4, "sync": "adapters"}
+
+
+def test_adapters_alone_share_no_engine_with_a_role_of_other_weights() -> None:
+    lora = {"engine": "vllm", "lora": ADAPTERS}
+    auto = elastic("gpu", policy=lora, grm={"engine": "vllm"}, engine={"vllm": {"sleep_mode": True}})
+    _, roles = seat_roles(auto)
+    assert roles.served["policy"].shares_with == ()
+    with pytest.raises(ConfigError, match=r"^policy\.lora\.sync: policy shares its engine with grm .*sync=merged"):
+        seat_roles(elastic("cpu", policy=lora, grm={"engine": "vllm"}, balance={"swap": "weights"}))
+
+
 def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
     roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm", "grm_learner")}
     placement = {"pools": {"engines": {"slots": 2, "elastic": True}}, "roles": roles}

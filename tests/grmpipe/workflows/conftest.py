@@ -21,6 +21,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from scheduler.events import EventSink
 
 ROLES = {"system": -1, "user": -2, "assistant": -3, "tool": -4}
 END, TOOLS = -9, -8
@@ -117,10 +118,11 @@ def make_recorder() -> Callable[..., Recorder]:
         context_tokens: int = 0,
         max_new_tokens: int = 50,
         episode_s: float = 60.0,
+        events: EventSink | None = None,
     ) -> Recorder:
         limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens, episode_s=episode_s)
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.9)
-        return Recorder(engine, Characters(), params, limits)
+        return Recorder(engine, Characters(), params, limits, events)
 
     return make
 

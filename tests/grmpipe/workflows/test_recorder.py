@@ -347,6 +347,19 @@ def test_the_time_without_a_request_belongs_to_the_turn_before_it(
         await asyncio.sleep(0.04)
         await session.chat([user("?"), reply, user("more")])
 
-    rollout = recorded(make_recorder(make_engine(["a", "b"])), request_of, talk)
+    class Spans:
+        def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+            seen.append((lane, name, end_s - start_s, args))
+
+    seen: list[tuple[str, str, float, dict[str, str | int | float]]] = []
+    rollout = recorded(make_recorder(make_engine(["a", "b"]), events=Spans()), request_of, talk)
+    assert [(lane, name, args) for lane, name, _, args in seen] == [
+        ("env", "open", {"episode": "g/1", "attempt": 0}),
+        ("env", "step", {"episode": "g/1", "turn": 0}),
+        ("env", "step", {"episode": "g/1", "turn": 1}),
+    ]
+    assert [took_s for _, _, took_s, _ in seen] == pytest.approx(
+        [rollout.boot_s, *(turn.env_s for turn in rollout.turns)], abs=1e-3
+    )
     assert rollout.boot_s > 0.015 and rollout.turns[0].env_s > 0.035
     assert rollout.turns[1].env_s < rollout.turns[0].env_s

@@ -40,7 +40,7 @@ def expected(path: str, kind: str) -> list[float]:
     return chosen_logprobs(logits[:-1], ids[0, 1:])[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_it_computes_with_rounded_weights_before_and_after_a_push(
     model_path: str, next_version_path: str, kind: str
 ) -> None:
@@ -59,5 +59,5 @@ def test_it_computes_with_rounded_weights_before_and_after_a_push(
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(ValueError, match="quantize: unknown value 'int3'; known: none, int8, int4"):
+    with pytest.raises(ValueError, match="quantize: unknown value 'int3'; known: none, int8, int4, fp8"):
         EmbeddedConfig(quantize="int3")

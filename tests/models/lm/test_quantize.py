@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.quantize import quantize_matrices, quantize_rows
+from models.lm.quantize import quantize_matrices, quantize_rows, quantize_rows_to_fp8
 
 
 def test_a_row_is_rounded_to_steps_of_its_own_largest() -> None:
@@ -23,6 +23,24 @@ def test_rounding_again_changes_nothing() -> None:
         once = weight.clone()
         quantize_rows(weight, bits)
         torch.testing.assert_close(weight, once, rtol=1e-6, atol=0)
+
+
+def test_a_row_in_fp8_has_16_steps_below_its_largest_and_finer_ones_below_half_of_it() -> None:
+    """Of 448 the steps are 32 down to 256, then 16 down to 128."""
+    weight = torch.tensor([[448.0, 430.0, 250.0, 7.1], [4.48, -4.30, 2.50, 0.0]])
+    quantize_rows_to_fp8(weight)
+    torch.testing.assert_close(weight, torch.tensor([[448.0, 416.0, 256.0, 7.0], [4.48, -4.16, 2.56, 0.0]]))
+
+
+def test_fp8_errs_by_a_sixteenth_of_a_weight_at_most_and_again_by_nothing() -> None:
+    torch.manual_seed(0)
+    before = torch.randn(8, 4, 96)
+    once = before.clone()
+    quantize_rows_to_fp8(once)
+    assert 0.05 < ((once - before).abs() / before.abs().clamp_min(1e-2)).max() <= 1 / 16 + 1e-4
+    twice = once.clone()
+    quantize_rows_to_fp8(twice)
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
 
 
 def test_int8_errs_by_half_a_step_at_most() -> None:

@@ -104,6 +104,29 @@ def test_requests_of_one_tick_travel_together() -> None:
     asyncio.run(main())
 
 
+def test_the_end_of_a_trajectory_arrives_after_its_last_request_was_cancelled() -> None:
+    async def main() -> None:
+        engine, wire, far = await connect(tokens_per_s=100)
+        busy_at_end: list[frozenset[str]] = []
+
+        class Keeping(Watched):
+            def end_trajectory(self, trajectory_id: str) -> None:
+                busy_at_end.append(self.busy)
+
+        last = ask(engine, 0)
+        engine.end_trajectory("before")
+        await until(lambda: bool(far.busy))
+        far.__class__ = Keeping
+        last.cancel()
+        await asyncio.wait({last})
+        engine.end_trajectory("g/0")
+        await until(lambda: bool(busy_at_end))
+        assert busy_at_end == [frozenset()]
+        wire.cut()
+
+    asyncio.run(main())
+
+
 def test_the_first_token_is_heard_before_the_answer() -> None:
     async def main() -> None:
         engine, _, _ = await connect(tokens_per_s=100)

@@ -32,7 +32,7 @@ class Noted(InProcessCluster):
         for slot in slots:
             self._here[slot].remove(role)
 
-    async def start_group(self, role: str, make_member: MemberFactory) -> InProcessGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> InProcessGroup:
         await self._start(role)
         return None  # type: ignore[return-value]
 

@@ -102,6 +102,32 @@ def test_all_turns_of_a_trajectory_go_to_one_engine_until_it_dies() -> None:
     asyncio.run(main())
 
 
+class Keeping(Recorded):
+    """An engine that keeps trajectories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        self.ended.append(trajectory_id)
+
+
+def test_the_end_of_a_trajectory_reaches_the_engine_that_has_it_once() -> None:
+    async def main() -> None:
+        a, b, c = Keeping(), Keeping(), Recorded()
+        router = Router("policy", {"policy-0": a, "policy-1": b, "policy-2": c})
+        await asyncio.gather(*(turn(router, f"t{n}", (n,) * 9) for n in range(9)))
+        homes = [{request_id.split("/")[0] for request_id, _ in engine.asked} for engine in (a, b, c)]
+        assert all(homes)
+        for name in (*(f"t{n}" for n in range(9)), "unknown", "t0"):
+            router.end_trajectory(name)
+        assert [set(a.ended), set(b.ended)] == homes[:2], "an engine that keeps none is left alone"
+        assert len(a.ended) + len(b.ended) == len(homes[0] | homes[1])
+
+    asyncio.run(main())
+
+
 def prefilled_share(num_turns: int, keeps_homes: bool) -> float:
     """Tokens that two engines prefill for twelve trajectories, over those of the trajectories."""
 

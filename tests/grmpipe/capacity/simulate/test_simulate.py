@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -17,8 +18,10 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
+from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.capacity import SimulateConfig
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
@@ -28,6 +31,8 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.train.batching.packer import MicroBatchRound, idle
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt
 from models.settings import ModelConfig
 from models.types import EngineSpeed, Message, RequestContext, SamplingParams
@@ -431,3 +436,17 @@ def test_a_simulation_is_fast() -> None:
     began = time.process_time()
     simulated(10, staleness=1, lengths=lognormal(80, 0.8))
     assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(("cp", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_that_share_a_micro_batch_divide_its_time(cp: int, micro_batches: int) -> None:
+    """Four ranks at 1 ms for a packed token: 2 tokens in each micro-batch."""
+
+    async def took_s() -> float:
+        group = LearnerGroup(SimulatedRanks(4, LearnerSpeed(token_s=1e-3, step_s=0.0), 0.0, cp=cp), cp)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        await group.accumulate(MicroBatchRound(micro_batches=(idle(),) * micro_batches))
+        return clock() - began_s
+
+    assert run_virtually(took_s) == pytest.approx(2e-3 * micro_batches)

@@ -14,7 +14,7 @@ import pytest
 
 from grmpipe.config.env import EnvConfig, McpServerConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
-from grmpipe.envs.tools.mcp_tools import McpServers
+from grmpipe.envs.tools.mcp_tools import McpServers, check_servers
 from grmpipe.envs.tools.tool_env import ToolEnv
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
@@ -185,6 +185,29 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.M
             await open_env()
 
     run({"calc": stdio(tmp_path)}, talk, "own_add")
+
+
+def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_add.py").write_text("def add(a: int) -> int:\n    return a\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calc = {"command": [sys.executable, "-S", PLAIN], "env": {"STARTED": str(tmp_path / "started")}}
+    own = "own_add"
+
+    def refused(functions: str = "", boot_s: float = 60.0, **mcp: object) -> str:
+        with pytest.raises(ValueError) as error:
+            asyncio.run(check_servers(EnvConfig(kind="tools", functions=functions, mcp=mcp, boot_s=boot_s)))
+        return str(error.value)
+
+    assert refused(own, calc=calc).startswith("mcp.calc: its tool add is also one of env.functions; rename")
+    assert refused(one=calc, two=calc).startswith("mcp.two: its tool add is also one of env.mcp.one")
+    assert "can't be started" in refused(own, calc={"command": ["no-such-program"]})
+    assert (
+        refused(own, 0.2, calc={"command": ["sleep", "60"]}) == "mcp.calc: it lists no tools within env.boot_s = 0.2 s"
+    )
+    asyncio.run(check_servers(EnvConfig(kind="tools", mcp={"calc": calc})))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started(tmp_path)), "a program is left"
 
 
 @pytest.mark.parametrize(

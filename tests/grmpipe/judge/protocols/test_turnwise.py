@@ -91,7 +91,11 @@ def test_each_turns_tokens_get_its_share_of_the_verdict(bench: Any) -> None:
     )
     assert report.verdict.score == pytest.approx(MEAN)
     assert report.verdict.breakdown == {"generative": pytest.approx((MEAN - 1) / 9)}
-    assert [judgement.scores for judgement in report.judgements] == [(9.0,), (1.0,), (4.0,)]
+    assert [(judgement.turn, judgement.scores) for judgement in report.judgements] == [
+        (0, (9.0,)),
+        (1, (1.0,)),
+        (2, (4.0,)),
+    ]
 
 
 def test_a_judgement_shows_the_turn_and_what_came_before_it(bench: Any) -> None:

@@ -128,7 +128,7 @@ def make_critic(ranks: CriticRanks, algorithm: AlgorithmConfig = GAE, **config: 
 
 
 def make_valuer(ranks: CriticRanks) -> ValueCache:
-    return ValueCache(CriticGroup(ranks), max_tokens=100, groups_per_batch=2, group_size=2)
+    return ValueCache(CriticGroup(ranks), max_tokens=100, groups_per_batch=2)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -148,12 +148,10 @@ def test_a_group_is_valued_ahead_once_it_is_rolled_out_and_no_more_than_the_batc
         value_cache = make_valuer(ranks)
         loop = asyncio.create_task(value_cache.run())
         groups = [judged(number, 0.0, 1.0) for number in range(1, 5)]
-        for group in groups:
-            value_cache.add(group.rollouts[0])
         await settle()
         assert ranks.asked == []
-        for group in groups:
-            value_cache.add(group.rollouts[1])
+        value_cache.watch(lambda: [group.rollouts for group in groups])
+        value_cache.groups_changed()
         await settle()
         assert sorted({token for call in ranks.asked for token in call} - {1, 5}) == [10, 11, 20, 21]
         assert value_cache.knows(groups[0]) and not value_cache.knows(groups[2])
@@ -172,8 +170,8 @@ def test_values_asked_for_before_a_step_are_not_those_of_the_batch_after_it() ->
         first, later = judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)
         await critic.take(first, None)
         ranks.gate.clear()  # the call for the later group is in progress when the critic steps
-        for rollout in later.rollouts:
-            critic.value_cache.add(rollout)
+        critic.value_cache.watch(lambda: [later.rollouts])
+        critic.value_cache.groups_changed()
         await settle()
         stepping = asyncio.create_task(critic.step())
         await settle()
@@ -183,21 +181,6 @@ def test_values_asked_for_before_a_step_are_not_those_of_the_batch_after_it() ->
         assert {key: found.tolist() for key, found in values.items()} == {
             ("g2", 0): [1005, 1020], ("g2", 1): [1005, 1021],
         }  # fmt: skip
-        loop.cancel()
-
-    run(work)
-
-
-def test_a_group_that_ended_is_valued_no_more() -> None:
-    async def work() -> None:
-        ranks = CriticRanks()
-        value_cache = make_valuer(ranks)
-        for rollout in judged(1, 0.0, 1.0).rollouts:
-            value_cache.add(rollout)
-        value_cache.forget("g1")
-        loop = asyncio.create_task(value_cache.run())
-        await settle()
-        assert ranks.asked == []
         loop.cancel()
 
     run(work)

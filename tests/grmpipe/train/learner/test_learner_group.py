@@ -108,8 +108,33 @@ def test_every_rank_gets_its_own_micro_batch() -> None:
     assert actors.asked[0][3] is old[0] and actors.asked[1][3] is old[1]
 
 
+def test_ranks_that_share_samples_get_the_same_micro_batch_and_answer_once() -> None:
+    actors = Recorded(
+        {
+            "accumulate": [
+                {"train/loss_sum": 1.0},
+                {"train/loss_sum": 1.0},
+                {"train/loss_sum": 2.0},
+                {"train/loss_sum": 2.0},
+            ],
+            "reference_logprobs": ["first", "first", "second", "second"],
+        }
+    )
+    actors.size = 4
+    group = LearnerGroup(actors, cp=2)
+    round_ = MicroBatchRound(micro_batches=(idle(), idle()))
+    old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
+    assert group.dp_size == 2
+    assert asyncio.run(group.accumulate(round_, old)) == {"train/loss_sum": 3.0}
+    assert asyncio.run(group.reference_logprobs(round_)) == ["first", "second"]
+    for rank, _, micro_batch, *before in actors.asked:
+        assert micro_batch is round_.micro_batches[rank // 2]
+        assert all(one is old[rank // 2] for one in before)
+
+
 def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
-    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], "deliver": [None], "connect": [None]})
+    of_rank_0: dict[str, list[object]] = {name: [None] for name in ("connect", "deliver", "delivered")}
+    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], **of_rank_0})
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
     async def push() -> list[object]:
@@ -126,8 +151,8 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
     assert asyncio.run(push()) == ["posted", "posted"]
     assert actors.asked == [
         (0, "connect", link), (0, "num_buckets"),
-        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0),
-        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1),
+        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0), (0, "delivered"),
+        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1), (0, "delivered"),
     ]  # fmt: skip
 
 

@@ -95,6 +95,21 @@ def test_a_request_without_a_trajectory_is_never_parked(engine: EmbeddedEngine, 
     assert engine.stats().parked == engine.stats().cached_tokens == 0
 
 
+def test_the_end_of_a_trajectory_frees_its_row_and_no_other(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
+    async def run() -> None:
+        await asyncio.gather(*(episode(ask, engine, prompt_of(START, seed=n), f"g{n}", 2) for n in range(3)))
+        assert engine.stats().parked == 3
+        engine.end_trajectory("g1")
+        engine.end_trajectory("unknown")
+        await engine.abort("nothing")  # a command after it
+        assert engine.stats().parked == 2
+        cached = engine.stats().cached_tokens
+        await ask(engine, prompt_of(START, seed=1), "g1/again", trajectory_id="g1")
+        assert engine.stats().cached_tokens == cached, "nothing of it is left"
+
+    asyncio.run(run())
+
+
 def test_sleep_drops_parked_rows(engine: EmbeddedEngine, ask: Any, prompt_of: Any, plain: Any) -> None:
     async def run() -> None:
         (first,) = await episode(ask, engine, prompt_of(40), "g", 1)

@@ -10,17 +10,19 @@ import pytest
 
 from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
-from models.engines.vllm.options import FIXED, INSTEAD, VllmStart, arguments_of, environment_of
+from models.engines.vllm.options import FIXED, INSTEAD, Adapters, VllmStart, arguments_of, environment_of
 from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
-from models.settings import VllmConfig
+from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 
 
-def start_of(config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1) -> VllmStart:
+def start_of(
+    config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1, adapters: Adapters | None = None
+) -> VllmStart:
     return VllmStart(
         model_path="m", config=config, context_tokens=128, dtype="float32", device=device,
-        tensor_parallel=tensor_parallel, takes_weights=True,
+        tensor_parallel=tensor_parallel, takes_weights=True, adapters=adapters,
     )  # fmt: skip
 
 
@@ -30,7 +32,8 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
     own = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert vllm_options.argument_names() == own
     assert own > {*INSTEAD, *FIXED}
-    assert own > arguments_of(start_of(VllmConfig())).keys()
+    adapters = Adapters(rank=8, alpha=16.0, targets=("q_proj",))
+    assert own > arguments_of(start_of(VllmConfig(), adapters=adapters)).keys() > {"enable_lora"}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,7 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
         ("tensor_parallel_size", "slots_per_replica"),
         ("dtype", "policy.dtype"),
         ("logprobs_mode", "leave it out"),
+        ("max_lora_rank", "policy.lora.rank"),
     ],
 )
 def test_an_option_that_vllm_lacks_or_that_is_ours_is_named_with_the_way_out(name: str, told: str) -> None:
@@ -55,6 +59,25 @@ def test_other_options_pass_through_and_win() -> None:
     check_vllm_options(config)
     arguments = arguments_of(start_of(config))
     assert (arguments["max_num_batched_tokens"], arguments["block_size"]) == (4096, 64)
+
+
+def test_every_quantization_is_one_that_vllm_does_at_its_start() -> None:
+    """vLLM's own `fp8` is only for checkpoints in fp8."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    for name in VLLM_QUANTIZATIONS:
+        given = arguments_of(start_of(VllmConfig(quantization=name))).get("quantization")
+        assert given is None if name == "none" else given in ONLINE_QUANT_SHORTHAND_NAMES
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (257, 320), (512, 512)])
+def test_adapters_get_one_place_of_a_rank_that_vllm_has(rank: int, room: int) -> None:
+    from vllm.config.lora import LoRAConfig
+
+    arguments = arguments_of(start_of(VllmConfig(), adapters=Adapters(rank=rank, alpha=8.0, targets=("q_proj", "up"))))
+    assert (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (room, ["q_proj", "up"])
+    assert LoRAConfig(max_lora_rank=arguments["max_lora_rank"], max_loras=arguments["max_loras"]).max_cpu_loras == 1
+    assert "enable_lora" not in arguments_of(start_of(VllmConfig()))
 
 
 def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:

@@ -1,0 +1,179 @@
+"""LoRA adapters in vLLM's worker processes: received by our payloads, installed by vLLM's own LoRA manager, compared
+with what its layers then hold. Never touches the model's weights.
+
+    start -> bucket by bucket, kept here -> finish, in which vLLM forgets all adapters -> install -> report
+
+The base weights are those that the engine was started with. There is one adapter; before the first push its B is 0.
+Imported in a worker by the backend's name (ADAPTER_BACKEND).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, writing_error
+from models.engines.vllm.worker_inbox import WorkerInbox
+from models.types import ModelFiles, WeightTensor
+from models.weights.receiving import checksums_of, received
+
+SENT_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.[^.]+\.weight")  # peft's, with the adapter's own name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentAdapter:
+    """What the name of a sent tensor says: the layer in the learner's model, and which of its two matrices."""
+
+    layer: str
+    is_a: bool
+
+    @staticmethod
+    def of(name: str) -> SentAdapter:
+        if (parts := SENT_NAME.fullmatch(name)) is None:
+            raise ValueError(
+                f"weights: {name!r} is no adapter, but this engine receives adapters alone; set lora.sync=merged"
+            )
+        return SentAdapter(layer=parts["layer"], is_a=parts["which"] == "A")
+
+    @property
+    def file_name(self) -> str:
+        """As in an adapter's file, by which vLLM knows it."""
+        return f"base_model.model.{self.layer}.lora_{'A' if self.is_a else 'B'}.weight"
+
+
+class AdapterInbox(WorkerInbox):
+    """The receiving end of pushes of adapters. `begin` comes before everything else."""
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._manager: WorkerLoRAManager | None = None
+        self._helper: PEFTHelper | None = None
+        self._arrived: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}  # of the last complete push: a later one may leave tensors out
+
+    def begin(self, manager: WorkerLoRAManager, rank: int, alpha: float) -> None:
+        """Learn how the adapters' change is scaled, and install one that changes nothing."""
+        self._manager = manager
+        self._helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
+        manager.add_dummy_lora(adapter_request(), rank)
+
+    def start_weight_update(self) -> None:
+        self.drop()
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: PlainBucket) -> None:
+        bucket = update_info.restored()
+        if isinstance(bucket.payload, ModelFiles):
+            raise ValueError("weights: an engine with adapters keeps its base weights; set lora.sync=merged")
+        for tensor in bucket.tensors:
+            self._check(tensor)
+        with received(bucket, self._group) as tensors:
+            checksums = checksums_of(tensors)
+            self._arrived |= {announced.name: tensor.to(self.device, copy=True) for announced, tensor in tensors}
+        self.checksums |= checksums
+
+    def finish_weight_update(self) -> None:
+        """Does nothing: vLLM drops all adapters after it."""
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Replace the adapter by the one that arrived, and compare what the layers hold now."""
+        assert self._manager is not None and self._helper is not None, "begin comes first"
+        self._held |= self._arrived
+        self._arrived = {}
+        if not self._held:
+            self._manager.add_dummy_lora(adapter_request(), self._helper.r)
+            self.applied = Applied(taken=[], still=[], moved=[])
+            return
+        with writing_error():
+            adapter = self._adapter(self._held)
+        manager = self._layers
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)  # it packs q, k and v of a layer, and multiplies B by the scale
+        manager.activate_adapter(ADAPTER_ID)
+        different = set(self._different(adapter, manager))
+        still = sorted(name for name in self.checksums if self._layer(name) in different)
+        self.applied = Applied(taken=sorted(self.checksums), still=still, moved=[])
+
+    def drop(self) -> None:
+        """Drop an unfinished push: the adapter of the last one stays installed."""
+        self.checksums, self._arrived, self.applied = {}, {}, None
+
+    def _check(self, tensor: WeightTensor) -> None:
+        """Raises ValueError for an adapter that doesn't fit its layer, or whose layer doesn't exist."""
+        sent = SentAdapter.of(tensor.name)
+        weight = self._taken.shapes.get(f"{sent.layer}.weight")
+        if self._layer(tensor.name) not in self._layers.modules or (self._taken.shapes and weight is None):
+            raise ValueError(f"weights: the engine's model has no layer for {tensor.name!r}; set lora.sync=merged")
+        if weight is not None:
+            assert self._helper is not None
+            outputs, inputs = weight
+            expected = (self._helper.r, inputs) if sent.is_a else (outputs, self._helper.r)
+            if expected != tensor.shape:
+                raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {expected}")
+
+    def _layer(self, name: str) -> str:
+        """vLLM's layer of a sent tensor; several may share one (q, k and v)."""
+        own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, self._mapper)
+        packed = self._layers.packed_modules
+        return next((layer for layer, parts in packed.items() if own in parts), own)
+
+    @property
+    def _layers(self) -> LoRAModelManager:
+        assert self._manager is not None, "begin comes first"
+        return self._manager._adapter_manager
+
+    @property
+    def _mapper(self):  # type: ignore[no-untyped-def]
+        """vLLM's renaming of this family's modules, if it has one."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        return mapper and mapper.get_rename_mapper()
+
+    def _adapter(self, tensors: dict[str, Tensor]) -> LoRAModel:
+        assert self._helper is not None
+        return LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {SentAdapter.of(name).file_name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales B
+            self._helper,
+            device=str(self.device),
+            dtype=self._layers.lora_config.lora_dtype,
+            weights_mapper=self._mapper,
+        )
+
+    def _different(self, adapter: LoRAModel, manager: LoRAModelManager) -> Iterator[str]:
+        """The layers that hold another adapter than this one."""
+        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        for name, layer in manager.modules.items():
+            weights = adapter.get_lora(name)
+            if weights is not None and not holds(layer, slot, weights):
+                yield name
+
+
+def holds(layer: BaseLayerWithLoRA, slot: int, weights: LoRALayerWeights) -> bool:
+    """Whether a layer holds this adapter, or its own part of it if it is sharded."""
+    a, b = weights.lora_a, weights.lora_b
+    if isinstance(b, list) and len(b) != layer.n_slices:
+        a, b = layer.expand_packed_lora(a, b)
+    if layer.tp_size > 1:
+        a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+    return all(
+        part is None or torch.equal(stack[slot, 0, : part.shape[0], : part.shape[1]], part)
+        for stacks, parts in ((layer.lora_a_stacked, a), (layer.lora_b_stacked, b))
+        for stack, part in zip(stacks, parts if isinstance(parts, list) else [parts], strict=True)
+    )

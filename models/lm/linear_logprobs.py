@@ -1,0 +1,157 @@
+"""Log-probs and entropy of chosen tokens, from hidden states and the weights of the output head. Pure: no model.
+
+The logits are computed for some columns of the vocabulary at a time, forward and again backward: neither all of them
+nor their gradient ever exist. (A chunk of columns, not of rows: the gradient of its weights is then one product over
+all rows, summed in float32 by the kernel, and needs no accumulator as large as the head.)
+
+R: rows, D: hidden size, V: vocabulary, C: columns of a chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models.settings import CHUNK_LOGITS
+
+LOGPROB, ENTROPY = 0, 1  # columns of the result
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def linear_logprobs(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    chosen_R: Tensor,
+    want_entropy: bool = False,
+    entropy_gradient: bool = True,
+    temperature: float = 1.0,
+    fp32_logits: bool = False,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> Tensor:
+    """[R, 2]: log-softmax of row r of the logits at chosen_R[r], and the entropy of row r (zeros unless wanted).
+
+    Equal to `chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64), natural log,
+    after `temperature`. At most about `chunk_logits` logits exist at a time.
+
+    fp32_logits: 16-bit hidden states and weights give logits that aren't rounded to 16 bits.
+    """
+    out_R2: Tensor = _LinearLogprobs.apply(
+        hidden_RD, weight_VD, bias_V, chosen_R, want_entropy, entropy_gradient, temperature, fp32_logits, chunk_logits
+    )
+    return out_R2
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """With z the logits, p their softmax and H its entropy: d logprob / dz = onehot - p, dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        chosen_R: Tensor,
+        want_entropy: bool,
+        entropy_gradient: bool,
+        temperature: float,
+        fp32_logits: bool,
+        chunk_logits: int,
+    ) -> Tensor:
+        ctx.settings = temperature, fp32_logits, chunk_logits
+        ctx.through_entropy = want_entropy and entropy_gradient
+        normalisers, means, chosen_logit_R = [], [], None
+        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, *ctx.settings):
+            normaliser_R = logits_RC.logsumexp(-1)
+            normalisers.append(normaliser_R)
+            here_R, place_R = _places(chosen_R, start, logits_RC.shape[1])
+            found_R = torch.where(here_R, logits_RC.gather(-1, place_R[:, None]).squeeze(-1), 0.0)
+            chosen_logit_R = found_R if chosen_logit_R is None else chosen_logit_R + found_R
+            if want_entropy:
+                means.append(((logits_RC - normaliser_R[:, None]).exp_() * logits_RC).sum(-1))
+        assert chosen_logit_R is not None, "a vocabulary has tokens"
+        per_chunk_NR = torch.stack(normalisers)
+        normaliser_R = per_chunk_NR.logsumexp(0)
+        entropy_R = torch.zeros_like(normaliser_R)
+        if want_entropy:  # H = logsumexp(z) - sum p z
+            entropy_R = normaliser_R - ((per_chunk_NR - normaliser_R).exp() * torch.stack(means)).sum(0)
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, chosen_R, normaliser_R, entropy_R)
+        return torch.stack([chosen_logit_R - normaliser_R, entropy_R], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R2: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_RD, weight_VD, bias_V, chosen_R, normaliser_R, entropy_R = ctx.saved_tensors
+        temperature, *_ = ctx.settings
+        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=normaliser_R.dtype) if of_hidden else None
+        grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if of_bias else None
+        logprob_grad_R, entropy_grad_R = grad_R2.unbind(1)
+        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, *ctx.settings):
+            columns = slice(start, start + logits_RC.shape[1])
+            here_R, place_R = _places(chosen_R, start, logits_RC.shape[1])
+            log_p_RC = logits_RC.sub_(normaliser_R[:, None])
+            factor_RC: Tensor = logprob_grad_R[:, None]
+            if ctx.through_entropy:
+                factor_RC = (log_p_RC + entropy_R[:, None]).mul_(entropy_grad_R[:, None]).add_(factor_RC)
+            grad_RC = log_p_RC.exp_().mul_(factor_RC).neg_()
+            del factor_RC
+            grad_RC.scatter_add_(1, place_R[:, None], (here_R * logprob_grad_R)[:, None])
+            grad_RC = grad_RC.div_(temperature).to(hidden_RD.dtype)
+            if grad_hidden_RD is not None:
+                grad_hidden_RD += _product(grad_RC, weight_VD[columns], grad_hidden_RD.dtype)
+            if grad_weight_VD is not None:
+                torch.mm(grad_RC.t(), hidden_RD, out=grad_weight_VD[columns])
+            if grad_bias_V is not None:
+                grad_bias_V[columns] = grad_RC.sum(0)
+        if grad_hidden_RD is not None:
+            grad_hidden_RD = grad_hidden_RD.to(hidden_RD.dtype)
+        return grad_hidden_RD, grad_weight_VD, grad_bias_V, None, None, None, None, None, None
+
+
+def _chunks(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    temperature: float,
+    fp32_logits: bool,
+    chunk_logits: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """The logits of some columns at a time, in float and after temperature, with the number of the first column."""
+    for start, stop in columns_of(len(hidden_RD), len(weight_VD), chunk_logits):
+        rows_CD = weight_VD[start:stop]
+        kind = torch.promote_types(hidden_RD.dtype, torch.float32)
+        logits_RC = _product(hidden_RD, rows_CD.t(), kind if fp32_logits else hidden_RD.dtype)
+        if bias_V is not None:
+            logits_RC += bias_V[start:stop]
+        logits_RC = logits_RC.to(kind)
+        yield start, logits_RC.div_(temperature) if temperature != 1.0 else logits_RC
+
+
+def columns_of(num_rows: int, vocab_size: int, chunk_logits: int) -> Iterator[tuple[int, int]]:
+    """The first and last column of each chunk, all of about the same size."""
+    num_chunks = min(vocab_size, max(1, -(-num_rows * vocab_size // chunk_logits)))
+    ends = [vocab_size * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    yield from itertools.pairwise(ends)
+
+
+def _product(left_AB: Tensor, right_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix product in `dtype`. For 16-bit factors in float32: without rounding it to 16 bits."""
+    if left_AB.dtype == dtype or left_AB.dtype not in SIXTEEN_BIT:
+        return left_AB @ right_BC
+    if left_AB.is_cuda:
+        return torch.mm(left_AB, right_BC, out_dtype=dtype)
+    return left_AB.to(dtype) @ right_BC.to(dtype)
+
+
+def _places(chosen_R: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Whether a row's token is in the chunk, and its column there; column 0 if it isn't."""
+    column_R = chosen_R - start
+    here_R = (column_R >= 0) & (column_R < num_columns)
+    return here_R, torch.where(here_R, column_R, 0)

@@ -1,0 +1,96 @@
+"""Ranks that can't form the meshes of the configuration are refused before a run, and so are experts that can't be
+divided.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.validate.parallel import check_experts, check_shares_no_samples
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.prepare import prepare
+from models.tiny.resolve import SHIPPED
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+         "vocab_size": 32, "intermediate_size": 32}  # fmt: skip
+
+
+def config(ranks: int, **parallel: int) -> RunConfig:
+    placement = {
+        "pools": {"all": {"slots": ranks}},
+        "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all", "replicas": ranks}},
+    }
+    return from_values(
+        RunConfig,
+        {
+            "cluster": {"kind": "ray"},
+            "placement": placement,
+            "judge": {"kind": "rule"},
+            "data": {"num_prompts": 20},
+            "train": {"parallel": parallel},
+        },
+    )
+
+
+def no_progress(what: str, share: float) -> None:
+    raise AssertionError(f"{what} is shipped and needn't be built")
+
+
+def test_copies_and_shared_samples_must_divide_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.dp_replicate: 2 copies .* there are 3"):
+        seat_roles(config(3, dp_replicate=2))
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.cp: 4 doesn't divide the 2 ranks of one copy"):
+        seat_roles(config(4, dp_replicate=2, cp=4))
+    seat_roles(config(4, dp_replicate=2, cp=2))
+
+
+@pytest.mark.parametrize("check", [prepare, survey_run])
+def test_ranks_that_cannot_divide_the_query_heads_are_refused(check) -> None:
+    """The shipped policy has three."""
+    assert config(1).policy.path == "tiny://policy" and SHIPPED.is_dir()
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.cp: 2 ranks can't divide the 3 query heads .*cp=1$"):
+        check(config(2, cp=2), no_progress)
+
+
+def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
+    assert survey_run(config(3, cp=3), no_progress).config.train.max_packed_tokens == 3 * 4096
+
+
+def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.cp: ranks of a model with a scalar head"):
+        check_shares_no_samples(config(2, cp=2))
+    check_shares_no_samples(config(2, dp_replicate=2))
+
+
+def divided(ep: int) -> RunConfig:
+    return from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
+
+
+def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
+    Qwen3Config(**SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.ep: a 'qwen3' model .* type train\.parallel\.ep=1"):
+        check_experts(divided(2), str(tmp_path))
+    check_experts(divided(1), str(tmp_path))
+
+
+def test_ranks_divide_experts_evenly(tmp_path: Path) -> None:
+    Qwen3MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8).save_pretrained(tmp_path)
+    check_experts(divided(3), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.ep: 4 ranks can't divide 6 experts"):
+        check_experts(divided(4), str(tmp_path))
+    MixtralConfig(**SMALL, num_local_experts=4).save_pretrained(tmp_path)
+    check_experts(divided(4), str(tmp_path))
+
+
+def test_families_with_other_experts_are_refused_by_name(tmp_path: Path) -> None:
+    shape = {**SMALL, "n_routed_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
+    CONFIG_MAPPING["glm4_moe"](**shape).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.ep: .*'glm4_moe' .*\(Glm4MoeExperts\).*MixtralExperts"):
+        check_experts(divided(2), str(tmp_path))

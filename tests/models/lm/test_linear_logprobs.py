@@ -1,0 +1,130 @@
+"""Log-probs in chunks of the vocabulary, compared with those of whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.lm.linear_logprobs import ENTROPY, LOGPROB, columns_of, linear_logprobs
+from models.lm.logprobs import chosen_logprobs
+
+ROWS, HIDDEN, VOCABULARY = 7, 5, 23
+
+
+def parts(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weights and bias of a head, which want gradients, and the chosen tokens."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = (ROWS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
+    hidden, weight, bias = (torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
+    chosen = torch.randint(0, VOCABULARY, (ROWS,), generator=random)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), chosen
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    chunk_logits=st.integers(1, 2 * ROWS * VOCABULARY),
+    temperature=st.sampled_from([1.0, 0.3, 1.7]),
+    want_entropy=st.booleans(),
+    entropy_gradient=st.booleans(),
+    with_bias=st.booleans(),
+    fp32_logits=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
+    chunk_logits: int,
+    temperature: float,
+    want_entropy: bool,
+    entropy_gradient: bool,
+    with_bias: bool,
+    fp32_logits: bool,
+    seed: int,
+) -> None:
+    def results(chunked: bool) -> list[Tensor | None]:
+        hidden, weight, bias, chosen = parts(seed=seed)
+        shift = bias if with_bias else None
+        if chunked:
+            out = linear_logprobs(
+                hidden, weight, shift, chosen, want_entropy, entropy_gradient, temperature, fp32_logits, chunk_logits
+            )
+            logprobs, entropy = out[:, LOGPROB], out[:, ENTROPY]
+        else:
+            logits = torch.nn.functional.linear(hidden, weight, shift)
+            logprobs, entropy = chosen_logprobs(logits, chosen, want_entropy, entropy_gradient, temperature=temperature)
+        weights = torch.arange(1.0, ROWS + 1, dtype=torch.float64)
+        through = want_entropy and entropy_gradient
+        ((logprobs * weights).sum() + (3 * (entropy * weights.flip(0)).sum() if through else 0.0)).backward()
+        return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, bias.grad]
+
+    for ours, whole in zip(results(True), results(False), strict=True):
+        torch.testing.assert_close(ours, whole)
+
+
+def test_the_formula_of_the_gradient_is_that_of_differences() -> None:
+    hidden, weight, bias, chosen = parts()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_logprobs(h, w, b, chosen, True, True, 0.7, False, 40), (hidden, weight, bias)
+    )
+
+
+def test_an_entropy_without_gradient_adds_none() -> None:
+    hidden, weight, _, chosen = parts()
+    linear_logprobs(hidden, weight, None, chosen, True, False, chunk_logits=40)[:, ENTROPY].sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+def test_16bit_logits_are_rounded_as_those_of_a_head_and_exact_on_request() -> None:
+    hidden, weight, _, chosen = parts(torch.bfloat16)
+    whole = chosen_logprobs(hidden @ weight.t(), chosen)[0]
+    exact = chosen_logprobs(hidden.double() @ weight.double().t(), chosen)[0].float()
+    rounded = linear_logprobs(hidden, weight, None, chosen, chunk_logits=40)[:, LOGPROB]
+    precise = linear_logprobs(hidden, weight, None, chosen, fp32_logits=True, chunk_logits=40)[:, LOGPROB]
+    torch.testing.assert_close(rounded, whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(precise, exact, atol=1e-5, rtol=1e-6)
+    assert (rounded - exact).abs().max() > 1e-3
+
+
+def test_the_gradient_of_16bit_hidden_states_is_summed_in_float32() -> None:
+    """Many chunks, whose parts would be lost if each sum were rounded."""
+    hidden, weight, _, chosen = parts(torch.bfloat16)
+    linear_logprobs(hidden, weight, None, chosen, fp32_logits=True, chunk_logits=ROWS).sum().backward()
+    many = hidden.grad
+    hidden.grad = None
+    linear_logprobs(hidden, weight, None, chosen, fp32_logits=True).sum().backward()
+    torch.testing.assert_close(many, hidden.grad, atol=1e-3, rtol=1e-2)
+
+
+class Largest(TorchDispatchMode):
+    """The most values of a tensor that an operation makes."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.values = max(self.values, out.numel())
+        return out
+
+
+def test_neither_all_logits_nor_their_gradient_ever_exist() -> None:
+    hidden, weight, _, chosen = parts()
+    with Largest() as largest:
+        linear_logprobs(hidden, weight, None, chosen, True, chunk_logits=40).sum().backward()
+    assert largest.values == VOCABULARY * HIDDEN < ROWS * VOCABULARY
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 40, 1 << 20])
+def test_every_column_is_in_one_chunk(chunk_logits: int) -> None:
+    chunks = list(columns_of(ROWS, VOCABULARY, chunk_logits))
+    assert [column for start, stop in chunks for column in range(start, stop)] == list(range(VOCABULARY))
+    assert max(stop - start for start, stop in chunks) <= max(1, -(-chunk_logits // ROWS))
+
+
+def test_no_rows_leave_weights_without_a_change() -> None:
+    _, weight, _, _ = parts()
+    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    linear_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.int64), True).sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
