@@ -1,5 +1,5 @@
 """One rank of learners of a mixture in a separate process, for several ways to divide the experts. Run by
-test_expert_parallel.py.
+test_expert_ranks.py.
 """
 
 from __future__ import annotations
