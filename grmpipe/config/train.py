@@ -134,6 +134,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
+        self._check_credit()
         self._check_weighed_once()
 
     @property
@@ -196,6 +197,14 @@ class AlgorithmConfig:
             raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
+
+    def _check_credit(self) -> None:
+        """Check that credit by step or turn isn't averaged away."""
+        if self.estimator_kind.by_step and (instead := self.loss_kind.by_step):
+            raise ValueError(
+                f"loss: {self.loss} gives every token the mean of its rollout's advantages, and {self.estimator} "
+                f"credits steps or turns; type algorithm.loss={instead}, or algorithm.estimator=grpo"
+            )
 
     def _check_weighed_once(self) -> None:
         """Check that pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""

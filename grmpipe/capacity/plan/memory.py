@@ -86,9 +86,10 @@ def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: st
     train, lora = config.train, config.models[model].lora
     working = working_of(train, footprint, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
-    shared = f", over {ranks} ranks" if ranks > 1 else ""
+    shards = ranks // config.train.parallel.dp_replicate if model == POLICY else ranks
+    shared = f", over {shards} ranks" if shards > 1 else ""
     return [
-        *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // ranks) for part in held),
+        *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // shards) for part in held),
         Part(what="gathered layers", num_bytes=working.gathered),
         Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
     ]
