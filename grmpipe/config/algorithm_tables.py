@@ -22,11 +22,13 @@ class LossKind:
     function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
     has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
     by_token:  no token's loss depends on other tokens. If one does, all samples of a rollout are in one micro-batch.
+    by_step:   the loss to take where advantages differ within a rollout, since this one averages them; empty: itself.
     """
 
     function: str
     has_ratio: bool = True
     by_token: bool = False
+    by_step: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class EstimatorKind:
     need:         what it needs at once. If it needs a group, it is called group by group, and the samples are trained
                   while the rest of the batch is still rolling out.
     compares:     which values of siblings must differ for a group to have a gradient.
+    by_step:      it credits steps or turns, so that advantages differ within a rollout.
     by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
     needs_critic: it uses a critic's values.
     targets:      dotted path of (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
@@ -48,6 +51,7 @@ class EstimatorKind:
     function: str
     need: Literal["group", "batch"] = "group"
     compares: Literal["outcomes", "steps"] = "outcomes"
+    by_step: bool = False
     by_token: bool = False
     needs_critic: bool = False
     targets: str = "grmpipe.algorithm.advantages.gae_of"
@@ -57,7 +61,7 @@ class EstimatorKind:
 LOSSES: dict[str, LossKind] = {
     "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip", by_token=True),
     "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip", by_token=True),
-    "gspo": LossKind(function="grmpipe.algorithm.losses.gspo"),
+    "gspo": LossKind(function="grmpipe.algorithm.losses.gspo", by_step="gspo_token"),
     "gspo_token": LossKind(function="grmpipe.algorithm.losses.gspo_token"),
     "cispo": LossKind(function="grmpipe.algorithm.losses.cispo", by_token=True),
     "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False, by_token=True),
@@ -70,17 +74,18 @@ ESTIMATORS: dict[str, EstimatorKind] = {
     "reinforce_pp": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp", need="batch", by_token=True),
     "reinforce_pp_baseline": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch"),
     "pass_at_k": EstimatorKind(function="grmpipe.algorithm.advantages.pass_at_k", uses_pass_k=True),
-    "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", compares="steps"),
-    "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", compares="steps"),
+    "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", compares="steps", by_step=True),
+    "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", compares="steps", by_step=True),
     "gae": EstimatorKind(
         function="grmpipe.algorithm.advantages.gae_whitened", need="batch", by_token=True, needs_critic=True
     ),
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
-    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", compares="steps"),
-    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", compares="steps"),
+    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", compares="steps", by_step=True),
+    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", compares="steps", by_step=True),
     "gae_turns": EstimatorKind(
         function="grmpipe.algorithm.turn_advantages.gae_turns",
         need="batch",
+        by_step=True,
         by_token=True,
         needs_critic=True,
         targets="grmpipe.algorithm.turn_advantages.gae_of_turns",

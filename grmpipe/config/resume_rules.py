@@ -25,7 +25,8 @@ FREE_ON_RESUME = (
     # The split and saving of a batch: the gradients are the same.
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
     "train.activation_offload", "train.optimizer_offload", "train.checkpoint_every", "train.async_checkpoints",
-    "train.keep_checkpoints", "train.export_dtype", "critic.micro_batch_tokens", "meta_rm.max_batch_tokens",
+    "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.micro_batch_tokens",
+    "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
     "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",
     "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
@@ -37,7 +38,7 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 # Exceptions, for engines: keys that decide which prompts fit, or that may change the model made from the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
-BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
+BOUND_ON_RESUME = ("max_context_tokens", "options", "quantization", "extra_body", "chat_markup")
 START_KEYS = ("resume", "run_dir")  # keys that say how the run is started
 
 

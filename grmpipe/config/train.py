@@ -135,6 +135,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
+        self._check_credit()
         self._check_weighed_once()
 
     @property
@@ -197,6 +198,14 @@ class AlgorithmConfig:
             raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
+
+    def _check_credit(self) -> None:
+        """Check that credit by step or turn isn't averaged away."""
+        if self.estimator_kind.by_step and (instead := self.loss_kind.by_step):
+            raise ValueError(
+                f"loss: {self.loss} gives every token the mean of its rollout's advantages, and {self.estimator} "
+                f"credits steps or turns; type algorithm.loss={instead}, or algorithm.estimator=grpo"
+            )
 
     def _check_weighed_once(self) -> None:
         """Check that pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
@@ -313,6 +322,9 @@ class TrainConfig:
     # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
     # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
     fp32_lm_head: bool = False
+    # Compute the routers of a mixture of experts in float32, with weights that aren't rounded (Megatron's
+    # moe_router_dtype=fp32).
+    fp32_router: bool = False
     # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
     # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
     # none.

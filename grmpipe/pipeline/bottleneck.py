@@ -29,12 +29,14 @@ class Setup:
 
     judge: where judgements are made; None if only a rule judges.
     grms:  roles of the models here that judge.
+    env_hosts: whether environments have hosts of their own.
     """
 
     judge: Literal["here", "outside"] | None
     num_judgements: int
     max_staleness: int
     rate_limited: bool = False
+    env_hosts: bool = False
     grms: Sequence[str] = (GRM,)
     elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the elastic pool that its slots are in
 
@@ -59,7 +61,11 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
     """Changes that would shorten a stall, each as a key and a direction. The most certain first."""
     changes = {
         "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
-        "env": ["raise env.capacity, if the machine has room", "make the environment's answers faster"],
+        "env": [
+            *([more_slots("env", setup)] if setup.env_hosts else []),
+            "raise env.capacity, if the machine has room",
+            "make the environment's answers faster",
+        ],
         "judge": judging(setup),
         "batch": [more_slots("learner", setup)],
         "weights": ["train on more groups per step (train.groups_per_batch)", "see sync.transport"],

@@ -221,6 +221,7 @@ def setup_of(config: RunConfig) -> Setup:
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
+        env_hosts=config.places_envs,
         elastic_pools=elastic_pools(config),
     )
 

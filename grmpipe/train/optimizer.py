@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.compact_adamw import CompactAdamW
@@ -65,14 +67,34 @@ def update(
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = (clipped.full_tensor() if isinstance(clipped, DTensor) else clipped).item()
+    norm = _clip(model, max_grad_norm)
     if not math.isfinite(norm):
         raise NonFiniteGradients(norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     return {"train/grad_norm": norm, "train/lr": rate}
+
+
+def _clip(model: nn.Module, max_norm: float) -> float:
+    """Clip all gradients to this norm; returns what it was. A collective.
+
+    Norms are taken per mesh, because torch can't add up tensors of different meshes: divided experts have their own.
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if (gradient := parameter.grad) is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = [_whole(get_total_norm([p.grad for p in some if p.grad is not None])) for some in by_mesh.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    for some in by_mesh.values():
+        clip_grads_with_norm_(some, max_norm, total)
+    return total.item()
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

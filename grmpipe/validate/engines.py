@@ -29,6 +29,11 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
         check_slots(roles[name])
     for role in roles.seated:
         check_sleep(role, placement)
+        if role.learner is not None and role.engine.needs_whole_layers and config.sync.delta:
+            raise ConfigError(
+                f"sync.delta: the engine of {role.name} quantizes q, k and v as one layer and needs all of them in a "
+                "push, from which this option leaves unchanged tensors out; type sync.delta=false"
+            )
     if (policy := roles.served.get(POLICY)) is not None and policy.learner is not None:
         check_correction(policy, config)
 

@@ -15,7 +15,7 @@ from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
 from grmpipe.validate.engines import check_installed
 from grmpipe.validate.meta_rm_model import shared_context_limit
 from grmpipe.validate.models import Progress, find_model
-from grmpipe.validate.parallel import check_parallel, check_shares_no_samples
+from grmpipe.validate.parallel import check_experts, check_parallel, check_shares_no_samples
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from grmpipe.validate.thinking import check_thinking_budget
@@ -39,10 +39,12 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraini
     check_installed(roles, config)
     grm = find_model(roles.served[sampled], config, progress)
     check_thinking_budget("judge", config.judge, roles.served[sampled], grm)
+    start_path = find_start(config, grm, progress)
+    check_experts(config, start_path)
     return MetaRmTraining(
         config=config,
         grm=grm,
-        start_path=find_start(config, grm, progress),
+        start_path=start_path,
         judging_tasks=judging_tasks,
         stored=stored,
         sampling=sampling,

@@ -1,4 +1,4 @@
-"""Checks that the ranks of a learner can be grouped as its configuration says. Starts nothing."""
+"""Checks that the ranks of a learner can be grouped as its configuration says. Starts nothing, loads no weights."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ def check_shares_no_samples(config: RunConfig) -> None:
             f"train.parallel.cp: ranks of a model with a scalar head (task={config.task}) can't share samples; type "
             "train.parallel.cp=1"
         )
+
+
+def check_experts(config: RunConfig, path: str) -> None:
+    """Raises ConfigError if the experts of the model at `path` can't be divided over train.parallel.ep ranks, or if it
+    has no routers for train.fp32_router.
+    """
+    if config.train.parallel.ep == 1 and not config.train.fp32_router:
+        return
+    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from models.lm.expert_parallel import check_divisible
+    from models.lm.fp32_router import check_has_routers
+
+    outline = outline_causal_lm(path)
+    with section("train.parallel."):
+        if config.train.parallel.ep > 1:
+            check_divisible(outline, config.train.parallel.ep)
+    with section("train."):
+        if config.train.fp32_router:
+            check_has_routers(outline)

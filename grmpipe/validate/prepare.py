@@ -27,7 +27,7 @@ from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
 from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_query_heads
+from grmpipe.validate.parallel import check_experts, check_query_heads
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.router_replay import check_routing
 from grmpipe.validate.scalar_model import FoundScalarModel, check_scalar_judges, find_scalar_models
@@ -107,7 +107,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_tools(config, policy)
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
-    check_scalar_judges(config, prepared.scalars, data)
+    check_scalar_judges(config, prepared.scalars, policy, data)
     check_judges_without_model(config)
     return prepared
 
@@ -143,6 +143,8 @@ def check_models(prepared: Prepared) -> None:
             check_query_heads(config, heads_of(model.path))
     check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
+    if roles.served[POLICY].learner is not None and config.task != "evaluate":
+        check_experts(config, prepared.policy.path)
 
 
 def check_judges_without_model(config: RunConfig) -> None:

@@ -174,6 +174,11 @@ class EngineKind(ABC, Generic[Options]):
         """Whether its options make weights or cache coarser than what it is sent."""
         return False
 
+    @property
+    def needs_whole_layers(self) -> bool:
+        """Whether a push must have all tensors that the engine keeps as one layer (q, k and v), or none of them."""
+        return False
+
     def made_batch_invariant(self) -> EngineKind[Options]:
         """The kind with options that make a request's tokens independent of other requests."""
         raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")

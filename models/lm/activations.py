@@ -40,7 +40,7 @@ def checkpoint_layers(
     if activations.offload:
         run = functools.partial(_with_inputs_on_host, functools.partial(checkpoint, **options))  # type: ignore[arg-type]
         for layer in layers:
-            layer._gradient_checkpointing_func = run  # transformers 5.18 has an option for it
+            layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # as transformers sets it
 
 
 def _with_inputs_on_host(run: Callable[..., object], layer: Callable[..., object], *inputs: object) -> object:

@@ -5,6 +5,7 @@ mixture) or under other names; serving engines know those of checkpoints. Never 
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from models.lm.causal_lm import outlined
 
+EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -37,16 +39,27 @@ class CheckpointNames:
     def of(config: PreTrainedConfig) -> CheckpointNames:
         return CheckpointNames(outlined(AutoModelForCausalLM, copy.deepcopy(config), "float32"))
 
-    def converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def converted(self, name: str, tensor: Tensor, experts: Sequence[int] | None = None) -> dict[str, Tensor]:
         """A whole tensor of the model as in the checkpoint: one tensor, or several for fused experts; views if
-        possible.
+        possible. experts: the numbers of those in `tensor`, if it has only some; see `separates`.
         """
-        return {name: tensor} if self._same else revert_weight_conversion(self._outline, {name: tensor})
+        if self._same:
+            return {name: tensor}
+        converted = revert_weight_conversion(self._outline, {name: tensor})
+        return converted if experts is None else {_numbered(key, experts): held for key, held in converted.items()}
 
-    def shapes(self, name: str, shape: Sequence[int]) -> Shapes:
+    def shapes(self, name: str, shape: Sequence[int], experts: Sequence[int] | None = None) -> Shapes:
         """Name -> shape of the results of `converted`. Computes nothing."""
-        converted = self.converted(name, torch.empty(tuple(shape), device="meta"))
+        converted = self.converted(name, torch.empty(tuple(shape), device="meta"), experts)
         return {name: tuple(tensor.shape) for name, tensor in converted.items()}
+
+    def separates(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a checkpoint has this tensor expert by expert, so that some experts can be converted alone."""
+        if self._same or len(shape) != 3 or not name.rpartition(".")[0].endswith("experts"):
+            return False
+        last = self.shapes(name, (1, *shape[1:]), (shape[0] - 1,))
+        whole = self.shapes(name, shape)
+        return last.items() <= whole.items() and len(whole) == shape[0] * len(last)
 
     def taken(self) -> tuple[Shapes, dict[str, str]]:
         """The tensors that an engine started from such a checkpoint takes: name -> shape, and name -> first name. A
@@ -74,6 +87,11 @@ class CheckpointNames:
         if sorted(alone) != sorted(expected):
             different = min((Counter(alone) - Counter(expected)) + (Counter(expected) - Counter(alone)))
             raise _refusal(self._outline, f"{different[0]!r} is built from several tensors")
+
+
+def _numbered(name: str, experts: Sequence[int]) -> str:
+    """The name with an expert's own number in place of its position."""
+    return EXPERT.sub(lambda position: str(experts[int(position[0])]), name, count=1)
 
 
 def _refusal(outline: PreTrainedModel, why: str) -> ValueError:

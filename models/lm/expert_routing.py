@@ -23,6 +23,7 @@ from models.types import ANY_EXPERT
 Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns
 Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, its output) -> new output
+Observer = Callable[[int, nn.Module, Routed], None]
 
 
 def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ class Routers:
     @staticmethod
     def of(model: nn.Module) -> Routers:
         """The routers of a model. Raises ValueError for a dense model, and for routers that can't be replayed."""
-        named = [(name, module) for name, module in model.named_modules() if _is_router(module)]
-        unknown = sorted({type(module).__name__ for _, module in named} - ROUTERS.keys())
+        named = routers_of(model)
+        unknown = sorted({type(module).__name__ for module in named.values()} - ROUTERS.keys())
         if unknown:
             raise ValueError(
                 f"router_replay: the experts of {unknown[0]} can't be replayed; those of {', '.join(ROUTERS)} can; "
@@ -86,10 +87,22 @@ class Routers:
                 f"router_replay: {type(model).__name__} has no router whose experts could be replayed: it is dense, "
                 "or chooses them in an unknown way; type algorithm.router_replay=none"
             )
-        router: Any = named[0][1]
-        layers = tuple(_layer_of(name) for name, _ in named)
+        router: Any = next(iter(named.values()))
+        layers = tuple(map(_layer_of, named))
         shape = RoutingShape(layers=layers, top_k=router.top_k, num_experts=router.num_experts)
-        return Routers([module for _, module in named], shape)
+        return Routers(tuple(named.values()), shape)
+
+    @staticmethod
+    def found(model: nn.Module) -> Routers | None:
+        """The routers of a model; None for a dense one, and for routers of unknown families."""
+        kinds = {type(module).__name__ for module in routers_of(model).values()}
+        return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
+
+    @contextmanager
+    def observed(self, observe: Observer) -> Iterator[None]:
+        """Context: `observe` sees each router's output, with the experts of a replay that began earlier."""
+        with self._hooked(observe):
+            yield
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
@@ -152,11 +165,11 @@ def _call(hook: Hook, index: int, router: nn.Module, _: object, routed: Routed) 
     return hook(index, router, routed)
 
 
-def _is_router(module: nn.Module) -> bool:
-    """Whether a module is a router, by transformers' name for all of them: those of unknown families must be
-    refused.
-    """
-    return type(module).__name__.lower().endswith("topkrouter")
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers of a model, by transformers' name for all of them: those of unknown families must be refused."""
+    return {
+        name: module for name, module in model.named_modules() if type(module).__name__.lower().endswith("topkrouter")
+    }
 
 
 def _layer_of(name: str) -> int:

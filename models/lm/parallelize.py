@@ -16,6 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from models.lm.expert_parallel import divide_experts, gather_early
+from models.lm.fp32_router import route_in_float32
 from models.lm.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 from models.settings import KEEP_ALL, Activations
@@ -25,12 +27,13 @@ from models.settings import KEEP_ALL, Activations
 class Architecture:
     """How a model is loaded: whole, and as an outline without numbers. Both functions take (path, dtype).
 
-    exact: submodules that always compute in float32.
+    exact: submodules that always compute in float32. fp32_router: so do the routers of a mixture.
     """
 
     load: Callable[[str, str], PreTrainedModel]
     outline: Callable[[str, str], PreTrainedModel]
     exact: tuple[str, ...] = ()
+    fp32_router: bool = False
 
 
 CAUSAL_LM = Architecture(load=load_causal_lm, outline=outline_causal_lm)
@@ -53,6 +56,8 @@ def load_parallel(
     """
     whole = architecture.load(path, master_dtype) if dist.get_rank() == 0 else None
     model = architecture.outline(path, master_dtype)
+    if architecture.fp32_router:
+        route_in_float32(model, meshes.shards)
     parallelize(model, meshes, dtype, activations, architecture.exact)
     model.to_empty(device=device)
     set_model_state_dict(
@@ -85,8 +90,12 @@ def parallelize(
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if meshes.experts is not None:
+        divide_experts(model, meshes.experts, policy)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=meshes.shards, mp_policy=policy)
+        if meshes.experts is not None:
+            gather_early(layer)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=meshes.shards)
     for end in _untied_ends(model):
@@ -94,7 +103,7 @@ def parallelize(
     fully_shard(model, mesh=meshes.shards, mp_policy=policy)
 
 
-def _untied_ends(model: PreTrainedModel) -> list[nn.Module]:
+def _untied_ends(model: PreTrainedModel) -> list[nn.Embedding | nn.Linear]:
     """The embedding and the output head, if each has weights of its own: then neither is gathered longer than it is
     used. Tied ones stay with the root, which is gathered all the time.
     """

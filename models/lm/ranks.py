@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -29,7 +29,8 @@ class RankMeshes:
     shards: over which FSDP2 shards weights; with several copies of the model two-dimensional: (copies, shards).
     context: the ranks that share each sample; None: each rank has samples of its own.
     data: the ranks that together have each sample once, one of each context group; None: all ranks.
-    experts: (copies of the experts' shards, expert parallel); None: experts are sharded like other weights.
+    experts: (dp_replicate, efsdp, ep), or (efsdp, ep) with one copy of the model: the ranks along ep divide the experts
+        of each layer, those along efsdp shard the same ones; None: experts are sharded like other weights.
     """
 
     shards: DeviceMesh
@@ -88,10 +89,18 @@ def _meshes(device_type: str, world_size: int, parallel: ParallelConfig) -> Rank
     else:
         names = ("dp_replicate", "dp_shard")
         shards = init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=names)
-    if cp == 1:
-        return RankMeshes(shards=shards)
-    shared = init_device_mesh(device_type, (world_size // cp, cp), mesh_dim_names=("data", "context"))
-    return RankMeshes(shards=shards, context=shared["context"], data=shared["data"])
+    meshes = RankMeshes(shards=shards)
+    if cp > 1:
+        shared = init_device_mesh(device_type, (world_size // cp, cp), mesh_dim_names=("data", "context"))
+        meshes = replace(meshes, context=shared["context"], data=shared["data"])
+    return replace(meshes, experts=_experts_mesh(device_type, world_size, parallel)) if parallel.ep > 1 else meshes
+
+
+def _experts_mesh(device_type: str, world_size: int, parallel: ParallelConfig) -> DeviceMesh:
+    copies, ep = parallel.dp_replicate, parallel.ep
+    shape, names = (copies, world_size // copies // ep, ep), ("dp_replicate", "efsdp", "ep")
+    first = 0 if copies > 1 else 1
+    return init_device_mesh(device_type, shape[first:], mesh_dim_names=names[first:])
 
 
 def group_for_files() -> dist.ProcessGroup | None:

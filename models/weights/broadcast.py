@@ -54,9 +54,26 @@ class GlooBroadcasts(WeightTransport):
 
 
 class NcclBroadcasts(GlooBroadcasts):
-    """The same, from the memory of the learner's GPU."""
+    """The same, from the memory of the learner's GPU. On a stream of its own, or the next bucket would wait for it."""
 
     backend = "nccl"
+
+    def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
+        super().__init__(dtype, device, folder)
+        self._stream = torch.cuda.Stream(device)
+        self._filled: dict[int, torch.cuda.Event] = {}
+
+    def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
+        posted = super().post(index, bucket)
+        self._filled = {kept: event for kept, event in self._filled.items() if kept in self._posted}
+        self._filled[index] = torch.cuda.current_stream(self._device).record_event()
+        return posted
+
+    def deliver(self, index: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._filled[index])
+            super().deliver(index)
+            self._stream.synchronize()  # the memory is filled again on another stream
 
     def _posted_on(self, device: torch.device) -> torch.device:
         if device.type != "cuda":

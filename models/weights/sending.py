@@ -55,7 +55,7 @@ class WeightTransport(ABC):
         """Join the group of the receivers as its sender; leave an older one, or with None any."""
 
     def deliver(self, index: int) -> None:  # noqa: B027
-        """Send a posted bucket while the receivers load it."""
+        """Send a posted bucket while the receivers load it. Another thread may post the next one meanwhile."""
 
     def close(self) -> None:  # noqa: B027
         """Free memory, files and groups."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.pieces import Outgoing, Piece, pieces_of
+from models.lm.pieces import Outgoing, Piece, has_even_rows, pieces_of, rows_of
 from models.weights.sending import Shape, UnshardedBucket
 
 BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's
@@ -18,18 +19,24 @@ SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """A piece as sent: with the names of a checkpoint it may be several tensors."""
+    """A piece as sent, or some of its experts: with the names of a checkpoint it may be several tensors."""
 
-    piece: Piece
+    name: str  # of the piece
     shapes: dict[str, Shape]
     names: CheckpointNames | None
+    unsharded: Callable[[], Tensor]
+    experts: tuple[int, ...] | None = None  # None: all, or none
+
+    @property
+    def num_values(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
 
     def tensors(self) -> Iterator[Tensor]:
-        whole = self.piece.unsharded()
+        whole = self.unsharded()
         if self.names is None:
             yield whole
             return
-        converted = self.names.converted(self.piece.name, whole)
+        converted = self.names.converted(self.name, whole, self.experts)
         yield from (converted[name] for name in self.shapes)
 
 
@@ -55,7 +62,7 @@ class WeightStream:
         num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
         size = bucket_bytes or bucket_bytes_for(num_bytes)
         fixed, changing = (
-            list(_plan([_sent(piece, names) for piece in some], itemsize, size))
+            list(_plan([sent for piece in some for sent in _sent(piece, names, dtype, size)], itemsize, size))
             for some in (pieces.fixed, pieces.changing)
         )
         self.num_fixed_buckets = len(fixed)
@@ -82,9 +89,20 @@ def bucket_bytes_for(num_bytes: int) -> int:
     return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 
 
-def _sent(piece: Piece, names: CheckpointNames | None) -> _Sent:
-    own = {piece.name: tuple(piece.tensor.shape)}
-    return _Sent(piece=piece, shapes=names.shapes(piece.name, piece.tensor.shape) if names else own, names=names)
+def _sent(piece: Piece, names: CheckpointNames | None, dtype: str, bucket_bytes: int) -> Iterator[_Sent]:
+    """A piece as sent. Experts that fill more than a bucket come a few at a time, if the receiver knows each of them by
+    name: a layer's experts are never whole on any rank.
+    """
+    shape = tuple(piece.tensor.shape)
+    shapes = names.shapes(piece.name, shape) if names else {piece.name: shape}
+    num_bytes = piece.tensor.numel() * getattr(torch, dtype).itemsize
+    divides = num_bytes > bucket_bytes and has_even_rows(piece.tensor)
+    if names is None or not divides or not names.separates(piece.name, shape):
+        yield _Sent(name=piece.name, shapes=shapes, names=names, unsharded=piece.unsharded)
+        return
+    for rows in rows_of(piece.tensor, dtype, bucket_bytes * shape[0] // num_bytes):
+        some = names.shapes(piece.name, (len(rows.numbers), *shape[1:]), rows.numbers)
+        yield _Sent(name=piece.name, shapes=some, names=names, unsharded=rows.unsharded, experts=rows.numbers)
 
 
 def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator[list[_Sent]]:
@@ -92,7 +110,7 @@ def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator
     bucket: list[_Sent] = []
     filled = 0
     for sent in pieces:
-        size = sent.piece.tensor.numel() * itemsize
+        size = sent.num_values * itemsize
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0

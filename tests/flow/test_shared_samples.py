@@ -63,8 +63,8 @@ def test_a_run_with_shared_samples_begins_as_that_of_one_rank(
         assert all(line["sync/probe_error_nats"] < 1e-3 for line in run.steps())
     assert trained(shared.run_dir, 1) == trained(one.run_dir, 1)
     first, expected = shared.steps()[0], one.steps()[0]
-    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/packed_tokens", "train/kl"):
-        assert first[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    for name in ("loss", "grad_norm", "entropy_nats", "correction_mean", "packed_tokens", "unshared_tokens"):
+        assert first[f"train/{name}"] == pytest.approx(expected[f"train/{name}"], rel=1e-4, abs=1e-6), name
     assert expected["train/grad_norm"] > 1e-4
     assert "train/rank_imbalance" not in first, "both ranks have the same work"
 
@@ -82,6 +82,7 @@ def test_two_runs_with_shared_samples_are_equal_bit_for_bit(
 def test_a_run_that_shared_samples_goes_on_with_one_rank(
     shared: Any, run_once: Callable[..., Any], policy: str
 ) -> None:
+    """Its checkpoint and its configuration allow it."""
     resumed = shared.run_dir.with_name("resumed")
     shutil.copytree(shared.run_dir, resumed)
     more = ("train.num_steps=4", "resume=auto", f"policy.path={policy}")

@@ -234,3 +234,11 @@ def test_no_slot_is_promised_more_than_once(slots: int, replicas: dict[str, int]
     assert all(share <= 1 + 1e-9 for share in shares)
     for role, seats in placement.seats.items():
         assert len({seat.slots for seat in seats}) == config.roles[role].replicas
+
+
+def test_nodes_of_one_machine_s_name_are_several() -> None:
+    apart = PoolConfig(slots=2, strategy="STRICT_SPREAD")
+    config = PlacementConfig(pools={"tools": apart}, roles={"env": RoleConfig(pool="tools", replicas=2)})
+    check_capacity(place(config, ("env",)), [machine(1, name="vm"), machine(3, name="vm")])
+    with pytest.raises(ValueError, match="no arrangement of them fits"):
+        check_capacity(place(config, ("env",)), [machine(4, name="vm")])

@@ -87,7 +87,7 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
     train, lora = config.train, config.models[model].lora
-    shards = ranks // train.parallel.dp_replicate
+    shards = ranks // train.parallel.dp_replicate if model == POLICY else ranks
     working = working_of(train, footprint, shards, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
     return _parts_of_rank(held, shards, working, train)
@@ -160,13 +160,12 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """The parts of a critic: those of a learner without a reference."""
     train, copy = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(1)
-    shards = ranks // train.parallel.dp_replicate
     held = [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),
         _moments("optimizer", train, footprint.num_parameters),
     ]
-    return _parts_of_rank(held, shards, working_of(train, footprint, shards), train)
+    return _parts_of_rank(held, ranks, working_of(train, footprint, ranks), train)
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:

@@ -15,7 +15,7 @@ from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_query_heads
+from grmpipe.validate.parallel import check_experts, check_query_heads
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
@@ -82,6 +82,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         check_heads(models[role.name], role, config)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning)
+            if role.learner == "learner":
+                check_experts(config, learning.path)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     for scorer in scorer_dtypes(config):

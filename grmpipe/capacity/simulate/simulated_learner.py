@@ -96,7 +96,7 @@ class SimulatedRanks:
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "discard" | "connect" | "deliver":
+                case "discard" | "connect" | "deliver" | "delivered":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 

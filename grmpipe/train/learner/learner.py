@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.device_usage import DeviceUsage
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
 from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
@@ -25,12 +27,15 @@ from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import export_hf
 from models.lm.checkpoint_names import CheckpointNames
 from models.lm.context_parallel import ContextGroup
+from models.lm.expert_load import ExpertLoad
 from models.lm.expert_routing import RouterReplay, Routers
+from models.lm.footprint import footprint_of
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
-from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
+from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 from models.types import ANY_EXPERT, GroupLink, WeightBucket
+from models.weights.delivery import Delivery
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
@@ -96,7 +101,9 @@ class Learner(TrainingRank):
             spec.master_dtype,
             train.dtype,
             train.activations,
-            with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM,
+            self._routing_as_configured(
+                with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM
+            ),
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype, self._context)
@@ -114,7 +121,11 @@ class Learner(TrainingRank):
         self._transport = (
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
+        self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
+        self._load = self._new_load()
+        flops = footprint_of(self._files).flops(lora)
+        self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
 
     @property
     def policy_version(self) -> int:
@@ -142,7 +153,8 @@ class Learner(TrainingRank):
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
-            current = self._forward(self._model, batch, entropy=True)
+            with self._counted(idle=not micro_batch.loss_mask_E.any()):
+                current = self._forward(self._model, batch, entropy=True)
             current_E = current.logprobs_T[batch.places_E]
             old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
             ages_E = self.policy_version - batch.versions_E
@@ -158,10 +170,14 @@ class Learner(TrainingRank):
             loss.total.backward()
         if self._routers is not None:
             loss = replace(loss, sums={**loss.sums, "rerouted_share": self._rerouted(replay, batch)})
+        self._usage.add(micro_batch, gradients=True)
+        if reference_T is not None:
+            self._usage.add(micro_batch, gradients=False)
         return self._meter.add(loss, ages_E[batch.loss_mask_E > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
+        self._usage.add(micro_batch, gradients=False)
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
             if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
@@ -176,11 +192,12 @@ class Learner(TrainingRank):
         """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
         reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
         assert reference_T is not None, "kl_coefficient is above 0"
+        self._usage.add(micro_batch, gradients=False)
         return _to_host(reference_T)
 
     def step(self, totals: BatchTotals) -> Metrics:
         """Divide the accumulated gradients by the size of the batch, clip, update. Returns means over all ranks'
-        tokens.
+        tokens, and what the batch took of this rank's device.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
@@ -190,16 +207,17 @@ class Learner(TrainingRank):
         )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
-        metrics = self._meter.read(totals, denominator, self._meshes.data_group)
+        metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._balance()}
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
             with self._moments.on_device():
                 update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+            usage = self._usage.read()
         finally:
             self.discard()
         self._version += 1
-        return {**metrics, **update_metrics, **self._reset_if_due()}
+        return {**metrics, **update_metrics, **usage, **self._reset_if_due()}
 
     def _reset_if_due(self) -> Metrics:
         """Reset at the end of a batch, before its weights are pushed or saved."""
@@ -216,6 +234,8 @@ class Learner(TrainingRank):
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
+        self._load = self._new_load()
+        self._usage.reset()
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
@@ -227,6 +247,7 @@ class Learner(TrainingRank):
     def connect(self, link: GroupLink | None) -> None:
         """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
+        self._delivery.drop()  # of a push that failed
         self._transport.connect(link)
 
     def bucket(self, index: int) -> WeightBucket | None:
@@ -238,12 +259,19 @@ class Learner(TrainingRank):
             bucket.drain()  # also if rank 0 failed: the others would wait for it
 
     def deliver(self, index: int) -> None:
-        """Send a posted bucket while the engines load it, on rank 0. Does nothing without broadcasts."""
+        """Begin to send a posted bucket, on rank 0, while the engines load it and the next one is unsharded. Does
+        nothing without broadcasts.
+        """
         assert self._transport is not None, "rank 0 sends"
-        self._transport.deliver(index)
+        self._delivery.begin(partial(self._transport.deliver, index))
+
+    def delivered(self) -> None:
+        """Wait until the bucket is sent. Raises what its delivery raised. Before the bucket after the next one."""
+        self._delivery.end()
 
     def close(self) -> None:
         """Close the files and connections of the transport."""
+        self._delivery.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -298,6 +326,25 @@ class Learner(TrainingRank):
         with self._routers.replayed(wanted_TLK) as replay:
             yield replay
 
+    def _new_load(self) -> ExpertLoad | None:
+        """For the experts of a mixture; None if there are none."""
+        routers = self._routers or Routers.found(self._model)
+        return None if routers is None else ExpertLoad(routers, self._device)
+
+    @contextmanager
+    def _counted(self, idle: bool) -> Iterator[None]:
+        """Context: the tokens of forward passes count as the experts' load, but for those of an idle rank."""
+        with nullcontext() if self._load is None or idle else self._load.counted():
+            yield
+
+    def _balance(self) -> Metrics:
+        """How evenly the batch used the experts; nothing for a dense model."""
+        balance = {} if self._load is None else asdict(self._load.read())
+        return {f"experts/{name}": value for name, value in balance.items()}
+
+    def _routing_as_configured(self, architecture: Architecture) -> Architecture:
+        return replace(architecture, fp32_router=self._train.fp32_router)
+
     def _rerouted(self, replay: RouterReplay | None, batch: DeviceBatch) -> Tensor:
         """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
         if replay is None:
@@ -312,7 +359,14 @@ class Learner(TrainingRank):
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, self._meshes, self._device, spec.frozen_dtype, spec.train.dtype)
+        reference = load_parallel(
+            self._files,
+            self._meshes,
+            self._device,
+            spec.frozen_dtype,
+            spec.train.dtype,
+            architecture=self._routing_as_configured(CAUSAL_LM),
+        )
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -50,6 +50,10 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     def quantizes(self) -> bool:
         return self.options.quantization != "none" or super().quantizes
 
+    @property
+    def needs_whole_layers(self) -> bool:
+        return self.options.quantization != "none" or bool(self.options.options.get("quantization"))
+
     # -- memory ----------------------------------------------------------------------------------------------------
 
     @property

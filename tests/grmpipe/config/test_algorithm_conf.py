@@ -69,6 +69,13 @@ def test_choices_that_would_weigh_twice_are_refused_with_the_way_out() -> None:
         composed("algorithm=pass_at_k", "train.group_size=4")
 
 
+@pytest.mark.parametrize("credit", ["gigpo", "mt_grpo", "process", "process_grpo"])
+def test_credit_by_step_is_not_averaged_over_a_rollout(credit: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.loss: gspo .*{credit} credits steps or turns; .*=gspo_token"):
+        composed(f"algorithm=[gspo,{credit}]", "algorithm.loss=gspo")
+    assert composed(f"algorithm=[gspo_token,{credit}]", "algorithm.loss=gspo_token").estimator == credit
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
     algorithm = AlgorithmConfig(**FILES[name])

@@ -326,6 +326,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"engine": {"embedded": {"max_context_tokens": 300}}}, False),
         ({"policy": {"engine_options": {"max_context_tokens": 300}}}, False),
         ({"engine": {"vllm": {"options": {"quantization": "fp8"}}}}, False),
+        ({"engine": {"vllm": {"quantization": "fp8"}}}, False),
         ({"engine": {"openai": {"extra_body": {"reasoning_effort": "low"}}}}, False),
         ({"policy": {"dtype": "bfloat16"}}, False),
         ({"judge": {"num_judgements": 2}}, False),
@@ -371,6 +372,13 @@ def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, 
     seated(correction="none", proximal="sampler")
     seated(correction="grmpipe.algorithm.corrections.uncorrected")
     seated("evaluate", correction="none")
+
+
+def test_an_engine_that_quantizes_fused_layers_is_sent_whole_ones() -> None:
+    sections = {"placement": placement_of(), "policy": {"engine": "vllm"}, "sync": {"delta": True}}
+    seat_roles(from_values(RunConfig, sections))
+    with pytest.raises(ConfigError, match=r"^sync\.delta: .*policy quantizes.*type sync\.delta=false"):
+        seat_roles(from_values(RunConfig, sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
 
 
 def test_one_key_says_how_vllm_quantizes() -> None:

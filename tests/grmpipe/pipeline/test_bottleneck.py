@@ -94,3 +94,11 @@ def test_of_several_models_that_judge_the_busiest_needs_more_slots() -> None:
     assert "give more slots to the busiest of grm, safety (busy_s; placement.roles.<name>.replicas)" in told
     one = bottleneck(StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, grms=("safety",)))
     assert one is not None and "give safety more slots (placement.roles.safety.replicas)" in one
+
+
+def test_environments_with_hosts_of_their_own_may_get_more_of_them() -> None:
+    times = StallTimes(steps_s=10.0, rollouts_s=5.0, envs_s=5.0)
+    assert "placement.roles.env" not in str(bottleneck(times, SETUP))
+    hosted = bottleneck(times, dataclasses.replace(SETUP, env_hosts=True))
+    assert "the learner waited for environments for 50 %" in str(hosted)
+    assert "give env more slots (placement.roles.env.replicas)" in str(hosted)

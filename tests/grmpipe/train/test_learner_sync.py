@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import GroupLink
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
 from models.weights.sending import WeightTransport
 from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessGroup
@@ -115,3 +118,60 @@ def refuse(*_: object) -> None:
 def test_an_unknown_transport_is_refused_by_its_key(gpt2_path: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk"):
         Learner(make_spec(gpt2_path, "pigeon", tmp_path))
+
+
+def sender_and_receiver(timeout_s: float = 60.0) -> tuple[GroupLink, GroupLink]:
+    mine, engines = two_links("gloo")
+    assert mine is not None and engines is not None
+    return replace(mine, timeout_s=timeout_s), replace(engines, timeout_s=timeout_s)
+
+
+def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_path: str, tmp_path: Path) -> None:
+    """The receiver takes bucket 0 only after bucket 1 was made: the one after the other would wait forever."""
+    learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
+    receiver = BroadcastGroup()
+    mine, engines = sender_and_receiver()
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(receiver.join, engines)
+        learner.connect(mine)
+        joining.result()
+        bucket = learner.bucket(0)
+        for index in range(3):
+            assert bucket is not None
+            learner.deliver(index)
+            following = learner.bucket(index + 1)
+            with received(bucket, receiver) as tensors:
+                assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            learner.delivered()
+            bucket = following
+        receiver.leave()
+    learner.close()
+
+
+def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_begins_anew(
+    gpt2_path: str, tmp_path: Path
+) -> None:
+    learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
+    receiver = BroadcastGroup()
+    with ThreadPoolExecutor(1) as thread:
+        for is_there, waits in ((False, True), (False, False), (True, True)):
+            mine, engines = sender_and_receiver(timeout_s=2.0)
+            joining = thread.submit(receiver.join, engines)
+            learner.connect(mine)  # also after a delivery that was given up
+            joining.result()
+            bucket = learner.bucket(0)
+            assert bucket is not None
+            if not is_there:
+                receiver.leave()
+                learner.deliver(0)
+                assert learner.bucket(1) is not None
+                if waits:  # otherwise the push was given up before
+                    with pytest.raises(ConnectionError, match=f"sending '{bucket.tensors[0].name}'"):
+                        learner.delivered()
+                continue
+            learner.deliver(0)
+            with received(bucket, receiver) as tensors:
+                assert len(checksums_of(tensors)) == len(bucket.tensors)
+            learner.delivered()
+        receiver.leave()
+    learner.close()

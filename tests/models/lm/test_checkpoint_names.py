@@ -14,6 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.lm.checkpoint_names import CheckpointNames
+from models.lm.lora import add_adapters, outgoing
+from models.settings import LoraConfig
 from models.weights.object_store import ObjectStore
 from models.weights.receiving import received
 from models.weights.weight_stream import WeightStream, bucket_bytes_for
@@ -44,24 +46,30 @@ def small_model(family: str) -> PreTrainedModel:
     return model
 
 
-def streamed(model: PreTrainedModel) -> dict[str, Tensor]:
+def streamed(model: PreTrainedModel, bucket_bytes: int = 1 << 14) -> dict[str, Tensor]:
+    return {name: tensor for bucket in buckets(model, bucket_bytes) for name, tensor in bucket.items()}
+
+
+def buckets(model: PreTrainedModel, bucket_bytes: int) -> list[dict[str, Tensor]]:
     stream, store = (
-        WeightStream(model, "float32", 1 << 14, names=CheckpointNames.of(model.config)),
+        WeightStream(model, "float32", bucket_bytes, names=CheckpointNames.of(model.config)),
         ObjectStore("float32"),
     )
-    tensors: dict[str, Tensor] = {}
+    found = []
     for index in range(stream.num_buckets):
         with received(store.post(index, stream.unsharded(index))) as came:
-            tensors |= {announced.name: tensor.clone() for announced, tensor in came}
-    return tensors
+            found.append({announced.name: tensor.clone() for announced, tensor in came})
+    return found
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 12])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_sent_as_transformers_saves_it(family: str) -> None:
+def test_a_family_is_sent_as_transformers_saves_it(family: str, bucket_bytes: int) -> None:
+    """Also where the experts of a layer fill several buckets."""
     model = small_model(family)
     own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not tied(model)}
     expected = revert_weight_conversion(model, own)
-    sent = streamed(model)
+    sent = streamed(model, bucket_bytes)
     assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == {
         name: tuple(tensor.shape) for name, tensor in expected.items()
     }
@@ -77,6 +85,17 @@ def test_experts_travel_one_by_one() -> None:
     sent = streamed(small_model("qwen3_moe"))
     assert sent["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (16, 32)
     assert not [name for name in sent if name.endswith("experts.gate_up_proj")]
+
+
+@pytest.mark.parametrize(("family", "last"), [("qwen3_moe", "gate_proj"), ("mixtral", "w1")])
+def test_the_experts_of_a_layer_are_never_in_one_bucket_if_they_fill_several(family: str, last: str) -> None:
+    """An expert has at most 4 KiB of gate and up in a Qwen, 16 in a Mixtral; a layer has 4 times that."""
+    found = buckets(small_model(family), 1 << 14)
+    together = [[name for name in bucket if name.endswith(f"{last}.weight")] for bucket in found]
+    assert sorted(map(len, together))[-1] == (4 if family == "qwen3_moe" else 1)
+    halves = [[name for name in bucket if name.endswith("gate_proj.weight")] for bucket in
+              buckets(small_model("qwen3_moe"), 1 << 13)]  # fmt: skip
+    assert [len(names) for names in halves if names] == [2, 2, 2, 2]
 
 
 def test_an_engine_takes_a_tied_head_under_both_names() -> None:
@@ -102,3 +121,13 @@ def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pyt
 )
 def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes: int) -> None:
     assert bucket_bytes_for(model_bytes) == bucket_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_adapters_keep_their_names(family: str) -> None:
+    lora = LoraConfig(rank=2, sync="adapters")
+    model = add_adapters(small_model(family), lora, "float32")
+    sent = outgoing(model, lora, "float32")
+    stream = WeightStream(model, "float32", 1 << 14, sent, CheckpointNames.of(model.config))
+    names = [name for index in range(stream.num_buckets) for name in stream.unsharded(index).names]
+    assert names == [piece.name for piece in sent.changing] and len(names) >= 2 * 2 * 4

@@ -145,3 +145,40 @@ def test_a_member_that_holds_something_is_closed_on_its_own_thread() -> None:
         assert closed_on == [made_on]
 
     asyncio.run(main())
+
+
+class Waiting:
+    """A member whose calls overlap."""
+
+    def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
+        self.identity = (rank, world_size, init_method)
+        self.waiting = 0
+        self.closed = False
+
+    async def wait_for(self, others: int) -> tuple[int, int, str | None]:
+        self.waiting += 1
+        while self.waiting < others:
+            await asyncio.sleep(0)
+        return self.identity
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_async_methods_of_a_member_overlap_and_members_that_do_not_meet_may_be_several() -> None:
+    async def main() -> None:
+        here = cluster(replicas=2)
+        group = await here.start_group("learner", Waiting, meet=False)
+        assert group.size == 2
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*(group.call(rank, "wait_for", 3) for rank in (0, 1) for _ in range(3)))
+        assert answers == [(0, 2, None)] * 3 + [(1, 2, None)] * 3
+        old = group._members  # type: ignore[attr-defined]
+        first = old[0]._member
+        await here.restart_member("learner", 0)
+        assert first.closed and await group.call(0, "wait_for", 1) == (0, 2, None)
+        last = old[1]._member
+        await here.shutdown()
+        assert last.closed
+
+    asyncio.run(main())

@@ -15,7 +15,9 @@ from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import plan
+from grmpipe.capacity.plan.search import replicas_allowed
 from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.plan.work import step_work
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
@@ -99,6 +101,17 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
     assert "hf download Qwen/Qwen3-14B" in unchecked
     assert "placement.pools.train: needs 4 gpu slots" in unchecked
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_each_copy_of_the_learner_holds_all_state_and_ranks_are_planned_in_whole_groups(
+    big_run: tuple[str, ...],
+) -> None:
+    meshes = ("train.parallel.dp_replicate=2", "train.parallel.cp=2")
+    survey = survey_run(composed(*big_run, *meshes), lambda what, share: None)
+    held = {part.what: part.num_bytes / 1e9 for part in memory_parts(survey, "learner")}
+    assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
+    assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
+    assert list(replicas_allowed(survey, step_work(survey, None))["learner"]) == [4, 8]
 
 
 def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run: tuple[str, ...]) -> None:
@@ -222,6 +235,10 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert "learner  16.4 s of work for each of 4" in text
     # 256 x (1536 + prompts of 2) tokens, 8 operations for each of 8.19e9 parameters, 4 x 989 TFLOPS at 0.4: 16.3 s.
     assert "the busiest slot's work" in text
+    # At 0.4 of the peak with 8 operations a weight, of which the model needs 6: 0.3; less for the embedding, which
+    # multiplies nothing, more for attention.
+    assert re.search(r"learner  16\.4 s of work for each of 4; 24,1\d\d packed tokens/s, MFU 0\.29\n", text)
+    assert "packed tokens/s\n" in planned("+experiment=quickstart"), "cores have no MFU"
 
 
 def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:

@@ -133,7 +133,8 @@ def test_ranks_that_share_samples_get_the_same_micro_batch_and_answer_once() -> 
 
 
 def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
-    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], "deliver": [None], "connect": [None]})
+    of_rank_0: dict[str, list[object]] = {name: [None] for name in ("connect", "deliver", "delivered")}
+    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], **of_rank_0})
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
     async def push() -> list[object]:
@@ -150,8 +151,8 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
     assert asyncio.run(push()) == ["posted", "posted"]
     assert actors.asked == [
         (0, "connect", link), (0, "num_buckets"),
-        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0),
-        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1),
+        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0), (0, "delivered"),
+        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1), (0, "delivered"),
     ]  # fmt: skip
 
 
