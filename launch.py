@@ -69,6 +69,8 @@ def run_job(config: RunConfig) -> float | None:
 def run_task(config: RunConfig) -> float | None:
     if config.task == "doctor":  # works without the other imports
         print(doctor(config.engine.sglang.python))
+        if config.cluster.address is not None:
+            examine(config, config.cluster.address)
         return None
     # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
     if config.task == "report":
@@ -80,6 +82,16 @@ def run_task(config: RunConfig) -> float | None:
     from grmpipe import tasks
 
     return tasks.run_task(config)
+
+
+def examine(config: RunConfig, address: str) -> None:
+    """Print the findings on the machines of a joined cluster. Raises RunFailed if there is a problem."""
+    from grmpipe.run.cluster_doctor import examine_cluster, report
+
+    findings = examine_cluster(config)
+    print(report(address, findings), flush=True)
+    if problems := sum(not finding.ok for finding in findings):
+        raise RunFailed(f"problems of the cluster: {problems}; see the lines above")
 
 
 def secrets_typed_in_a_sweep(arguments: Sequence[str]) -> list[str]:

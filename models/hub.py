@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def _fetched(path: str, weights: bool) -> str:
     except HfHubHTTPError as error:
         said = next(line for line in str(error).splitlines() if line.strip())
         raise ValueError(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
+
+
+def missing_files(path: str) -> str:
+    """What a model's files lack on this machine, and what to type; empty if nothing. Fetches nothing."""
+    if "://" in path:  # made by the project itself
+        return ""
+    try:
+        patterns = [*SMALL_FILES, *WEIGHT_FILES]
+        directory = Path(
+            snapshot_download(path, allow_patterns=patterns, local_files_only=True)
+            if is_hub_name(path)
+            else _directory(path)
+        )
+    except LocalEntryNotFoundError:
+        return f"{path} isn't in the cache{how(path)}"
+    except ValueError as error:
+        return str(error).removeprefix("path: ")
+    index = directory / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    lacking = sorted(name for name in {"config.json", *names} if not (directory / name).is_file())
+    if not lacking and not any(list(directory.glob(pattern)) for pattern in WEIGHT_FILES):
+        lacking = ["*.safetensors"]
+    return f"{path} lacks {', '.join(lacking[:3])}{how(path)}" if lacking else ""
 
 
 def how(path: str) -> str:

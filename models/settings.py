@@ -41,7 +41,7 @@ TEMPLATE_KWARGS_OF_OURS = frozenset(
 class ModelShape:
     """Sizes as in the model's config.json, for task=plan and task=simulate without the model's files.
 
-    Either all sizes are set or none.
+    Either all sizes are set or none; those of experts only for a mixture.
     """
 
     num_layers: int = 0  # Number of transformer layers; 0: no shape is set.
@@ -53,12 +53,22 @@ class ModelShape:
     vocab_size: int = 0  # [tokens] Size of the vocabulary.
     context_tokens: int = 0  # Longest sequence that the model takes.
     tied: bool = False  # The output head is tied to the embedding.
+    num_experts: int = 0  # Experts of each layer of a mixture; 0: a dense model.
+    experts_per_token: int = 0  # Experts that a token is sent to (num_experts_per_tok).
+    moe_intermediate_size: int = 0  # Inner size of an expert.
 
     def __post_init__(self) -> None:
-        sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
-        lacking = [name for name, size in sizes.items() if size < 1]
-        if any(sizes.values()) and lacking:
+        experts = {name: getattr(self, name) for name in ("num_experts", "experts_per_token", "moe_intermediate_size")}
+        names = [spec.name for spec in fields(self) if spec.name != "tied" and spec.name not in experts]
+        sizes = {name: getattr(self, name) for name in names}
+        needed = sizes | experts if any(experts.values()) else sizes
+        lacking = [name for name, size in needed.items() if size < 1]
+        if any(needed.values()) and lacking:
             raise ValueError(f"{lacking[0]}: must be at least 1; declare all fields of a shape, as in config.json")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token: must be at most num_experts = {self.num_experts}, got {self.experts_per_token}"
+            )
 
     @property
     def declared(self) -> bool:

@@ -40,17 +40,19 @@ class DeviceSpec:
         raise ValueError(f"tflops: no value for {dtype}; known: {', '.join(self.tflops)}")
 
 
-# NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 (2025). Dense figures: half of
-# those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions. The core is one of
-# an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
+# NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 and GB200 NVL72 (2025). Dense
+# figures: half of those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions.
+# The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
 DEVICES: Mapping[str, DeviceSpec] = {
     "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
     "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, link_gb_per_s=64, host_gb_per_s=64),
+    "h100_nvl": DeviceSpec(94, 3900, {"bfloat16": 835, "float32": 60}, link_gb_per_s=300, host_gb_per_s=64),
     "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
     "a100_40": DeviceSpec(40, 1555, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
     "a100_80": DeviceSpec(80, 2039, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
     "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, link_gb_per_s=32, host_gb_per_s=32),
     "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, link_gb_per_s=900, host_gb_per_s=64),
+    "gb200": DeviceSpec(186, 8000, {"bfloat16": 2500, "float32": 80}, link_gb_per_s=900, host_gb_per_s=450),
     "cpu": DeviceSpec(
         4, 20, {"float32": 0.09, "bfloat16": 0.02}, link_gb_per_s=2, host_gb_per_s=10, step_s=0.0005
     ),
@@ -72,15 +74,17 @@ def find_device(name: str, own: Mapping[str, DeviceSpec]) -> DeviceSpec:
 
 
 def device_called(name: str) -> str | None:
-    """The name in DEVICES for a GPU that its driver calls, for example, "NVIDIA H100 80GB HBM3". None if there is
-    none.
+    """The name in DEVICES for a GPU that its driver calls, for example, "NVIDIA H100 80GB HBM3". None if there is none,
+    and for a part of a GPU (MIG), which has a part of its rates.
     """
     said = name.lower()
-    for model, key in (("h200", "h200"), ("b200", "b200"), ("l40s", "l40s")):
+    if "mig" in said.split():
+        return None
+    for model, key in (("h200", "h200"), ("gb200", "gb200"), ("b200", "b200"), ("l40s", "l40s")):
         if model in said:
             return key
     if "h100" in said:
-        return "h100_pcie" if "pcie" in said else "h100"
+        return "h100_pcie" if "pcie" in said else "h100_nvl" if "nvl" in said else "h100"
     if "a100" in said:
         return "a100_80" if "80gb" in said else "a100_40"
     return None

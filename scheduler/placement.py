@@ -163,11 +163,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """The resources of one machine."""
+    """The resources of one machine. `address`: by which Ray knows it."""
 
     name: str
     cpus: int
     gpus: int
+    address: str = ""
 
     def units(self, resource: str) -> int:
         return self.cpus if resource == "cpu" else self.gpus

@@ -55,12 +55,20 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a model that decide its speed. Bytes are those of the engine's dtype."""
+    """The sizes of a model that decide its speed. Bytes are those of the engine's dtype. `num_active_parameters`: those
+    that a token passes; 0: all, in a dense model.
+    """
 
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     dtype: str
+    num_active_parameters: int = 0
+
+    @property
+    def multiplied(self) -> int:
+        """The parameters that each token is multiplied with."""
+        return self.num_active_parameters or self.num_parameters
 
 
 def engine_speed(
@@ -74,7 +82,7 @@ def engine_speed(
     parallel = parallel_gain(num_slots)
     bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE * parallel
     flops = device.flops(model.dtype) * parallel
-    token_flops = FORWARD_FLOPS * model.num_parameters
+    token_flops = FORWARD_FLOPS * model.multiplied
     return EngineSpeed(
         step_s=device.step_s + model.weight_bytes / bytes_per_s,
         row_s=token_flops / (flops * DECODE_FLOPS_SHARE),
@@ -94,13 +102,15 @@ def parallel_gain(num_slots: int) -> float:
 
 
 def learner_speed(
-    num_parameters: int, device: DeviceSpec, *, ranks: int, dtype: str, checkpointing: bool
+    num_parameters: int, device: DeviceSpec, *, ranks: int, dtype: str, checkpointing: bool, num_active: int = 0
 ) -> LearnerSpeed:
-    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden."""
+    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden.
+    `num_active`: parameters that a token passes; 0: all.
+    """
     flops = CHECKPOINTED_FLOPS if checkpointing else LEARNER_FLOPS
     bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
     return LearnerSpeed(
-        token_s=flops * num_parameters / (ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE),
+        token_s=flops * (num_active or num_parameters) / (ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE),
         step_s=OPTIMIZER_BYTES * num_parameters / (ranks * bytes_per_s),
     )
 

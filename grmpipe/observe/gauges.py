@@ -41,6 +41,7 @@ PACE = (
     Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", decimals=0, width=7),
     Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", decimals=0, width=7),
     Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", decimals=0, width=2),
+    Gauge(metric="learner/tokens_per_s", title="learner tokens/s", brief="learner tok/s", decimals=0, width=7),
 )
 WAITS = (
     Gauge(metric="time/train_s", title="learner worked", brief="learner works", decimals=1, width=6, unit="s"),
@@ -53,6 +54,7 @@ WAITS = (
         decimals=1, width=6, unit="s",
     ),
     Gauge(metric="sync/push_s", title="weight sync", brief="sync", decimals=2, width=6, unit="s"),
+    Gauge(metric="perf/mfu", title="learner MFU", brief="mfu", decimals=2, width=4),
 )  # fmt: skip
 HELD_OUT = (
     Gauge(metric="eval/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4),
@@ -65,7 +67,7 @@ HELD_OUT_REWARD = (
     Gauge(metric="eval/grm_score", title="score by the first judge", brief="first judge", decimals=1, width=4),
 )
 TURNS = Gauge(metric="env/turns_mean", title="turns", brief="turns", decimals=1, width=4)  # of an episode
-LINE = (PACE[0], ACCURACY, SCORE, TURNS, PACE[1], PACE[3], *WAITS[1:])  # of a step, without a panel
+LINE = (PACE[0], ACCURACY, SCORE, TURNS, PACE[1], PACE[4], WAITS[4], PACE[3], *WAITS[1:4])  # of a step, without a panel
 OF_JUDGE = (
     Gauge(metric="score_mean", title="score", brief="score", decimals=1, width=4),
     Gauge(metric="tokens_per_s", title="tokens/s", brief="tok/s", decimals=0, width=5),

@@ -15,6 +15,7 @@ from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import StepReport
+from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import Failed, FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
@@ -195,7 +196,7 @@ def step_metrics(
         **flow_metrics(counts, report.stalls.steps_s),
         **batch_metrics(report.groups, report.step - 1, algorithm),
         **truth_metrics(report.groups, is_right),
-        **report.learner,
+        **with_pace(report.learner, report.learner_busy_s),
         "time/step_s": report.stalls.steps_s,
         "time/train_s": report.learner_busy_s,
         "stall/rollouts_s": report.stalls.rollouts_s,

@@ -82,6 +82,12 @@ def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None)
     """One line: the versions, and what to do if they don't match. CUDA 13 needs driver 580, CUDA 12 driver 525."""
     notes = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
     notes.append(f"driver {driver}" if driver else "no NVIDIA driver")
+    return "; ".join([*notes, *cuda_problems(torch_version, built_for, driver)])
+
+
+def cuda_problems(torch_version: str, built_for: str | None, driver: str | None) -> list[str]:
+    """What torch and the driver can't do together, and what to do about it."""
+    notes = []
     if driver and not built_for:
         notes.append("this torch can't use the GPU of this machine; type: pip install torch from PyPI")
     if driver and built_for:
@@ -92,7 +98,7 @@ def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None)
             )
     if built_for and tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < LEAST_TORCH:
         notes.append("the learner on GPUs needs torch 2.13 or newer")
-    return "; ".join(notes)
+    return notes
 
 
 def driver_version() -> str | None:

@@ -18,6 +18,7 @@ from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
 from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.run.export import export
 from grmpipe.run.registry import CLUSTERS
 from grmpipe.run.session import Run, Session
@@ -116,7 +117,7 @@ class RetrainRun(Run[PreparedRetraining]):
         self._steps_done += 1
         self._busy_s += ended_s - read_s
         times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
-        self._record(groups, learnt | times)
+        self._record(groups, with_pace(learnt, ended_s - read_s) | times)
 
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
         """Write the metrics of a step, and how its groups ended."""

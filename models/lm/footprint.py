@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from models.settings import CHUNK_LOGITS, ModelShape
+from models.lm.flops import FULL, ModelFlops
+from models.settings import CHUNK_LOGITS, LoraConfig, ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
 
 LIVE_PIECES = 3  # float32 pieces of the logits during a backward pass: the logits, their softmax, their gradient
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,6 +33,8 @@ class Working:
 class Footprint:
     """The sizes of one copy of a decoder. `num_root_parameters`: of the embedding and the output head, outside of all
     layers. `linear_widths`: name of the blocks' linear layers -> sum of inputs and outputs over all blocks.
+    `active_layer_weights`: of the layers' matrices, with only as many experts as a token is sent to. `attention_flops`:
+    as in ModelFlops.
     """
 
     num_parameters: int
@@ -38,6 +46,23 @@ class Footprint:
     kv_width: int  # key heads x head dim
     vocab_size: int
     linear_widths: Mapping[str, int]
+    active_layer_weights: int
+    attention_flops: Mapping[int, int]
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that a token passes, norms left out: all of a dense model."""
+        return self.active_layer_weights + self.num_root_parameters
+
+    def flops(self, lora: LoraConfig) -> ModelFlops:
+        """The operations of the model's passes, with these adapters if there are any."""
+        adapters = self.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else 0
+        return ModelFlops(
+            layer_weights=self.active_layer_weights,
+            head_weights=self.vocab_size * self.hidden_size,
+            attention=self.attention_flops,
+            adapter_weights=adapters,
+        )
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * BYTES[dtype]
@@ -144,19 +169,65 @@ def footprint_of(path: str) -> Footprint:
         kv_width=kv_heads * head_dim,
         vocab_size=text.vocab_size,
         linear_widths=widths,
+        active_layer_weights=sum(active_weights(layer, text) for layer in decoder_layers(model)),
+        attention_flops=attention_flops(text, text.num_attention_heads, head_dim),
     )
 
 
+def active_weights(layer: nn.Module, config: PreTrainedConfig) -> int:
+    """The weights of a layer's matrices, with only as many experts as a token is sent to. Experts are stacked in
+    tensors of three dimensions, or are modules named by their number.
+    """
+    chosen: int = getattr(config, "num_experts_per_tok", 1)  # not every mixture calls it that
+    found = 0
+    for name, weights in layer.named_parameters():
+        path = name.split(".")
+        expert = path[path.index("experts") + 1] if "experts" in path else None
+        if weights.dim() == 1:
+            continue
+        if expert is None:
+            found += weights.numel()
+        elif weights.dim() == 3:
+            found += weights.numel() // len(weights) * chosen
+        elif expert == "0":
+            found += weights.numel() * chosen
+    return found
+
+
+def attention_flops(config: PreTrainedConfig, num_heads: int, head_dim: int) -> dict[int, int]:
+    """Window -> operations for each pair of query and key, over the layers with this window. Layers that attend
+    otherwise (linear attention) have none.
+    """
+    # Not every architecture has these.
+    queries: int = getattr(config, "qk_head_dim", None) or head_dim
+    values: int = getattr(config, "v_head_dim", None) or head_dim
+    window: int = getattr(config, "sliding_window", None) or FULL
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    found: dict[int, int] = {}
+    for kind in kinds:
+        if kind in ("full_attention", "sliding_attention"):
+            seen = FULL if kind == "full_attention" else window
+            found[seen] = found.get(seen, 0) + 2 * num_heads * (queries + values)
+    return found
+
+
 def footprint_of_shape(shape: ModelShape) -> Footprint:
-    """The footprint of a configured shape: a decoder with a gated MLP and without biases (Llama, Qwen, Mistral)."""
+    """The footprint of a configured shape: a decoder with a gated MLP, or a mixture of them with a router, and without
+    biases (Llama, Qwen, Mistral).
+    """
     query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = 2 * shape.hidden_size * (query_width + kv_width) + 3 * shape.hidden_size * shape.intermediate_size
+    attention = 2 * shape.hidden_size * (query_width + kv_width)
+    expert = 3 * shape.hidden_size * (shape.moe_intermediate_size or shape.intermediate_size)
+    router = shape.num_experts * shape.hidden_size
+    layer = attention + router + max(1, shape.num_experts) * expert
+    active = attention + router + max(1, shape.experts_per_token) * expert
     norms = 2 * shape.hidden_size
     root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     beside = {
         **dict.fromkeys(("q_proj", "o_proj"), query_width),
         **dict.fromkeys(("k_proj", "v_proj"), kv_width),
-        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.intermediate_size),
+        # Experts are no linear layers: they get no adapters.
+        **({} if shape.num_experts else dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.intermediate_size)),
     }
     return Footprint(
         num_parameters=root + shape.num_layers * (layer + norms) + shape.hidden_size,
@@ -168,4 +239,6 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
         kv_width=kv_width,
         vocab_size=shape.vocab_size,
         linear_widths={name: shape.num_layers * (shape.hidden_size + width) for name, width in beside.items()},
+        active_layer_weights=shape.num_layers * active,
+        attention_flops={FULL: 4 * shape.num_layers * query_width},
     )

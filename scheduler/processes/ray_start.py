@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,32 @@ ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itsel
 def nodes_of_ray() -> list[NodeCapacity]:
     """The resources of the machines of the running Ray."""
     alive = [node for node in ray.nodes() if node["Alive"]]
+    hosts = Counter(node["NodeManagerHostname"] for node in alive)
     return [
         NodeCapacity(
-            name="this machine" if len(alive) == 1 else node["NodeManagerHostname"],
+            name="this machine" if len(alive) == 1 else name_of(node, hosts),
             cpus=int(node["Resources"].get("CPU", 0)),
             gpus=int(node["Resources"].get("GPU", 0)),
+            address=node["NodeManagerAddress"],
         )
         for node in alive
     ]
+
+
+def name_of(node: Mapping[str, str], hosts: Mapping[str, int]) -> str:
+    """The host's name, with the address where several nodes have the same one. `hosts`: name -> number of nodes."""
+    host = node["NodeManagerHostname"]
+    return host if hosts[host] == 1 else f"{host} ({node['NodeManagerAddress']})"
+
+
+@contextmanager
+def joined(config: ClusterConfig) -> Iterator[list[NodeCapacity]]:
+    """Context on a running Ray, with the resources of its machines. Raises ValueError if nothing answers."""
+    init_ray(config)
+    try:
+        yield nodes_of_ray()
+    finally:
+        ray.shutdown()
 
 
 def init_ray(config: ClusterConfig) -> None:

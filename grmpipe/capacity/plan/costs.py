@@ -141,13 +141,14 @@ def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> Learne
 
 def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
-    train = survey.config.train
+    train, sizes = survey.config.train, sizes_of(model, survey)
     return learner_speed(
-        sizes_of(model, survey).num_parameters,
+        sizes.num_parameters,
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
         checkpointing=train.recomputes,
+        num_active=sizes.num_active_parameters,
     )
 
 
@@ -226,6 +227,7 @@ def sizes_of(role: str, survey: Survey) -> ModelSizes:
         weight_bytes=footprint.weight_bytes(dtype),
         kv_bytes_per_token=footprint.kv_bytes_per_token(dtype),
         dtype=dtype,
+        num_active_parameters=footprint.num_active_parameters,
     )
 
 

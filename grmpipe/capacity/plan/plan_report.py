@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.capacity.lower_bound import DRIVER, POLICY, busiest_slot_s, busy_s, chain_s
+from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
@@ -12,7 +13,7 @@ from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import assumptions, judgements_of, shares_asked, step_work
+from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.devices import device_notes
 from grmpipe.validate.models import Progress
@@ -92,8 +93,10 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     wide = column_width(seated)
     chain = 0.0 if work.max_staleness else chain_s(work, costs)
     lines = [f"time of a step ({assumptions(survey, profile)})"]
+    pace = {LEARNER: f"; {learner_pace(survey, profile, work, costs.learner)}"}
     lines += [
-        f"  {role:<{wide}} {seconds(loads[role])} of work for each of {seated[role].seating.replicas}" for role in loads
+        f"  {role:<{wide}} {seconds(load)} of work for each of {seated[role].seating.replicas}{pace.get(role, '')}"
+        for role, load in loads.items()
     ]
     if costs.driver_request_s:
         loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
@@ -113,6 +116,17 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
         lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")
     return "\n".join(lines)
+
+
+def learner_pace(survey: Survey, profile: Profile | None, work: StepWork, learner: LearnerSpeed) -> str:
+    """Tokens per second and MFU (see learner_pace.py of a run) while the learner works."""
+    busy = work.learner_tokens * learner.token_s + learner.step_s
+    pace = f"{work.learner_tokens / busy:,.0f} packed tokens/s"
+    seats, pool = survey.placement.seats[LEARNER], survey.pool(LEARNER)
+    device, flops = survey.devices[seats[0].pool], learner_flops(survey, profile)
+    if device is None or flops is None or pool.resource != "gpu":
+        return pace
+    return f"{pace}, MFU {flops / (busy * len(seats) * device.flops(survey.config.train.dtype)):.2f}"
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------

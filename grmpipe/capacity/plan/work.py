@@ -16,6 +16,7 @@ from grmpipe.config.reward import asked_of_source, asked_shares
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Prompt
+from models.lm.flops import PackedSizes
 from models.types import Message
 
 SAMPLED_PROMPTS = 64  # prompts for their mean length
@@ -38,6 +39,23 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         scorer_tokens=scorer_tokens(survey, profile),
         grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
     )
+
+
+def learner_flops(survey: Survey, profile: Profile | None) -> float | None:
+    """The operations of the policy's learner in a step, at mean lengths. None if the model's size is unknown."""
+    config, footprint = survey.config, survey.models[POLICY].footprint
+    if footprint is None:
+        return None
+    train, played = config.train, policy_lengths(survey, profile)
+    prompt, answer = round(played.prompt_tokens), round(played.new_tokens)
+    shares = train.prefix_sharing
+    siblings = train.group_size - 1
+    group = PackedSizes(
+        lengths_S=[prompt + answer, *[answer if shares else prompt + answer] * siblings],
+        prefixes_S=[0, *[prompt if shares else 0] * siblings],
+        head_rows=train.group_size * answer,
+    )
+    return train.groups_per_batch * footprint.flops(config.policy.lora).training(group)
 
 
 def together(works: Sequence[RoleWork]) -> RoleWork:

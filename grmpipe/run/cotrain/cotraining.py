@@ -26,6 +26,7 @@ from grmpipe.judge.rule import rule_named
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
+from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
@@ -184,7 +185,8 @@ class CoTraining:
     async def _after_step(self, report: StepReport) -> None:
         self.learner_busy_s += report.learner_busy_s
         self._pacer.grm_stepped(report.step)
-        learnt = {name.removeprefix("train/"): value for name, value in report.learner.items()}
+        paced = with_pace(report.learner, report.learner_busy_s)
+        learnt = {name.removeprefix("train/"): value for name, value in paced.items()}
         batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._cotrain))
         learnt |= {
             "right_share": (1 + batch["train/reward"]) / 2,

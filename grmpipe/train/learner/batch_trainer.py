@@ -18,6 +18,8 @@ from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
+SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops")  # over updates
+
 
 class BatchTrainer:
     """Consumes groups, produces steps. Waits only for the learner.
@@ -173,18 +175,21 @@ class BatchTrainer:
         return await self._learner.step(count(samples, min(group.version for group in groups)))
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Train in several updates, split by groups at random. Returns the metrics of the last update."""
+        """Train in several updates, split by groups at random. Returns the metrics of the last update, with sums of
+        what all of them took.
+        """
         oldest = min(group.version for group in groups)
         ids = [group.group_id for group in groups]
         parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
-        metrics: Metrics = {}
+        updates = []
         for part, rounds, olds in zip(parts, packed, old, strict=True):
             for round_, old_pass in zip(rounds, olds, strict=True):
                 await self._learner.accumulate(round_, old_pass)
-            metrics = await self._learner.step(count(part, oldest))
-        return metrics
+            updates.append(await self._learner.step(count(part, oldest)))
+        last = updates[-1]
+        return last | {name: sum(update[name] for update in updates) for name in SUMMED if name in last}
 
     async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
         """The log-probs to take the ratio against; None if the ratio doesn't need them."""

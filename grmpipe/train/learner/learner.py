@@ -16,6 +16,7 @@ from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.device_usage import DeviceUsage
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
 from grmpipe.train.optimizer import learning_rate, make_optimizer, update
@@ -28,6 +29,7 @@ from models.lm.checkpoint_names import CheckpointNames
 from models.lm.context_parallel import ContextGroup
 from models.lm.expert_load import ExpertLoad
 from models.lm.expert_routing import RouterReplay, Routers
+from models.lm.footprint import footprint_of
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
@@ -121,6 +123,8 @@ class Learner(TrainingRank):
         self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
         self._load = self._new_load()
+        flops = footprint_of(self._files).flops(lora)
+        self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
 
     @property
     def policy_version(self) -> int:
@@ -165,10 +169,14 @@ class Learner(TrainingRank):
             loss.total.backward()
         if self._routers is not None:
             loss = replace(loss, sums={**loss.sums, "rerouted_share": self._rerouted(replay, batch)})
+        self._usage.add(micro_batch, gradients=True)
+        if reference_T is not None:
+            self._usage.add(micro_batch, gradients=False)
         return self._meter.add(loss, ages_E[batch.loss_mask_E > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
+        self._usage.add(micro_batch, gradients=False)
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
             if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
@@ -183,11 +191,12 @@ class Learner(TrainingRank):
         """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
         reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
         assert reference_T is not None, "kl_coefficient is above 0"
+        self._usage.add(micro_batch, gradients=False)
         return _to_host(reference_T)
 
     def step(self, totals: BatchTotals) -> Metrics:
         """Divide the accumulated gradients by the size of the batch, clip, update. Returns means over all ranks'
-        tokens.
+        tokens, and what the batch took of this rank's device.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
@@ -202,10 +211,11 @@ class Learner(TrainingRank):
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
             update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+            usage = self._usage.read()
         finally:
             self.discard()
         self._version += 1
-        return {**metrics, **update_metrics, **self._reset_if_due()}
+        return {**metrics, **update_metrics, **usage, **self._reset_if_due()}
 
     def _reset_if_due(self) -> Metrics:
         """Reset at the end of a batch, before its weights are pushed or saved."""
@@ -222,6 +232,7 @@ class Learner(TrainingRank):
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
         self._load = self._new_load()
+        self._usage.reset()
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets

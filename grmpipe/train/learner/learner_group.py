@@ -12,6 +12,7 @@ import numpy as np
 
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
+from grmpipe.train.learner.device_usage import over_ranks
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
@@ -89,7 +90,7 @@ class LearnerGroup:
             metrics = await self._actors.call_all("step", totals)
             self._version += 1
         waited = {"train/rank_imbalance": done.imbalance} if self.dp_size > 1 else {}
-        return cast(Metrics, metrics[0]) | tokens.metrics() | waited
+        return over_ranks(cast(list[Metrics], metrics)) | tokens.metrics() | waited
 
     async def discard(self) -> None:
         self._work, self._tokens = RankWork(), BatchTokens()
@@ -188,19 +189,26 @@ class LearnerGroup:
 
 
 class BatchTokens:
-    """The tokens of a batch that pass through the learner once, and those that would if no prefix were shared."""
+    """The tokens of a batch that pass through the learner, those that would if no prefix were shared, and those that
+    are trained: a token that several samples train counts for each.
+    """
 
     def __init__(self) -> None:
-        self._packed = self._unshared = 0
+        self._packed = self._unshared = self._trained = 0
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
         for micro_batch in micro_batches:
             if micro_batch.loss_mask_E.any():  # else an idle rank's
                 self._packed += len(micro_batch.token_ids_T)
                 self._unshared += int((micro_batch.sample_lengths_S + micro_batch.prefix_lengths_S).sum())
+                self._trained += int(micro_batch.loss_mask_E.sum())
 
     def metrics(self) -> Metrics:
-        return {"train/packed_tokens": float(self._packed), "train/unshared_tokens": float(self._unshared)}
+        return {
+            "train/packed_tokens": float(self._packed),
+            "train/unshared_tokens": float(self._unshared),
+            "train/loss_tokens": float(self._trained),
+        }
 
 
 def _work_of(micro_batch: MicroBatch) -> float:

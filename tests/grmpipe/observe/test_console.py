@@ -70,6 +70,13 @@ def test_elsewhere_a_step_is_one_aligned_line() -> None:
     assert bare == "step 14/80  stale  2  failed none", "what a run doesn't measure isn't told"
 
 
+def test_a_step_shows_the_learners_speed_and_on_a_known_gpu_its_mfu() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=2, console=console)
+    sink.log(1, {**METRICS, "learner/tokens_per_s": 40123.4, "perf/mfu": 0.3149})
+    assert "learner tok/s  40,123  mfu 0.31  stale" in text_of(console)
+
+
 def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
     console = recorded(terminal=False)
     sink = ConsoleSink(num_steps=80, console=console)

@@ -235,6 +235,10 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert "learner  16.4 s of work for each of 4" in text
     # 256 x (1536 + prompts of 2) tokens, 8 operations for each of 8.19e9 parameters, 4 x 989 TFLOPS at 0.4: 16.3 s.
     assert "the busiest slot's work" in text
+    # At 0.4 of the peak with 8 operations a weight, of which the model needs 6: 0.3; less for the embedding, which
+    # multiplies nothing, more for attention.
+    assert re.search(r"learner  16\.4 s of work for each of 4; 24,1\d\d packed tokens/s, MFU 0\.29\n", text)
+    assert "packed tokens/s\n" in planned("+experiment=quickstart"), "cores have no MFU"
 
 
 def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:

@@ -293,6 +293,22 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
     assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if prefix_sharing else [16, 16])
 
 
+def test_several_updates_report_the_tokens_of_all_of_them() -> None:
+    ranks = RecordingRanks()
+    config = TrainConfig(micro_batch_tokens=1000)
+
+    async def run() -> dict[str, float]:
+        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(updates_per_batch=2), max_new_tokens=4)
+        for group in (groups := [judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)]):
+            await trainer.take(group)
+        return await trainer.step(groups)
+
+    metrics = asyncio.run(run())
+    assert ranks.calls.count("step") == 2
+    assert metrics["train/unshared_tokens"] == 4 * 4
+    assert metrics["train/loss_tokens"] == sum(batch.loss_mask_E.sum() for batch in ranks.accumulated)
+
+
 def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
     long = PrefixTree.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])

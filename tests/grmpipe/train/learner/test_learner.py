@@ -20,10 +20,13 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
+from grmpipe.train.learner.device_usage import sizes_of
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
+from models.lm.footprint import footprint_of
+from models.settings import LoraConfig
 from models.stored_files import first_difference
 from models.types import InlineBytes
 
@@ -112,6 +115,19 @@ def test_gradients_in_pieces_equal_the_naive_loss(gpt2_path: str, make_samples, 
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-9)
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize(("coefficient", "passes"), [(0.0, 3), (0.5, 4)])
+def test_a_step_reports_the_operations_of_its_passes(
+    coefficient: float, passes: int, gpt2_path: str, make_samples
+) -> None:
+    """A reference is one more forward pass, which counts a third of forward and backward."""
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=coefficient))
+    forward = footprint_of(gpt2_path).flops(LoraConfig()).forward(sizes_of(batch))
+    for _ in range(2):
+        learner.accumulate(batch)
+        assert learner.step(totals)["rank/model_flops"] == passes * forward, "of this batch, not of earlier ones"
 
 
 def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# A run over the nodes of a Slurm job: a Ray cluster, task=doctor, the run, and its continuation after a failure.
+#
+#   RUN_DIR=/shared/runs/first sbatch --nodes=8 deploy/slurm.sh +experiment=qwen3_32b data.path=/shared/prompts.jsonl
+#
+# RUN_DIR       folder of the run, on a file system that all nodes share (default: runs/slurm_<job> where sbatch was typed)
+# VENV          virtual environment, at the same path on all nodes (default: .venv of the project)
+# CONTAINER     image for srun's --container-image (pyxis) instead of VENV; MOUNTS: its --container-mounts
+# ENV_VARS      names of variables that all processes get (cluster.env_vars), separated by commas; NCCL_* for a prefix
+# MAX_RESTARTS  times that a failed run is queued again, from its last checkpoint (default: 5)
+# DOCTOR        0: don't examine the nodes first
+#
+# At the end of its time Slurm sends USR1 ten minutes before: the step ends, a checkpoint is kept, the job is queued again.
+# To end a run with a checkpoint: scancel --batch --signal=TERM <job>. scancel alone kills it: it continues from its last one.
+#SBATCH --job-name=grmpipe
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
+#SBATCH --output=slurm_%j.log
+set -euo pipefail
+
+project="${PROJECT:-$SLURM_SUBMIT_DIR}"
+run_dir="${RUN_DIR:-$SLURM_SUBMIT_DIR/runs/slurm_$SLURM_JOB_ID}"
+venv="${VENV:-$project/.venv}"
+gpus="${SLURM_GPUS_ON_NODE:-0}"
+cpus="${SLURM_CPUS_ON_NODE:-1}"
+port="${PORT:-$((6379 + SLURM_JOB_ID % 1000))}"
+mkdir -p "$run_dir"
+
+# Ray's sockets ask for this token; all nodes read it from the shared folder.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_dir/.ray_token"
+if [[ ! -s "$RAY_AUTH_TOKEN_PATH" ]]; then
+  (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+fi
+export PYTHONPATH="$project${PYTHONPATH:+:$PYTHONPATH}" PATH="$venv/bin:$PATH"
+
+step=(srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1)
+if [[ -n "${CONTAINER:-}" ]]; then
+  step+=("--container-image=$CONTAINER" "--container-mounts=${MOUNTS:-$run_dir:$run_dir,$project:$project}")
+fi
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node="${nodes[0]}"
+on_head=("${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$head_node")
+head_ip="$("${on_head[@]}" hostname --ip-address | awk '{print $1}')"
+address="$head_ip:$port"
+
+steps=()
+stop() {
+  trap - EXIT
+  kill "${steps[@]}" 2>/dev/null || true
+  wait 2>/dev/null || true
+}
+trap stop EXIT
+
+"${on_head[@]}" ray start --head --block "--node-ip-address=$head_ip" "--port=$port" \
+  "--num-cpus=$cpus" "--num-gpus=$gpus" --include-dashboard=false --disable-usage-stats &
+steps+=($!)
+await=(python -m scheduler.processes.await_nodes "$address")
+"${on_head[@]}" "${await[@]}" 1 "${JOIN_S:-600}" # others can't join before it is up
+if ((${#nodes[@]} > 1)); then
+  others=$((${#nodes[@]} - 1))
+  "${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" ray start --block "--address=$address" \
+    "--num-cpus=$cpus" "--num-gpus=$gpus" --disable-usage-stats &
+  steps+=($!)
+fi
+"${on_head[@]}" "${await[@]}" "${#nodes[@]}" "${JOIN_S:-600}"
+
+run=(python "$project/launch.py" "$@" "cluster.address=$address" "run_dir=$run_dir" resume=auto)
+run+=("cluster.env_vars=[${ENV_VARS:-}]")
+if [[ "${DOCTOR:-1}" != 0 ]]; then
+  "${on_head[@]}" "${run[@]}" task=doctor
+fi
+
+"${on_head[@]}" "${run[@]}" &
+driver=$!
+again=0
+trap 'again=1; kill -TERM "$driver"' USR1
+trap 'kill -TERM "$driver"' TERM INT
+status=0
+wait "$driver" || status=$?
+while kill -0 "$driver" 2>/dev/null; do # the wait was interrupted by a signal that was passed on
+  status=0
+  wait "$driver" || status=$?
+done
+
+# 0 done, 1 failed (a rank or a node died, for example), 2 bad configuration, 130 interrupted with a checkpoint.
+restarts="${SLURM_RESTART_COUNT:-0}"
+if ((status != 0 && status != 2)) && ((again || (status != 130 && status != 143 && restarts < ${MAX_RESTARTS:-5}))); then
+  echo "exit code $status after $restarts restarts: queued again, to continue from the last checkpoint"
+  stop
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,10 @@
+"""The address of this machine, in a process of Ray. Starts nothing."""
+
+from __future__ import annotations
+
+
+def node_address() -> str:
+    """The address by which the cluster's machines know this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,205 @@
+"""The files in deploy/: the Slurm script under a fake Slurm, manifests against the configuration, linters."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_slurm import ROOT, SlurmJob, end, write_script
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import build
+from scheduler.processes.await_nodes import await_nodes
+
+DEPLOY = ROOT / "deploy"
+RAY = """\
+#!/usr/bin/env bash
+echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
+exec sleep 60
+"""
+# launch.py: fails as FAKE_EXIT says; with FAKE_WAIT it ends at a SIGTERM with 130, as a run with a checkpoint does.
+PYTHON = """\
+#!/usr/bin/env bash
+echo "python on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
+if [[ "$*" == *launch.py* && "$*" != *task=doctor* ]]; then
+  if [[ -n "$FAKE_WAIT" ]]; then
+    trap 'exit 130' TERM
+    touch "$FAKE_FOLDER/running"
+    while true; do sleep 0.05; done
+  fi
+  exit "${FAKE_EXIT:-0}"
+fi
+if [[ "$*" == *task=doctor* ]]; then exit "${FAKE_DOCTOR:-0}"; fi
+"""
+
+
+def job_of(folder: Path, nodes: str = "n1 n2 n3", **more: str) -> SlurmJob:
+    for name, text in (("ray", RAY), ("python", PYTHON)):
+        write_script(folder / "venv/bin" / name, text)
+    return SlurmJob(folder, nodes.split(), folder / "venv", more)
+
+
+def built(words: list[str]) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build(compose("config", words))
+
+
+def overrides_in(command: str) -> list[str]:
+    return shlex.split(command.split("launch.py ", 1)[1])
+
+
+# -- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -> None:
+    job = job_of(tmp_path, ENV_VARS="HF_HOME,NCCL_*", HF_HOME="/shared/hf")
+    code, output = end(job.begin("+experiment=quickstart", "tracking=none"), 20)
+    assert code == 0, output
+    calls = job.calls
+    head = next(call for call in calls if call.startswith("ray on n1"))
+    assert "start --head --block --node-ip-address=127.0.0.1 --port=7090 --num-cpus=3 --num-gpus=0" in head
+    for node in ("n2", "n3"):
+        assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:7090 ") for call in calls)
+    python = [call for call in calls if call.startswith("python on n1")]
+    first, others, examined, ran = python
+    assert first.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 1 600")
+    assert others.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 3 600")
+    assert calls.index(first) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
+    assert examined.endswith(" task=doctor")
+    config = built(overrides_in(ran.split(": ", 1)[1]))
+    assert (config.cluster.address, config.resume) == ("127.0.0.1:7090", "auto")
+    assert (config.run_dir, config.cluster.env_vars) == (str(job.run_dir), ["HF_HOME", "NCCL_*"])
+    token = job.run_dir / ".ray_token"
+    assert len(token.read_text()) == 64 and token.stat().st_mode & 0o777 == 0o600
+    assert not any("requeue" in call for call in calls)
+
+
+def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_DOCTOR="1")
+    code, _ = end(job.begin(), 20)
+    assert code == 1
+    assert len([call for call in job.calls if "launch.py" in call and call.startswith("python")]) == 1
+    assert not any("requeue" in call for call in job.calls)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "restarts", "again"), [(1, 0, True), (1, 4, True), (1, 5, False), (2, 0, False), (0, 0, False)]
+)
+def test_a_failed_run_is_queued_again_a_few_times(tmp_path: Path, exit_code: int, restarts: int, again: bool) -> None:
+    """A wrong configuration stays wrong."""
+    job = job_of(tmp_path, FAKE_EXIT=str(exit_code), DOCTOR="0")
+    code, _ = end(job.begin(restarts=restarts), 20)
+    assert code == exit_code
+    assert ("scontrol requeue 4711" in job.calls) is again
+
+
+@pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_at_the_end_of_its_time_a_job_keeps_a_checkpoint_and_is_queued_again(
+    tmp_path: Path, sent: signal.Signals, again: bool
+) -> None:
+    """SIGTERM comes from a person who ends the job: it stays ended."""
+    job = job_of(tmp_path, FAKE_WAIT="1", DOCTOR="0")
+    began = job.begin()
+    deadline = time.monotonic() + 15
+    while not (tmp_path / "running").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    began.send_signal(sent)
+    code, output = end(began, 20)
+    assert code == 130, output
+    assert ("scontrol requeue 4711" in job.calls) is again
+
+
+def test_a_container_is_given_to_every_step(tmp_path: Path) -> None:
+    text = (DEPLOY / "slurm.sh").read_text()
+    assert text.count("srun") - text.count("srun's") == 1, "one place starts steps"
+    assert '"--container-image=$CONTAINER"' in text and '"--container-mounts=' in text
+
+
+def test_nodes_are_waited_for_up_to_a_limit() -> None:
+    joined = iter([1, 1, 3])
+    assert await_nodes(3, 10.0, lambda: next(joined), pause_s=0.0) == 3
+    with pytest.raises(TimeoutError, match=r"^1 of 2 nodes joined within 0 s"):
+        await_nodes(2, 0.0, lambda: 1, pause_s=0.01)
+
+
+# -- containers, KubeRay, SkyPilot -----------------------------------------------------------------------------------
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pinned(package: str) -> str:
+    lists = [project()["dependencies"], *project()["optional-dependencies"].values()]
+    return next(one.partition("==")[2] for names in lists for one in names if one.startswith(f"{package}=="))
+
+
+def test_the_image_has_the_versions_of_the_project() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    for package in ("torch", "vllm"):
+        assert f"{package}=={pinned(package)}" in text
+    assert f"ray[default]=={pinned('ray')}" in text
+    extras = re.findall(r'"\.\[([\w,]+)\]"', text)[0].split(",")
+    assert set(extras) <= project()["optional-dependencies"].keys()
+
+
+def test_the_image_has_the_packages_and_nothing_that_a_build_needs_is_ignored() -> None:
+    text, ignored = (DEPLOY / "Containerfile").read_text(), (DEPLOY / "Containerfile.dockerignore").read_text()
+    for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        for source in line.split():
+            assert (ROOT / source).exists() and f"!{source}\n" in ignored, source
+    copied = set(re.findall(r"^COPY (\w+) \w+$", text, re.MULTILINE))
+    assert copied >= {"conf", "models", "scheduler", "grmpipe", "examples"}
+
+
+def test_the_manifest_is_a_ray_job_whose_nodes_hold_the_recipe() -> None:
+    job = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]["rayClusterSpec"]
+    assert spec["rayVersion"] == pinned("ray")
+    config = built(overrides_in(job["spec"]["entrypoint"]))
+    assert (config.cluster.address, config.resume) == ("auto", "auto")
+    (workers,) = spec["workerGroupSpecs"]
+    gpus = workers["replicas"] * int(workers["rayStartParams"]["num-gpus"])
+    assert gpus == sum(pool.slots for pool in config.placement.pools.values()) == 64
+    for group in (spec["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
+        assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
+        assert config.run_dir is not None and config.run_dir.startswith(mounts["shared"] + "/")
+        given = {one["name"] for one in container["env"]}
+        assert {name for name in config.cluster.env_vars if name != "HF_TOKEN" and "*" not in name} <= given
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == workers["rayStartParams"]["num-gpus"]
+
+
+def test_the_sky_task_starts_the_recipe_on_as_many_gpus_as_it_needs() -> None:
+    task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    config = built(shlex.split(task["envs"]["OVERRIDES"]))
+    gpus = task["num_nodes"] * int(task["resources"]["accelerators"].split(":")[1])
+    assert gpus == sum(pool.slots for pool in config.placement.pools.values())
+    assert task["envs"]["RUN_DIR"].startswith(next(iter(task["volumes"])))
+    assert "ray stop" not in re.sub(r"#.*", "", task["run"]), "SkyPilot has a Ray of its own"
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("linter", "files"), [("hadolint", ["Containerfile"]), ("shellcheck", ["slurm.sh"])], ids=["hadolint", "shellcheck"]
+)
+def test_linters_find_nothing(linter: str, files: list[str]) -> None:
+    if (found := shutil.which(linter)) is None:
+        pytest.skip(f"{linter} isn't installed")
+    done = subprocess.run([found, *files], cwd=DEPLOY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
