@@ -61,13 +61,15 @@ trap stop EXIT
 "${on_head[@]}" ray start --head --block "--node-ip-address=$head_ip" "--port=$port" \
   "--num-cpus=$cpus" "--num-gpus=$gpus" --include-dashboard=false --disable-usage-stats &
 steps+=($!)
+await=(python -m scheduler.processes.await_nodes "$address")
+"${on_head[@]}" "${await[@]}" 1 "${JOIN_S:-600}" # others can't join before it is up
 if ((${#nodes[@]} > 1)); then
   others=$((${#nodes[@]} - 1))
   "${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" ray start --block "--address=$address" \
     "--num-cpus=$cpus" "--num-gpus=$gpus" --disable-usage-stats &
   steps+=($!)
 fi
-"${on_head[@]}" python -m scheduler.processes.await_nodes "$address" "${#nodes[@]}" "${JOIN_S:-600}"
+"${on_head[@]}" "${await[@]}" "${#nodes[@]}" "${JOIN_S:-600}"
 
 run=(python "$project/launch.py" "$@" "cluster.address=$address" "run_dir=$run_dir" resume=auto)
 run+=("cluster.env_vars=[${ENV_VARS:-}]")

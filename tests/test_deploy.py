@@ -1,4 +1,4 @@
-"""The files in deploy/: the Slurm script under a fake Slurm, manifests against the configuration, linters if any."""
+"""The files in deploy/: the Slurm script under a fake Slurm, manifests against the configuration, linters."""
 
 from __future__ import annotations
 
@@ -71,9 +71,12 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
     for node in ("n2", "n3"):
         assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:7090 ") for call in calls)
     python = [call for call in calls if call.startswith("python on n1")]
-    assert python[0].endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 3 600")
-    assert python[1].endswith(" task=doctor") and len(python) == 3
-    config = built(overrides_in(python[2].split(": ", 1)[1]))
+    first, others, examined, ran = python
+    assert first.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 1 600")
+    assert others.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 3 600")
+    assert calls.index(first) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
+    assert examined.endswith(" task=doctor")
+    config = built(overrides_in(ran.split(": ", 1)[1]))
     assert (config.cluster.address, config.resume) == ("127.0.0.1:7090", "auto")
     assert (config.run_dir, config.cluster.env_vars) == (str(job.run_dir), ["HF_HOME", "NCCL_*"])
     token = job.run_dir / ".ray_token"

@@ -6,8 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ class TwoNodes:
         command = [sys.executable, str(ROOT / "launch.py"), f"cluster.address={self.address}", *overrides]
         return subprocess.run(
             command, cwd=cwd, env={**self.environment, **environment},
-            capture_output=True, text=True, timeout=400, check=False,
+            capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
 
 
@@ -44,10 +43,10 @@ def two_nodes(folder: Path, cores: int = 2, second: Mapping[str, str] | None = N
     head = ["--head", f"--port={port}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
     nodes = [start(folder / "head", head, cores, environment)]
     try:
-        wait_for(lambda: answers(port))
+        await_nodes(address, 1, environment)  # the second can't join before the head is up
         more = [f"--address={address}", f"--node-ip-address={SECOND}"]
         nodes.append(start(folder / "second", more, cores, {**environment, **(second or {})}))
-        wait_for(lambda: num_alive(address, environment) == 2)
+        await_nodes(address, 2, environment)
         yield TwoNodes(address, environment, folder)
     finally:
         for node in reversed(nodes):
@@ -66,26 +65,10 @@ def start(folder: Path, options: list[str], cores: int, environment: Mapping[str
         return subprocess.Popen(command, cwd=folder, env=dict(environment), stdout=log, stderr=log)
 
 
-def num_alive(address: str, environment: Mapping[str, str]) -> int:
-    """Nodes that have joined, as a script that waits for them counts."""
-    count = "import ray; ray.init(address='{}', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
-    found = subprocess.run(
-        [sys.executable, "-c", count.format(address)], env=dict(environment),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    return int(found.stdout.strip() or 0) if found.returncode == 0 else 0
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "Ray did not come up"
-        time.sleep(0.3)
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HEAD, port)) == 0
+def await_nodes(address: str, wanted: int, environment: Mapping[str, str]) -> None:
+    """Wait as the scripts in deploy/ do."""
+    command = [sys.executable, "-m", "scheduler.processes.await_nodes", address, str(wanted), "240"]
+    subprocess.run(command, env=dict(environment), check=True)
 
 
 def free_port() -> int:

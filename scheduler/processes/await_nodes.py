@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             break
-        except ConnectionError as error:
+        except Exception as error:  # Ray raises a bare one while its head has no node yet
+            ray.shutdown()
             if time.monotonic() > ends:
                 print(f"no Ray at {address} within {seconds:.0f} s: {error}", file=sys.stderr)
                 return 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from two_nodes import ROOT, SECOND, TwoNodes, two_nodes
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 SKEWED = "import time\nreal = time.time\ntime.time = lambda: real() + 40\n"
 RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",

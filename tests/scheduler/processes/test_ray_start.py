@@ -8,7 +8,7 @@ import time
 import pytest
 
 from scheduler.placement import ClusterConfig, NodeCapacity
-from scheduler.processes.ray_start import init_ray, passed_on, threads_of
+from scheduler.processes.ray_start import init_ray, nodes_of_ray, passed_on, threads_of
 
 
 def test_an_address_where_nobody_listens_is_told_at_once() -> None:
@@ -43,3 +43,16 @@ def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int
     """A process with several GPUs starts one process for each."""
     nodes = [NodeCapacity(name=str(cores), cpus=cores, gpus=gpus) for cores, gpus in ((128, 8), (96, 8), (64, 0))]
     assert threads_of(nodes, gpus) == threads
+
+
+def test_machines_of_one_host_name_are_told_apart_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would count as one machine."""
+    found = [("vm", "10.0.0.1", True), ("vm", "10.0.0.2", True), ("other", "10.0.0.3", True), ("vm", "10.0.0.4", False)]
+    nodes = [
+        {"NodeManagerHostname": host, "NodeManagerAddress": address, "Alive": alive, "Resources": {"CPU": 2.0}}
+        for host, address, alive in found
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert [(node.name, node.address) for node in nodes_of_ray()] == [
+        ("vm (10.0.0.1)", "10.0.0.1"), ("vm (10.0.0.2)", "10.0.0.2"), ("other", "10.0.0.3"),
+    ]  # fmt: skip

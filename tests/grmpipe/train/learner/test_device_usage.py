@@ -49,6 +49,13 @@ def test_a_pass_counts_the_layers_for_all_tokens_and_the_head_for_trained_ones()
     assert usage.read() == {"rank/model_flops": 0.0}
 
 
+def test_ranks_that_share_a_sample_count_it_once_together() -> None:
+    whole, parts = DeviceUsage(MODEL, CPU, "float32"), [DeviceUsage(MODEL, CPU, "float32", cp=2) for _ in range(2)]
+    for usage in (whole, *parts):
+        usage.add(micro_batch([3, 2], [1, 2, 4]), gradients=True)
+    assert sum(usage.read()["rank/model_flops"] for usage in parts) == whole.read()["rank/model_flops"]
+
+
 def test_a_token_that_several_samples_train_passes_the_head_once() -> None:
     shared = micro_batch([4], [1, 2])
     usage, twice = DeviceUsage(MODEL, CPU, "float32"), DeviceUsage(MODEL, CPU, "float32")

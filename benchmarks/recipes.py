@@ -1,0 +1,121 @@
+"""Plan and simulation of every recipe for GPUs, written into docs/recipes.md. Needs no GPU, no model and no network.
+
+    python benchmarks/recipes.py            # all recipes: minutes
+    python benchmarks/recipes.py qwen3_8b   # prints one
+
+Prompts of 100 tokens, H100s of 80 GB, costs from data sheets: nothing in these figures was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub is imported: shapes are those of the configuration
+os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "no_such_cache")  # noqa: PTH118
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hydra import compose, initialize_config_dir  # noqa: E402
+
+import launch  # noqa: E402, F401  registers the schema
+from grmpipe.capacity.plan.plan_report import plan  # noqa: E402
+from grmpipe.capacity.simulate.simulation import run_simulation  # noqa: E402
+from grmpipe.config.run_config import ConfigError, RunConfig  # noqa: E402
+from grmpipe.config.yaml_io import build  # noqa: E402
+
+PAGE = ROOT / "docs/recipes.md"
+MARK = "<!-- below: python benchmarks/recipes.py -->"
+EXPERIMENTS = ROOT / "conf/experiment"
+PROMPT_CHARS, NUM_PROMPTS = 300, 4096
+SHOWN = ("memory per slot", "a step", "time of a step", "warnings")  # blocks of a plan
+STEPS = 6  # of a simulation
+
+
+def recipes() -> list[str]:
+    """The recipes for GPUs, by the number of GPUs."""
+    names = [path.stem for path in EXPERIMENTS.glob("qwen3_*.yaml")]
+    return sorted(names, key=lambda name: (num_gpus(composed(name)), name))
+
+
+def composed(name: str, *overrides: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build(compose("config", [f"+experiment={name}", "data.path=prompts.jsonl", *overrides]))
+
+
+def num_gpus(config: RunConfig) -> int:
+    return sum(pool.slots for pool in config.placement.pools.values() if pool.resource == "gpu")
+
+
+def comment_of(name: str) -> tuple[str, str]:
+    """(for whom, the command) from the comment at the beginning of a recipe."""
+    lines = (EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    said = [line.removeprefix("# ") for line in lines if line.startswith("# ") and not line.startswith("# @")]
+    commands = [line for line in said if line.startswith("python launch.py") and "task=" not in line]
+    return " ".join(line for line in said if not line.startswith("python launch.py")), commands[0]
+
+
+def on_h100(name: str, prompts: Path, *more: str) -> RunConfig:
+    pools = composed(name).placement.pools
+    devices = [f"placement.pools.{pool}.device=h100" for pool in pools]
+    return composed(name, *devices, f"data.path={prompts}", "plan.cores=64", *more)
+
+
+def planned(name: str, prompts: Path) -> str:
+    """The blocks of a plan that say whether it fits, and how fast it would be."""
+    blocks = plan(on_h100(name, prompts), lambda what, share: None).split("\n\n")
+    kept = [block for block in blocks if block.startswith(SHOWN)]
+    return re.sub(r"\nthe run: .*", "", "\n\n".join(kept))
+
+
+def simulated(name: str, prompts: Path, folder: Path) -> str:
+    """The figures of a simulation, or why there are none."""
+    config = on_h100(name, prompts, f"simulate.steps={STEPS}", f"run_dir={folder / name}")
+    if not config.env.env_kind.is_single:
+        return "not simulated: a simulation plays one turn and no environment"
+    try:
+        text = run_simulation(config, lambda what, share: None)
+    except ConfigError as error:
+        return f"not simulated: {error}"
+    return text.split("\n\n")[1]
+
+
+def section(name: str, prompts: Path, folder: Path) -> str:
+    whom, command = comment_of(name)
+    gpus = num_gpus(composed(name))
+    parts = [
+        f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```\n{command}\n```",
+        f"```\n{planned(name, prompts)}\n\n{simulated(name, prompts, folder)}\n```",
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def prompt_rows() -> str:
+    """A file of prompts of 100 tokens."""
+    row = json.dumps({"prompt": "A word problem. " * (PROMPT_CHARS // 16)})
+    return f"{row}\n" * NUM_PROMPTS
+
+
+def written(names: list[str], folder: Path) -> str:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(prompt_rows(), encoding="utf-8")
+    return "\n\n".join(section(name, prompts, folder) for name in names)
+
+
+def main(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        text = written(names or recipes(), Path(folder))
+    if names:
+        print(text)
+        return
+    before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
+    PAGE.write_text(f"{before}{MARK}\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
