@@ -1,7 +1,7 @@
 """Plan and simulation of every recipe for GPUs, written into docs/recipes.md. Needs no GPU, no model and no network.
 
     python benchmarks/recipes.py            # all recipes: minutes
-    python benchmarks/recipes.py qwen3_8b   # prints one
+    python benchmarks/recipes.py qwen3_8b   # one of them
 
 Prompts of 100 tokens, H100s of 80 GB, costs from data sheets: nothing in these figures was measured on a GPU.
 """
@@ -101,20 +101,24 @@ def prompt_rows() -> str:
     return f"{row}\n" * NUM_PROMPTS
 
 
-def written(names: list[str], folder: Path) -> str:
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text(prompt_rows(), encoding="utf-8")
-    return "\n\n".join(section(name, prompts, folder) for name in names)
+def sections_of(page: str) -> dict[str, str]:
+    """Recipe -> its section on the page."""
+    parts = re.split(r"^(?=## )", page.split(MARK)[1], flags=re.MULTILINE)[1:]
+    return {part.removeprefix("## ").split()[0]: part.strip() for part in parts}
 
 
 def main(names: list[str]) -> None:
+    """Write the sections of these recipes, or of all, one after another."""
+    known = recipes()
     with tempfile.TemporaryDirectory() as folder:
-        text = written(names or recipes(), Path(folder))
-    if names:
-        print(text)
-        return
-    before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-    PAGE.write_text(f"{before}{MARK}\n\n{text}\n", encoding="utf-8")
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text(prompt_rows(), encoding="utf-8")
+        for name in names or known:
+            page = PAGE.read_text(encoding="utf-8")
+            found = sections_of(page) | {name: section(name, prompts, Path(folder))}
+            text = "\n\n".join(found[one] for one in known if one in found)
+            PAGE.write_text(f"{page.split(MARK)[0]}{MARK}\n\n{text}\n", encoding="utf-8")
+            print(name, flush=True)
 
 
 if __name__ == "__main__":
