@@ -50,7 +50,9 @@ OUTPUT = Path(__file__).with_suffix(".md")
 BUCKET_BYTES = 4 << 20
 NUM_ENGINES = 2
 TENSOR_BYTES = 1 << 20
-COSTS = (0.0, 1e-8, 2e-8)  # seconds per byte
+COSTS = (0.0, 2e-8, 4e-8)  # seconds per byte
+SENDERS = (1, 2, 4)
+JOIN_S = 600.0  # a busy machine starts processes slowly
 ROUNDS = 4
 
 
@@ -176,73 +178,99 @@ class Link:
                 time.sleep(self._s_per_byte * num_bytes)
 
 
-def end_of(links: Sequence[GroupLink], num_tensors: int, s_per_byte: float, start: Barrier, done: Barrier) -> None:
-    """A process: a sender in one group (rank 0), or a receiver in all of them, a thread each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """The same bytes to every receiver, dealt evenly over some senders; seconds per byte of each process's link."""
+
+    senders: int
+    sender_cost: float
+    receiver_cost: float
+
+
+Groups = dict[int, list[GroupLink]]  # number of senders -> a group for each of them
+
+
+def end_of(
+    place: int, groups: Groups, transfers: Sequence[Transfer], num_tensors: int, start: Barrier, done: Barrier
+) -> None:
+    """A process: sender 0, 1, .. or receiver -1, -2, ..; a receiver is in all groups of a transfer, a thread each."""
     from models.weights.process_group import BroadcastGroup
 
     torch.set_num_threads(1)
-    link, shape = Link(s_per_byte), (TENSOR_BYTES // 4,)
+    joined: dict[str, BroadcastGroup] = {}
+    for link in (link for links in groups.values() for link in (links if place < 0 else links[place : place + 1])):
+        joined[link.name] = BroadcastGroup()
+        joined[link.name].join(replace(link, rank=max(0, -place)))
+    shape = (TENSOR_BYTES // 4,)
 
-    def take_part(own: GroupLink) -> None:
-        group = BroadcastGroup()
-        group.join(own)
-        start.wait()
-        for _ in range(num_tensors):
-            link.carry(TENSOR_BYTES)
-            if own.rank == 0:
-                group.send(["w"], [torch.ones(shape)])
-            else:
+    def take_part(group: BroadcastGroup, number: int, card: Link) -> None:
+        for _ in range(number):
+            card.carry(TENSOR_BYTES)
+            if place < 0:
                 group.receive(["w"], [torch.float32], [shape])
+            else:
+                group.send(["w"], [torch.ones(shape)])
 
-    threads = [threading.Thread(target=take_part, args=(own,)) for own in links]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.wait()
+    for transfer in transfers:
+        card = Link(transfer.receiver_cost if place < 0 else transfer.sender_cost)
+        names = [link.name for link in groups[transfer.senders] if link.name in joined]
+        each = num_tensors // transfer.senders
+        threads = [threading.Thread(target=take_part, args=(joined[name], each, card)) for name in names]
+        start.wait(JOIN_S)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.wait(JOIN_S)
     os._exit(0)  # gloo's threads sometimes abort an orderly exit
 
 
-def seconds_of_senders(num_senders: int, num_tensors: int, sender_cost: float, receiver_cost: float) -> float:
-    """Seconds until every receiver has all bytes, dealt evenly over the senders."""
+def seconds_of_transfers(transfers: Sequence[Transfer], num_tensors: int) -> list[float]:
+    """For each transfer the seconds until every receiver has all bytes."""
     spawn = multiprocessing.get_context("spawn")
-    groups = [
-        GroupLink(
-            name=f"part-{sender}", backend="gloo", address="127.0.0.1", port=free_port("127.0.0.1"), rank=0,
-            world_size=1 + NUM_ENGINES, timeout_s=60.0,
-        )
-        for sender in range(num_senders)
-    ]  # fmt: skip
-    start = spawn.Barrier(num_senders * (1 + NUM_ENGINES) + 1)
-    done = spawn.Barrier(num_senders + NUM_ENGINES + 1)
-    each = num_tensors // num_senders
-    ends = [spawn.Process(target=end_of, args=([link], each, sender_cost, start, done)) for link in groups]
-    for engine in range(NUM_ENGINES):
-        links = [replace(link, rank=1 + engine) for link in groups]
-        ends.append(spawn.Process(target=end_of, args=(links, each, receiver_cost, start, done)))
+    groups: Groups = {
+        number: [
+            GroupLink(
+                name=f"{number}-{sender}", backend="gloo", address="127.0.0.1", port=free_port("127.0.0.1"), rank=0,
+                world_size=1 + NUM_ENGINES, timeout_s=JOIN_S,
+            )
+            for sender in range(number)
+        ]
+        for number in SENDERS
+    }  # fmt: skip
+    places = [*range(max(SENDERS)), *(-1 - engine for engine in range(NUM_ENGINES))]
+    start, done = spawn.Barrier(len(places) + 1), spawn.Barrier(len(places) + 1)
+    common = (groups, transfers, num_tensors, start, done)
+    ends = [spawn.Process(target=end_of, args=(place, *common)) for place in places]
     for end in ends:
         end.start()
-    start.wait()
-    began_s = time.perf_counter()
-    done.wait()
-    seconds = time.perf_counter() - began_s
+    found = []
+    for _ in transfers:
+        start.wait(JOIN_S)
+        began_s = time.perf_counter()
+        done.wait(JOIN_S)
+        found.append(time.perf_counter() - began_s)
     for end in ends:
         end.join()
-    return seconds
+    return found
 
 
 def sender_rows(num_tensors: int, cost: float, rounds: int) -> list[str]:
+    costs = {
+        "none: loopback of one machine": (0.0, 0.0),
+        "at each sender": (cost, 0.0),
+        "at each receiver": (0.0, cost),
+        "at both": (cost, cost),
+    }
+    transfers = [
+        Transfer(senders=number, sender_cost=sender_cost, receiver_cost=receiver_cost)
+        for (sender_cost, receiver_cost), _, number in itertools.product(costs.values(), range(rounds), SENDERS)
+    ]
+    seconds = seconds_of_transfers(transfers, num_tensors)
     lines = []
-    for name, sender_cost, receiver_cost in (
-        ("none: loopback of one machine", 0.0, 0.0),
-        ("at each sender", cost, 0.0),
-        ("at each receiver", 0.0, cost),
-        ("at both", cost, cost),
-    ):
-        found: dict[int, list[float]] = {1: [], 2: [], 4: []}
-        for _, senders in itertools.product(range(rounds), found):
-            found[senders].append(seconds_of_senders(senders, num_tensors, sender_cost, receiver_cost))
-        one, two, four = (statistics.median(times) for times in found.values())
+    for number, name in enumerate(costs):
+        own = seconds[number * rounds * len(SENDERS) : (number + 1) * rounds * len(SENDERS)]
+        one, two, four = (statistics.median(own[first :: len(SENDERS)]) for first in range(len(SENDERS)))
         lines.append(f"| {name} | {one:.2f} s | {two:.2f} s | {four:.2f} s | {one / four:.2f} |")
         print(lines[-1], flush=True)
     return lines
@@ -296,7 +324,7 @@ def report(pushes: Sequence[str], senders: Sequence[str], load: float, num_bytes
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--ranks", type=int, nargs="*", default=[2])
     options.add_argument("--hidden-size", type=int, default=512)
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--tensors", type=int, default=64, help="of 1 MB, for the senders")

@@ -1,10 +1,11 @@
-"""Several judges in one run: a jury against its members, a cascade against its good judge.
+"""Several judges in one run: a jury against its members, a cascade against its good judge, a route against two runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [--seeds 0 1 2] [cluster=inprocess]
+    OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `cascade`. Each comparison runs its variants side by side for every seed into
-runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
-answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
+Also `votes` (those of the jury), `cascade` and `route`. Each comparison runs its variants, or those after --only, side
+by side for every seed into runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued.
+The trained policy then answers 2048 held-out problems at T = 1, which no run has seen. Writes
+benchmarks/several_judges/<comparison>.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -23,8 +24,10 @@ from typing import Any
 from cascade_audit import error_of_kept
 
 from grmpipe.judge.rule import is_right
+from models.tiny.comparisons import Comparison as Question
+from models.tiny.comparisons import make_comparisons
 from models.tiny.evaluate import Speaker
-from models.tiny.problems import make_problems
+from models.tiny.problems import Problem, Split, make_problems
 from models.tiny.resolve import resolve_model
 from models.tiny.tricks import TRICKS, Trick
 
@@ -39,26 +42,45 @@ T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A run: what is typed."""
+    """A run: what is typed, and the problems on which its policy is measured.
 
-    overrides: tuple[str, ...]
+    run: the variant whose run this is, if it is a further measurement of it.
+    """
+
+    overrides: tuple[str, ...] = ()
+    problems: str = "arithmetic"
+    run: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Variants with the same prompts, steps and seeds. `start`: the policy that they begin with.
 
-    pairs: (variant, the variant that it is compared with).
+    pairs:    (variant, the variant that it is compared with).
+    problems: what the policy is measured on before training.
     """
 
     start: str
     variants: Mapping[str, Variant]
     pairs: tuple[tuple[str, str], ...]
+    problems: tuple[str, ...] = ("arithmetic",)
 
 
-def quickstart(*overrides: str) -> Variant:
+VOTES = ("min", "median", "majority")
+PROBLEMS: Mapping[str, Callable[[Split, int, int], Sequence[Problem | Question]]] = {
+    "arithmetic": make_problems,
+    "comparison": make_comparisons,
+}
+
+
+def quickstart(*overrides: str, problems: str = "arithmetic") -> Variant:
     """A run with one judge."""
-    return Variant(overrides=("+experiment=quickstart", *overrides))
+    return Variant(overrides=("+experiment=quickstart", *overrides), problems=problems)
+
+
+def one_kind(*overrides: str, problems: str = "arithmetic") -> Variant:
+    """The policy of the route with one kind of tasks: as many rollouts of it in a step as beside the other."""
+    return quickstart("policy=tiny_kinds", "train.groups_per_batch=8", *overrides, problems=problems)
 
 
 def alone(trick: Trick) -> Variant:
@@ -75,6 +97,11 @@ COMPARISONS = {
         },
         pairs=tuple(("jury", trick) for trick in TRICKS),
     ),
+    "votes": Comparison(
+        start="tiny://policy_tricks",
+        variants={vote: Variant(overrides=("+experiment=jury", f"reward.vote={vote}")) for vote in VOTES},
+        pairs=tuple(("min", vote) for vote in VOTES if vote != "min"),
+    ),
     "cascade": Comparison(
         start="tiny://policy",
         variants={
@@ -82,6 +109,17 @@ COMPARISONS = {
             "cascade": Variant(overrides=("+experiment=cascade",)),
         },
         pairs=(("cascade", "good"),),
+    ),
+    "route": Comparison(
+        start="tiny://policy_kinds",
+        variants={
+            "both_arithmetic": Variant(overrides=("+experiment=route",)),
+            "both_comparison": Variant(problems="comparison", run="both_arithmetic"),
+            "alone_arithmetic": one_kind(),
+            "alone_comparison": one_kind("data=tiny_comparison", "grm=tiny_comparison", problems="comparison"),
+        },
+        pairs=(("both_arithmetic", "alone_arithmetic"), ("both_comparison", "alone_comparison")),
+        problems=("arithmetic", "comparison"),
     ),
 }
 
@@ -102,11 +140,12 @@ class Measured:
 def measured(folder: Path, name: str, comparison: Comparison, seed: int, overrides: Sequence[str]) -> Measured:
     """Run the variant unless it is complete, then measure its policy."""
     variant = comparison.variants[name]
-    run_dir = folder / f"{name}_{seed}"
-    launch(run_dir, [*variant.overrides, f"seed={seed}", *overrides])
+    run_dir = folder / f"{variant.run or name}_{seed}"
+    if variant.run is None:
+        launch(run_dir, [*variant.overrides, f"seed={seed}", *overrides])
     return Measured(
         seed=seed,
-        true_accuracy=accuracy(run_dir / "policy", run_dir / "accuracy_arithmetic.json"),
+        true_accuracy=accuracy(run_dir / "policy", variant.problems, run_dir / f"accuracy_{variant.problems}.json"),
         summary=(summary := json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))),
         kept_error=known_error_of_kept(run_dir) if summary["judging"].get("cascades") else None,
     )
@@ -119,10 +158,10 @@ def launch(run_dir: Path, overrides: Sequence[str]) -> None:
         sys.exit(f"{' '.join(command)} failed")
 
 
-def accuracy(policy: Path, known: Path) -> float:
-    """The policy's true accuracy at T = 1, remembered in the file `known`."""
+def accuracy(policy: Path, kind: str, known: Path) -> float:
+    """The policy's true accuracy at T = 1 on a row of PROBLEMS, remembered in the file `known`."""
     if not known.exists():
-        problems = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+        problems = PROBLEMS[kind]("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
         texts = Speaker(policy).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
         rights = [is_right(text, str(problem.answer)) for problem, text in zip(problems, texts, strict=True)]
         known.write_text(json.dumps({"true_accuracy": statistics.fmean(rights)}) + "\n", encoding="utf-8")
@@ -162,7 +201,7 @@ def accuracies(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
 
 def differences(runs: Mapping[str, Sequence[Measured]], pairs: Sequence[tuple[str, str]]) -> list[str]:
     lines = ["| difference | by seed | mean |", "|---|---|---|"]
-    for name, other in pairs:
+    for name, other in (pair for pair in pairs if runs.keys() >= set(pair)):
         values = [one.true_accuracy - beside.true_accuracy for one, beside in zip(runs[name], runs[other], strict=True)]
         lines.append(f"| {name} - {other} | {', '.join(f'{value:+.3f}' for value in values)} | {interval(values)} |")
     return lines
@@ -211,24 +250,29 @@ def audit_line(name: str, run: Measured, found: Mapping[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} | {found['flipped_share']:.0%} | {'yes' if alarm else 'no'} |"
 
 
-def report(name: str, start: float, runs: Mapping[str, Sequence[Measured]], overrides: Sequence[str]) -> list[str]:
+def report(
+    name: str, start: Mapping[str, float], runs: Mapping[str, Sequence[Measured]], typed: Sequence[str]
+) -> list[str]:
+    """The report of a comparison. start: accuracy before training, by the kind of problems."""
+    before = ", ".join(f"{value:.3f} ({kind})" for kind, value in start.items())
+    own = {variant: some for variant, some in runs.items() if COMPARISONS[name].variants[variant].run is None}
     seeds = " ".join(str(one.seed) for one in next(iter(runs.values())))
     return [
         f"# Several judges: {name}",
         "",
-        f"`python benchmarks/several_judges.py {name} runs/several_judges --seeds {seeds} {' '.join(overrides)}`",
+        f"`python benchmarks/several_judges.py {name} runs/several_judges {' '.join(typed)} --seeds {seeds}`",
         "",
         f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that training",
-        f"never uses. Before training: {start:.3f}. Intervals of 95 %: of a run over the problems, of a mean over the",
-        "seeds (Student's t).",
+        f"never uses. Before training: {before}. Intervals of 95 %: of a run over the",
+        "problems, of a mean over the seeds (Student's t).",
         "",
         *accuracies(runs),
         "",
         *differences(runs, COMPARISONS[name].pairs),
         "",
-        *by_judge(runs),
+        *by_judge(own),
         "",
-        *audits(runs),
+        *audits(own),
     ]
 
 
@@ -237,16 +281,22 @@ def main() -> None:
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=[], metavar="variant", help="these of the comparison")
     parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
     args = parser.parse_args()
+    if unknown := set(args.only) - COMPARISONS[args.comparison].variants.keys():
+        parser.error(f"no variant {', '.join(sorted(unknown))} of {args.comparison}")
     folder, comparison = args.folder.resolve(), COMPARISONS[args.comparison]
     folder.mkdir(parents=True, exist_ok=True)
     runs = {
         name: [measured(folder, name, comparison, seed, args.overrides) for seed in args.seeds]
-        for name in comparison.variants
+        for name in args.only or comparison.variants
     }
-    start = accuracy(Path(resolve_model(comparison.start)), folder / f"start_{args.comparison}.json")
-    lines = report(args.comparison, start, runs, args.overrides)
+    policy = Path(resolve_model(comparison.start))
+    start = {
+        kind: accuracy(policy, kind, folder / f"start_{args.comparison}_{kind}.json") for kind in comparison.problems
+    }
+    lines = report(args.comparison, start, runs, [*args.overrides, *(["--only", *args.only] if args.only else [])])
     REPORTS.mkdir(exist_ok=True)
     (REPORTS / f"{args.comparison}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

@@ -1,5 +1,5 @@
 """One rank of learners of a mixture in a separate process, for several ways to divide the experts. Run by
-test_expert_parallel.py.
+test_expert_ranks.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def run_case(case: Case, rank: int, world_size: int, init_method: str | None) ->
     if case.load:
         learner.load(case.load)
     metrics, found = [], {}
+    cp = case.spec.train.parallel.cp
     for step, samples in enumerate(case.batches):
-        packer, totals = Packer(case.max_tokens, world_size, case.shared), count(samples, step)
+        packer, totals = Packer(case.max_tokens, world_size // cp, case.shared), count(samples, step)
         for round_ in packer.add(samples) + packer.flush():
-            learner.accumulate(round_.micro_batches[rank])
+            learner.accumulate(round_.micro_batches[rank // cp])
         if step == 0:
             found = gradients(learner, world_size / totals.num_loss_tokens)
         metrics.append(learner.step(totals))

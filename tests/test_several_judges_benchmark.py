@@ -80,3 +80,6 @@ def test_no_two_comparisons_have_a_variant_of_one_name_as_they_share_a_folder() 
 def test_a_comparison_compares_variants_that_it_runs(name: str) -> None:
     comparison = COMPARISONS[name]
     assert {variant for pair in comparison.pairs for variant in pair} <= comparison.variants.keys()
+    for variant in comparison.variants.values():
+        assert variant.problems in comparison.problems
+        assert bool(variant.overrides) != (variant.run in comparison.variants)

@@ -37,7 +37,7 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 # Exceptions, for engines: keys that decide which prompts fit, or that may change the model made from the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
-BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
+BOUND_ON_RESUME = ("max_context_tokens", "options", "quantization", "extra_body", "chat_markup")
 START_KEYS = ("resume", "run_dir")  # keys that say how the run is started
 
 

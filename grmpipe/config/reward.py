@@ -11,7 +11,7 @@ from grmpipe.config.judging import JUDGE
 
 ROOT = "reward"
 NORMALISATIONS = ("none", "group_std")
-JURY_VOTES = ("mean", "median", "majority", "accuracy")
+JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
 ESCALATIONS = ("group", "rollout")
 
 
@@ -31,8 +31,9 @@ class RewardConfig:
     route: Any = None  # For route: sources of prompts and the name that judges them, as in {math: steps, chat: rubric}.
     default: str | None = None  # For route: name that judges prompts of all other sources; null: their verdict fails.
     members: Any = None  # For jury: names of those who vote, as in [a, b, c].
-    # For jury: how the members' rewards become one: their mean or median, 1 or 0 as most of them pass (majority), or
-    # their mean, weighted by the accuracy measured on held-out prompts (accuracy).
+    # For jury: how the members' rewards become one: their mean or median, the lowest one (min: worst-case optimization
+    # over an ensemble, arXiv 2310.02743), 1 or 0 as most of them pass (majority), or their mean, weighted by the
+    # accuracy measured on held-out prompts (accuracy).
     vote: str = "mean"
     quorum: int | None = None  # [members] For jury: fewest members with a verdict; null: all of them.
     pass_at: float = 0.5  # [reward] For jury and cascade: lowest reward that passes a response.

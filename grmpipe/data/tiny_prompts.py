@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Literal
 
 from grmpipe.types import Prompt
@@ -23,29 +25,53 @@ def tiny_prompts(path: str, count: int, seed: int = 0) -> tuple[Prompt, ...]:
     return tuple(
         Prompt(
             prompt_id=f"tiny-{name}-{index}",
-            messages=(Message(role="user", content=question),),
-            source=path,
-            reference=answer,
-            info=info,
+            messages=(Message(role="user", content=row.question),),
+            source=row.kind or path,
+            reference=str(row.answer),
+            info=row.info,
         )
-        for index, (question, answer, info) in enumerate(make(split, count, seed))
+        for index, row in enumerate(make(split, count, seed))
     )
 
 
-Row = tuple[str, str, Mapping[str, object]]  # question, answer, info
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A generated task. `kind` is its source in a set of several kinds, and empty in all others."""
+
+    question: str
+    answer: int
+    info: Mapping[str, object] = field(default_factory=dict)
+    kind: str = ""
+
+
 Make = Callable[[Split, int, int], Iterator[Row]]
 
 
 def small_sums(split: Split, count: int, seed: int) -> Iterator[Row]:
     from models.tiny.problems import make_problems  # imported only if used, as below
 
-    yield from ((problem.question, str(problem.answer), {}) for problem in make_problems(split, count, seed))
+    yield from (Row(question=one.question, answer=one.answer) for one in make_problems(split, count, seed))
 
 
 def large_sums(split: Split, count: int, seed: int) -> Iterator[Row]:
     from models.tiny.problems import LARGE, make_problems
 
-    yield from ((problem.question, str(problem.answer), {}) for problem in make_problems(split, count, seed, LARGE))
+    yield from (Row(question=one.question, answer=one.answer) for one in make_problems(split, count, seed, LARGE))
+
+
+def comparisons(split: Split, count: int, seed: int) -> Iterator[Row]:
+    from models.tiny.comparisons import make_comparisons
+
+    yield from (Row(question=one.question, answer=one.answer) for one in make_comparisons(split, count, seed))
+
+
+def two_kinds(split: Split, count: int, seed: int) -> Iterator[Row]:
+    """Sums and comparisons in turn; of an odd count there is one sum more."""
+    sums, compared = small_sums(split, (count + 1) // 2, seed), comparisons(split, count // 2, seed)
+    for arithmetic, comparison in zip_longest(sums, compared):
+        yield replace(arithmetic, kind="arithmetic")
+        if comparison:
+            yield replace(comparison, kind="comparison")
 
 
 def walks(split: Split, count: int, seed: int) -> Iterator[Row]:
@@ -53,7 +79,7 @@ def walks(split: Split, count: int, seed: int) -> Iterator[Row]:
 
     for walk in make_walks(split, count, seed):
         store = {name: shown(name, entries) for name, entries in walk.graph.items()}
-        yield walk.question, str(walk.answer), {"store": store, "path": list(walk.path)}
+        yield Row(question=walk.question, answer=walk.answer, info={"store": store, "path": list(walk.path)})
 
 
 SETS: Mapping[str, tuple[Make, Split]] = {
@@ -63,4 +89,8 @@ SETS: Mapping[str, tuple[Make, Split]] = {
     "tiny://tools/held_out": (large_sums, HELD_OUT),
     "tiny://walk/train": (walks, TRAIN),
     "tiny://walk/held_out": (walks, HELD_OUT),
+    "tiny://comparison/train": (comparisons, TRAIN),
+    "tiny://comparison/held_out": (comparisons, HELD_OUT),
+    "tiny://two_kinds/train": (two_kinds, TRAIN),
+    "tiny://two_kinds/held_out": (two_kinds, HELD_OUT),
 }

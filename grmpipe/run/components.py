@@ -10,8 +10,7 @@ from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.seats import seated
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.judge.composition.composed_judge import ComposedJudge
-from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.composition.composed_judge import skill_of, with_own_bounds
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotrainings import CoTrainings
@@ -95,12 +94,12 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         prompts=prepared.held_out,
         play_sampled=seated(make_play(prepared, running, 1.0), running.envs.seats),
         play_greedy=seated(make_play(prepared, running, 0.0), running.envs.seats),
-        judge=running.judge,
+        judge=with_own_bounds(running.judge),
         is_right=prepared.is_right,
         seed=prepared.config.seed,
         pass_score=pass_score_of(prepared.config),
         pass_reward=pass_reward_of(prepared.config),
-        skill=running.judge.skill if isinstance(running.judge, ComposedJudge) else MeasuredSkill(),
+        skill=skill_of(running.judge),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.judging import GRM, JUDGE
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
@@ -169,8 +170,9 @@ def judging_of(result: JudgeEvaluation, counters: Counters) -> JudgingSummary:
 
 
 def metrics_of(result: JudgeEvaluation) -> Metrics:
-    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, and of several judges
-    judge_safety_accuracy, ...
+    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8. Those of each of
+    several judges are named as in the evaluations of a training: grm_accuracy is the first judge's, safety_accuracy
+    that of the judge safety.
     """
     overall = result.overall
     metrics = {
@@ -182,8 +184,9 @@ def metrics_of(result: JudgeEvaluation) -> Metrics:
         **result.bias,
     }
     for name, own in result.by_judge.items():
-        metrics[f"judge_{name}_accuracy"] = own.overall.judged.accuracy
-        metrics[f"judge_{name}_failed_share"] = own.overall.judged.failed_share
+        shown = GRM if name == JUDGE else name
+        metrics[f"{shown}_accuracy"] = own.overall.judged.accuracy
+        metrics[f"{shown}_failed_share"] = own.overall.judged.failed_share
     return metrics if result.score_error is None else metrics | {"score_error": result.score_error}
 
 

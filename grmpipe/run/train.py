@@ -11,7 +11,7 @@ from grmpipe.config.judging import POLICY
 from grmpipe.config.reward import max_errors
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
-from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
 from grmpipe.observe.recorder import GROUPS
@@ -198,8 +198,8 @@ class TrainingRun(Run[Prepared]):
             self._prepared.prompts.at(prompt_index)
             for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
         ]
-        generative = self._config.judging.generative
-        if problem := await preflight_judgements(running.judge, members_of(running.judge), generative, prompts):
+        generative, judge = self._config.judging.generative, with_own_bounds(running.judge)
+        if problem := await preflight_judgements(judge, members_of(running.judge), generative, prompts):
             raise ConfigError(problem)
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
@@ -215,6 +215,7 @@ class TrainingRun(Run[Prepared]):
         )
         if (state := self._state) is not None:
             self._periodic_eval.restore(state.eval_initial, state.alarms, state.hacking_readings)
+            skill_of(running.judge).measured(state.judge_accuracy)
         return self._periodic_eval
 
     def _make_judge_monitor(
@@ -227,7 +228,7 @@ class TrainingRun(Run[Prepared]):
         learning = {POLICY, *self._config.trained_grms}
         changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
-            judge=running.judge,
+            judge=with_own_bounds(running.judge),
             members=members,
             frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,
@@ -278,6 +279,7 @@ class TrainingRun(Run[Prepared]):
             alarms=tuple(periodic_eval.alarms),
             wandb_run_id=self._observers.wandb.run_id,
             hacking_readings=tuple(periodic_eval.readings),
+            judge_accuracy=skill_of(running.judge).accuracy,
             engines_replaced=self._stats.engines_replaced,
             moves=self._stats.moves,
         )

@@ -37,6 +37,7 @@ class RunState:
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
+    judge_accuracy: Mapping[str, float] = field(default_factory=dict)  # on held-out prompts, by judge
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role

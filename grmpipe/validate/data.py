@@ -26,6 +26,8 @@ HELD_OUT_OF = {
     "tiny://train": "tiny://held_out",
     "tiny://tools/train": "tiny://tools/held_out",
     "tiny://walk/train": "tiny://walk/held_out",
+    "tiny://comparison/train": "tiny://comparison/held_out",
+    "tiny://two_kinds/train": "tiny://two_kinds/held_out",
     "tiny://judgements": "tiny://judgements_held_out",
 }
 

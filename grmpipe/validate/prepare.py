@@ -107,7 +107,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_tools(config, policy)
     check_policy(config, policy, data)
     check_judges(config, roles, prepared.models, data)
-    check_scalar_judges(config, prepared.scalars, data)
+    check_scalar_judges(config, prepared.scalars, policy, data)
     check_judges_without_model(config)
     return prepared
 

@@ -9,7 +9,7 @@ from grmpipe.config.judging import key_of_judge, key_of_model
 from grmpipe.config.roles import Model, resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_context_limit
+from grmpipe.validate.context_limits import check_context_limit, longest_response
 from grmpipe.validate.data import Data
 from grmpipe.validate.models import Progress, check_vocabulary
 from grmpipe.validate.sections import section
@@ -105,16 +105,17 @@ def load_renderer(directory: str, options: ModelConfig) -> Renderer:
     return Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
 
 
-def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], data: Data) -> None:
-    """Check that each reward model can read the prompts with a full answer."""
+def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], policy: Model, data: Data) -> None:
+    """Check that each reward model can read the prompts with a full answer or episode."""
     models = {one.model.name: one.model for one in found}
+    response_tokens = longest_response(config, policy.context_tokens)
     for name, judge in config.judging.scalar.items():
-        check_scalar_judge(config, name, models[judge.model], data)
+        check_scalar_judge(config, name, models[judge.model], data, response_tokens)
 
 
-def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data) -> None:
+def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data, response_tokens: int) -> None:
     """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
-    answer.
+    answer, or with an episode and what its environment showed.
     """
 
     def length(prompt: Prompt) -> int:
@@ -124,11 +125,18 @@ def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data) -
     with section(f"{key_of_model(model.name)}."):
         for prompt in kinds.values():
             length(prompt)
+    cut = ""
+    if not config.env.env_kind.is_single:
+        cut = (
+            "type a smaller rollout.max_turns, rollout.max_new_tokens or env.max_observation_chars, or give a reward "
+            "model with a larger window"
+        )
     check_context_limit(
         name=model.name,
         context_tokens=model.context_tokens,
         key="rollout.max_new_tokens",
-        new_tokens=config.rollout.max_new_tokens,
+        new_tokens=response_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
         what=f"prompt that {key_of_judge(name)} reads",
+        cut=cut,
     )

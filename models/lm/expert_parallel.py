@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
@@ -67,6 +67,13 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecis
     model.set_experts_implementation(EXPERT_PARALLEL)
 
 
+def gather_early(layer: nn.Module) -> None:
+    """Gather a layer's experts while its attention computes. Call when both are sharded."""
+    for _, experts in experts_of(layer):
+        assert isinstance(layer, FSDPModule) and isinstance(experts, FSDPModule)
+        layer.set_modules_to_forward_prefetch([experts])
+
+
 def _divide(experts: nn.Module, ep: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         # Without a source rank each rank takes its part of its own tensor.
@@ -105,7 +112,7 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     by_expert_N = experts_TK.flatten().argsort(stable=True)  # and so by rank
     route = Route.of(experts_TK, _num_experts(experts), _groups[experts])
     out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], route)
-    out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, -1)
+    out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, hidden_TH.shape[1])
     # A product of matrices, because T x K x H products would be held before they are added up; a copy, because FSDP2
     # warns of views.
     return (gates_TK.to(out_TKH.dtype)[:, None] @ out_TKH).squeeze(1).clone()
@@ -126,6 +133,8 @@ def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
 def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
     """rows [M, in], sorted by local expert, times each expert's weight [L, out, in]."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
+    if len(rows) == 0:  # kernels may refuse it, and the weight must have a gradient nevertheless
+        return rows @ own[0].transpose(-2, -1)
     product: Tensor = grouped_mm(rows, own.transpose(-2, -1), offs=route.ends_L)
     return product
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
-from models.lm.expert_parallel import divide_experts
+from models.lm.expert_parallel import divide_experts, gather_early
 from models.lm.fp32_router import route_in_float32
 from models.lm.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
@@ -95,6 +95,8 @@ def parallelize(
         # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
         layer.training = activation_checkpointing
         fully_shard(layer, mesh=meshes.shards, mp_policy=policy)
+        if meshes.experts is not None:
+            gather_early(layer)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=meshes.shards)
     fully_shard(model, mesh=meshes.shards, mp_policy=policy)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from models.tiny.comparison_examples import COMPARISON_TASKS
 from models.tiny.dialogues import CALCULATOR_TASKS, WALK_TASKS, Dialogue
 from models.tiny.problems import LARGE, make_problems
 from models.tiny.sft_examples import SFT_TASKS, SftExample, SftTask, draw_examples
@@ -18,11 +19,14 @@ E = TypeVar("E")  # an example
 def draw_curriculum(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iterator[SftExample | Dialogue]:
     """`count` examples in a fixed random order of kinds, each on another problem of the training split.
 
-    All kinds of a curriculum are made of the same problems: small ones, large ones or walks.
+    All kinds of a curriculum are made of the same problems: small ones, large ones or walks. Comparisons are drawn on
+    their own and may be mixed with small ones.
     """
     kinds = {lesson.kind for lesson in lessons}
     if kinds <= set(SFT_TASKS):
         yield from draw_examples(lessons, count, seed)
+    elif kinds <= {*SFT_TASKS, *COMPARISON_TASKS}:
+        yield from drawn({**SFT_TASKS, **COMPARISON_TASKS}, make_problems("train", count, seed), lessons, seed)
     elif kinds <= set(CALCULATOR_TASKS):
         yield from drawn(CALCULATOR_TASKS, make_problems("train", count, seed, LARGE), lessons, seed)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from models.tiny.brief import UNKNOWN_THINGS, thing_of
+from models.tiny.comparison_quality import accuracy_on_comparisons, measure_judge_of_comparisons
 from models.tiny.episode_quality import measure_calculator_policy, measure_judge_of_calls, measure_walking_policy
 from models.tiny.evaluate import (
     HELD_OUT_SEED,
@@ -22,9 +23,11 @@ from models.tiny.evaluate import (
 )
 from models.tiny.problems import is_right, make_problems
 from models.tiny.recipes import (
+    GRM_COMPARISON,
     GRM_NOISY,
     GRM_TOOLS,
     POLICY,
+    POLICY_KINDS,
     POLICY_TOOLS,
     POLICY_TRICKS,
     POLICY_WALK,
@@ -51,6 +54,8 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         return asdict(measure_meta_rm(directory, find(recipe.parent)))
     if isinstance(recipe, RewardModelRecipe):
         return asdict(measure_reward_model(directory, find(POLICY)))
+    if recipe == GRM_COMPARISON:
+        return measure_judge_of_comparisons(directory, find(POLICY_KINDS))
     if recipe == GRM_TOOLS:
         return asdict(measure_judge_of_calls(directory, find(POLICY_TOOLS)))
     if recipe == POLICY_TOOLS:
@@ -63,6 +68,8 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
 
 
 def policy_extras(recipe: Recipe, directory: Path) -> Quality:
+    if recipe == POLICY_KINDS:
+        return {"comparison_accuracy": accuracy_on_comparisons(directory)}
     return rates_of_tricks(directory) if recipe == POLICY_TRICKS else {}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
@@ -61,6 +62,13 @@ def test_only_the_model_that_learns_has_a_version_a_checkpoint_and_an_export(jud
     assert list(state.grm_pipeline_states) == ["weak"]
 
 
+def test_a_checkpoint_has_the_accuracy_that_an_evaluation_measured_of_each_judge(judged_by_several: Any) -> None:
+    newest = judged_by_several.run_dir / "checkpoints" / "step_3" / "run_state.json"
+    measured = RunState.from_json(newest.read_text()).judge_accuracy
+    assert list(measured) == ["judge", "second", "short"]
+    assert all(0 <= accuracy <= 1 for accuracy in measured.values())
+
+
 def test_no_group_is_judged_by_two_versions_of_a_model_that_learns(judged_by_several: Any) -> None:
     by_group: dict[str, set[int]] = {}
     for (group_id, _), report in load_verdicts(judged_by_several.run_dir / "judgements.jsonl"):
@@ -72,12 +80,18 @@ def test_no_group_is_judged_by_two_versions_of_a_model_that_learns(judged_by_sev
 
 
 @pytest.mark.long
-def test_a_resume_goes_on_with_every_model(small_run: Callable) -> None:
+def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
+    small_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=2")
     first = files.summary
     (files.run_dir / "summary.json").unlink()
+    taken: list[dict[str, float]] = []
+    monkeypatch.setattr(MeasuredSkill, "measured", lambda skill, accuracy: taken.append(dict(accuracy)))
     again = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=4", "resume=auto")
     assert again.summary["steps"] == 4
     assert again.summary["versions"]["weak"] > first["versions"]["weak"]
     asked = [one["judging"]["by_judge"]["second"]["asked"] for one in (first, again.summary)]
     assert asked[1] > asked[0]
+    saved = (files.run_dir / "checkpoints" / "step_2" / "run_state.json").read_text()
+    assert taken[0] == RunState.from_json(saved).judge_accuracy

@@ -200,6 +200,12 @@ def test_votes_of_the_cheap_judge_differ_where_it_guesses() -> None:
     assert divided[True] > 0.7 and divided[False] < 0.35
 
 
+def test_each_kind_of_task_has_a_judge_that_is_right() -> None:
+    assert card_of("grm_comparison")["accuracy"] >= 0.95
+    measured = card_of("policy_kinds")
+    assert 0.15 < measured["true_accuracy"] < 0.5 and 0.15 < measured["comparison_accuracy"] < 0.5
+
+
 def card_of(name: str) -> dict[str, float]:
     measured: dict[str, float] = json.loads((SHIPPED / name / "recipe.json").read_text(encoding="utf-8"))["measured"]
     return measured

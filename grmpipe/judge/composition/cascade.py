@@ -1,5 +1,5 @@
-"""A cheap judge before a better one: where the first is unsure, how much is escalated, what the audit finds. Asks
-no judge.
+"""A cheap judge before a better one: where the first is unsure, what is escalated, what the audit finds. Asks no
+judge.
 """
 
 from __future__ import annotations
@@ -35,23 +35,6 @@ class Doubt:
         )
 
 
-class ShareBound:
-    """Keeps what is escalated to a share of the rollouts that were decided on, at any time of a run."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._rollouts = 0
-        self._escalated = 0
-
-    def decided(self, rollouts: int, *, wanted: bool) -> bool:
-        """Count rollouts that are decided on together. Returns whether they may be escalated, if that is wanted."""
-        self._rollouts += rollouts
-        if not wanted or self._escalated + rollouts > self._share * self._rollouts:
-            return False
-        self._escalated += rollouts
-        return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """Which sure verdicts are checked by the second judge: the same ones in every run of a seed."""
@@ -71,6 +54,7 @@ class Cascade:
     unless its group is escalated or audited.
 
     together: whether all siblings are escalated if one of them is unsure.
+    share:    largest share of the rollouts that is escalated.
     pass_at:  lowest reward that passes a response: for the audit.
     """
 
@@ -78,7 +62,7 @@ class Cascade:
     first: Part
     then: Part
     doubt: Doubt
-    bound: ShareBound
+    share: float
     audit: Audit
     together: bool
     pass_at: float
@@ -99,14 +83,16 @@ class Cascade:
     def _decision(self, group: KnownGroup, sibling: int, first: Verdict | Failed) -> Decision | None:
         """The decision that the sibling is part of. None while the group's is open."""
         if not self.together:
-            return group.decision(self.name, sibling, lambda: self._decide(f"{group.group_id}/{sibling}", [first]))
+            return group.decision(
+                self.name, sibling, lambda: self._decide(group, f"{group.group_id}/{sibling}", [first])
+            )
         if (firsts := group.outcomes(self.first)) is None:
             return None
-        return group.decision(self.name, None, lambda: self._decide(group.group_id, firsts))
+        return group.decision(self.name, None, lambda: self._decide(group, group.group_id, firsts))
 
-    def _decide(self, drawn_for: str, firsts: Sequence[Verdict | Failed]) -> Decision:
+    def _decide(self, group: KnownGroup, drawn_for: str, firsts: Sequence[Verdict | Failed]) -> Decision:
         is_unsure = any(map(self.doubt.about, firsts))
-        if self.bound.decided(len(firsts), wanted=is_unsure):
+        if group.bounds.of(self.name, self.share).decided(len(firsts), wanted=is_unsure):
             return "escalate"
         is_sure = not is_unsure and any(isinstance(first, Verdict) for first in firsts)
         return "audit" if is_sure and self.audit.takes(self.name, drawn_for) else "keep"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE
 from grmpipe.config.reward import ROOT, RewardConfig, judges_of, waits_for_siblings
-from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt, ShareBound
+from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.outcome import Part, walk
 from grmpipe.judge.composition.parts import (
     Gate,
@@ -21,8 +21,10 @@ from grmpipe.judge.composition.parts import (
     vote_by_majority,
     vote_by_mean,
     vote_by_median,
+    vote_by_min,
 )
 from grmpipe.judge.composition.session import Composition, CompositionSession
+from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.types import Judge, JudgeSession, Prompt
@@ -30,13 +32,18 @@ from grmpipe.types import Judge, JudgeSession, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedJudge:
-    """Several judges as one. `skill`: measured by evaluations, for juries that are weighted by it."""
+    """Several judges as one.
+
+    skill:  measured by evaluations, for juries that are weighted by it.
+    bounds: of cascades, over all groups.
+    """
 
     composition: Composition
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
+    bounds: ShareBounds = field(default_factory=ShareBounds)
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return CompositionSession(self.composition, prompt, group_id, size, self.skill.weights())
+        return CompositionSession(self.composition, prompt, group_id, size, self.skill.weights(), self.bounds)
 
 
 def compose_judge(
@@ -66,6 +73,18 @@ def compose_judge(
         waits=waits_for_siblings(reward, rewards),
     )
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
+
+
+def with_own_bounds(judge: Judge) -> Judge:
+    """The same judge for rollouts that aren't trained: what a cascade escalates of them uses up nothing of its share of
+    the trained ones.
+    """
+    return replace(judge, bounds=ShareBounds()) if isinstance(judge, ComposedJudge) else judge
+
+
+def skill_of(judge: Judge) -> MeasuredSkill:
+    """The measured skill of a run's judges; of a single one it is used by none."""
+    return judge.skill if isinstance(judge, ComposedJudge) else MeasuredSkill()
 
 
 def members_of(judge: Judge) -> Mapping[str, Judge]:
@@ -131,7 +150,7 @@ class Builder:
             first=self.part(config.first),
             then=self.part(config.then),
             doubt=Doubt(above_std=config.unsure_above_std, band=band),
-            bound=ShareBound(config.share),
+            share=config.share,
             audit=Audit(share=config.audit_share, seed=self.seed),
             together=config.escalate == "group",
             pass_at=config.pass_at,
@@ -146,6 +165,7 @@ def jury_vote(config: RewardConfig) -> JuryVote:
     by_name: dict[str, JuryVote] = {
         "mean": vote_by_mean,
         "median": vote_by_median,
+        "min": vote_by_min,
         "majority": vote_by_majority(config.pass_at),
         "accuracy": vote_by_accuracy,
     }

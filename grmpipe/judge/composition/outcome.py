@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Verdict
 
 Decision = Literal["keep", "escalate", "audit"]  # of a cascade
@@ -47,6 +48,7 @@ class KnownGroup:
     comparing: judges that see siblings next to each other: they have reported on a sibling once they have reported on
                all.
     skill:     weights of judges by their measured accuracy; they stay the same for the whole group.
+    bounds:    of cascades, which this group shares with others.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class KnownGroup:
         size: int,
         comparing: frozenset[str] = frozenset(),
         skill: Mapping[str, float] | None = None,
+        bounds: ShareBounds | None = None,
     ) -> None:
         self.prompt = prompt
         self.group_id = group_id
         self.size = size
         self.skill = skill or {}
+        self.bounds = bounds or ShareBounds()
         self.rollouts: dict[int, Rollout] = {}
         self.reports: dict[str, dict[int, JudgeReport]] = {}  # judge -> sibling -> report
         self.decisions: dict[tuple[str, int | None], Decision] = {}

@@ -163,6 +163,12 @@ def vote_by_median(members: Mapping[str, Verdict], skill: Mapping[str, float], r
     return whole(rollout, median(rewards), list(members.values()), 0.0)
 
 
+def vote_by_min(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
+    """The lowest reward: what one member sees through is worth nothing (worst-case optimization, arXiv 2310.02743)."""
+    rewards = [verdict.outcome for verdict in members.values()]
+    return whole(rollout, min(rewards), list(members.values()), 0.0)
+
+
 def vote_by_majority(pass_at: float) -> JuryVote:
     """1 if most members pass the response, 0 if most fail it; a tie is 1/2."""
 

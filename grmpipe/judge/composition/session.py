@@ -9,6 +9,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.judge.composition.cascade import Cascade, EventKey
 from grmpipe.judge.composition.combine import on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, Part, Pending
+from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.verdict import only_finite
 from grmpipe.types import (
     CascadeEvent,
@@ -52,10 +53,16 @@ class CompositionSession:
     """
 
     def __init__(
-        self, composition: Composition, prompt: Prompt, group_id: str, size: int, skill: Mapping[str, float]
+        self,
+        composition: Composition,
+        prompt: Prompt,
+        group_id: str,
+        size: int,
+        skill: Mapping[str, float],
+        bounds: ShareBounds,
     ) -> None:
         self._composition = composition
-        self._group = KnownGroup(prompt, group_id, size, composition.comparing, skill)
+        self._group = KnownGroup(prompt, group_id, size, composition.comparing, skill, bounds)
         self._sessions: dict[str, JudgeSession] = {}
         self._given: set[tuple[str, int]] = set()  # (judge, sibling): rollouts that sessions have
         self._reported: set[int] = set()  # siblings whose reports were given

@@ -20,6 +20,11 @@ class MeasuredSkill:
         """Take the accuracies of an evaluation; of judges that it didn't measure the earlier ones hold."""
         self._accuracy |= accuracy
 
+    @property
+    def accuracy(self) -> Mapping[str, float]:
+        """What was measured last, for a checkpoint."""
+        return dict(self._accuracy)
+
     def weights(self) -> dict[str, float]:
         """Judge -> weight, of those measured so far."""
         return {name: max(0.0, 2 * accuracy - 1) for name, accuracy in self._accuracy.items()}

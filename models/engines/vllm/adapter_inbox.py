@@ -108,8 +108,9 @@ class AdapterInbox(WorkerInbox):
         manager.add_adapter(adapter)  # it packs q, k and v of a layer, and multiplies B by the scale
         manager.activate_adapter(ADAPTER_ID)
         different = set(self._different(adapter, manager))
-        still = sorted(name for name in self.checksums if self._layer(name) in different)
-        self.applied = Applied(taken=sorted(self.checksums), still=still, moved=[])
+        taken = sorted(name for name in self.checksums if adapter.get_lora(self._layer(name)) is not None)
+        still = [name for name in taken if self._layer(name) in different]
+        self.applied = Applied(taken=taken, still=still, moved=[])
 
     def drop(self) -> None:
         """Drop an unfinished push: the adapter of the last one stays installed."""

@@ -90,7 +90,7 @@ def test_a_composition_that_can_not_work_is_refused(reward: dict[str, Any], mess
         ({"pass_at": float("nan")}, r"^pass_at: rewards are on"),
         ({"max_error": 0.0}, r"^max_error: must be above 0"),
         ({"unsure_above_std": -0.1}, r"^unsure_above_std: must be 0 or more"),
-        ({"vote": "most"}, r"^vote: unknown value 'most'; known: mean, median, majority, accuracy$"),
+        ({"vote": "most"}, r"^vote: unknown value 'most'; known: mean, median, min, majority, accuracy$"),
     ],
 )
 def test_a_single_bad_value_is_refused(values: dict[str, Any], message: str) -> None:

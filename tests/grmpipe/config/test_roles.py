@@ -326,6 +326,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"engine": {"embedded": {"max_context_tokens": 300}}}, False),
         ({"policy": {"engine_options": {"max_context_tokens": 300}}}, False),
         ({"engine": {"vllm": {"options": {"quantization": "fp8"}}}}, False),
+        ({"engine": {"vllm": {"quantization": "fp8"}}}, False),
         ({"engine": {"openai": {"extra_body": {"reasoning_effort": "low"}}}}, False),
         ({"policy": {"dtype": "bfloat16"}}, False),
         ({"judge": {"num_judgements": 2}}, False),

@@ -123,7 +123,7 @@ def test_missing_empty_and_unknown_files_are_errors_that_say_what_to_give(tmp_pa
         load_prompts("tiny://test")
 
 
-@pytest.mark.parametrize("problem_set", ["", "tools/", "walk/"])
+@pytest.mark.parametrize("problem_set", ["", "tools/", "walk/", "comparison/", "two_kinds/"])
 def test_tiny_problems_are_made_on_the_spot_and_disjoint(problem_set: str) -> None:
     train = load_prompts(f"tiny://{problem_set}train", num_tiny_prompts=64, seed=1)
     held_out = load_prompts(f"tiny://{problem_set}held_out", num_tiny_prompts=32, seed=1)
@@ -133,6 +133,15 @@ def test_tiny_problems_are_made_on_the_spot_and_disjoint(problem_set: str) -> No
     assert len({prompt.prompt_id for prompt in (*train, *held_out)}) == 96
     assert all(prompt.reference is not None and prompt.reference.isdecimal() for prompt in train)
     assert disjoint(train, held_out) == (train, 0)
+
+
+def test_two_kinds_of_tasks_come_in_turn_and_their_sources_say_which() -> None:
+    mixed = load_prompts("tiny://two_kinds/train", num_tiny_prompts=5, seed=1)
+    assert [prompt.source for prompt in mixed] == ["arithmetic", "comparison"] * 2 + ["arithmetic"]
+    for kind, name in ((mixed[::2], "tiny://train"), (mixed[1::2], "tiny://comparison/train")):
+        alone = load_prompts(name, num_tiny_prompts=len(kind), seed=1)
+        assert [prompt.messages for prompt in kind] == [prompt.messages for prompt in alone]
+        assert {prompt.source for prompt in alone} == {name}
 
 
 def test_what_is_held_out_leaves_the_training_set() -> None:

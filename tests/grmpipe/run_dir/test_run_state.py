@@ -55,6 +55,7 @@ def state(version: int = 2) -> RunState:
         totals={},
         busy_s={"policy": 1.0},
         alarms=("x",),
+        judge_accuracy={"judge": 0.75},
     )
 
 

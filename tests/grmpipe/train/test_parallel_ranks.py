@@ -36,6 +36,13 @@ MESHES = {
     "shared_and_sharded": ParallelConfig(cp=2),
     "all": ParallelConfig(dp_replicate=2, cp=2),
 }
+# Where the experts that a mixture replays come from, and its meshes.
+MIXTURES = {
+    "of_rollouts": ("rollout", MESHES["all"]),
+    "of_old_pass": ("old_logprobs", MESHES["all"]),
+    "divided": ("rollout", ParallelConfig(cp=2, ep=2)),
+    "divided_in_copies": ("old_logprobs", ParallelConfig(dp_replicate=2, cp=2, ep=2)),
+}
 IN_GATE = ("shared", "all")
 FLASH = ("shared", "all")  # with the attention of GPUs
 EACH = [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.long) for name in MESHES]
@@ -245,12 +252,11 @@ def lora(spec: LearnerSpec, tmp_path_factory: pytest.TempPathFactory) -> Learner
 
 @pytest.fixture(scope="module")
 def mixtures(spec: LearnerSpec, mixture_path: str) -> dict[str, LearnerSpec]:
-    """Mixtures of experts by where the experts that they replay come from."""
     return {
-        replay: replace(
+        name: replace(
             spec, model_path=mixture_path, master_dtype="float32", algorithm=AlgorithmConfig(router_replay=replay)
         )
-        for replay in ("rollout", "old_logprobs")
+        for name, (replay, _) in MIXTURES.items()
     }
 
 
@@ -281,7 +287,7 @@ def more(
         name: (in_meshes(spec, shared, algorithm=algorithm), batches[:1], {})
         for name, algorithm in LOSSES_AND_MEANS.items()
     }
-    cases |= {replay: (in_meshes(mixture, both), [routed], {}) for replay, mixture in mixtures.items()}
+    cases |= {name: (in_meshes(mixture, MIXTURES[name][1]), [routed], {}) for name, mixture in mixtures.items()}
     cases["lora"] = (in_meshes(lora, both), batches, {})
     cases["resumed"] = (in_meshes(spec, both), batches, {"checkpoint": str(directory / "of_one")})
     return run(forked, directory, cases)
@@ -310,20 +316,19 @@ def test_the_reference_of_shared_samples_is_that_of_one_rank(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("replay", ["rollout", "old_logprobs"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_shared_samples_keep_the_experts_of_each_token(
-    mixtures: dict[str, LearnerSpec], routed: list[TrainingSample], more: Run, replay: str
+    mixtures: dict[str, LearnerSpec], routed: list[TrainingSample], more: Run, name: str
 ) -> None:
-    learner = Learner(mixtures[replay])
+    learner, replay = Learner(mixtures[name]), MIXTURES[name][0]
     batch = together(routed)
     old = learner.old_pass(batch) if replay == "old_logprobs" else None
     sums = learner.accumulate(batch, old)
     tokens = count(routed, 0).num_loss_tokens
-    ranks = more.ranks(replay)
-    for rank in ranks:
-        for name, parameter in learner._model.named_parameters():
+    for rank in more.ranks(name):
+        for key, parameter in learner._model.named_parameters():
             whole = (parameter.grad.full_tensor() / tokens).numpy()
-            np.testing.assert_allclose(rank["gradients"][0][name], whole, atol=1e-6, rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(rank["gradients"][0][key], whole, atol=1e-6, rtol=1e-4, err_msg=key)
         assert rank["metrics"][0]["train/rerouted_share"] == pytest.approx(sums["train/rerouted_share_sum"] / tokens)
         for own, old_pass in rank["old"][0] if replay == "old_logprobs" else ():
             alone = learner.old_pass(own)

@@ -67,6 +67,19 @@ def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is
     prepare(config(env=TOOLS, judge={"truncation": "middle"}, **tools), no_progress)
 
 
+def test_a_reward_models_window_must_hold_an_episode_with_its_observations() -> None:
+    scalar = {
+        "grm": {"path": "tiny://reward_model"},
+        "judge": {"kind": "scalar"},
+        "rollout": {"max_turns": 4, "max_new_tokens": 16},
+        "data": {"num_prompts": 20},
+    }
+    said = r"^rollout\.max_new_tokens: .* exceed the 512 tokens of grm; .*env\.max_observation_chars"
+    with pytest.raises(ConfigError, match=said):
+        prepare(config(env=TOOLS, **scalar), no_progress)
+    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **scalar), no_progress)
+
+
 def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_window() -> None:
     rollout = {"max_turns": 4, "max_new_tokens": 16}
     assert longest_response(config(rollout=rollout), 512) == 16

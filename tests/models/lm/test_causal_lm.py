@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 
@@ -52,6 +52,20 @@ def test_packed_equals_one_by_one(model: PreTrainedModel) -> None:
     logprobs, entropy = one_by_one(model, ids, LENGTHS)
     torch.testing.assert_close(ours.logprobs_T, logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.entropy_T, entropy, atol=1e-5, rtol=0)
+
+
+def test_a_mixture_whose_config_asks_for_router_logits_has_no_balancing_loss(tmp_path: Path) -> None:
+    """transformers computes it from a mask with a row per sample, and packed samples have none."""
+    torch.manual_seed(0)
+    shape = {**tiny_config().to_dict(), "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 16, "output_router_logits": True}  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
+    mixture = load_causal_lm(str(tmp_path))
+    ids, positions, lengths = packed(LENGTHS)
+    expected, _ = one_by_one(mixture, ids, LENGTHS)
+    torch.testing.assert_close(
+        packed_logprobs(mixture, ids, positions, lengths).logprobs_T, expected, atol=1e-5, rtol=0
+    )
 
 
 def test_gradients_of_packed_equal_one_by_one(model: PreTrainedModel) -> None:

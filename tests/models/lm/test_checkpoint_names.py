@@ -14,6 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.lm.checkpoint_names import CheckpointNames
+from models.lm.lora import add_adapters, outgoing
+from models.settings import LoraConfig
 from models.weights.object_store import ObjectStore
 from models.weights.receiving import received
 from models.weights.weight_stream import WeightStream, bucket_bytes_for
@@ -119,3 +121,13 @@ def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pyt
 )
 def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes: int) -> None:
     assert bucket_bytes_for(model_bytes) == bucket_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_adapters_keep_their_names(family: str) -> None:
+    lora = LoraConfig(rank=2, sync="adapters")
+    model = add_adapters(small_model(family), lora, "float32")
+    sent = outgoing(model, lora, "float32")
+    stream = WeightStream(model, "float32", 1 << 14, sent, CheckpointNames.of(model.config))
+    names = [name for index in range(stream.num_buckets) for name in stream.unsharded(index).names]
+    assert names == [piece.name for piece in sent.changing] and len(names) >= 2 * 2 * 4

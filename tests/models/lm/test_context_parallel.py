@@ -1,4 +1,4 @@
-"""Slices of tokens and shares of heads, alone; tests/grmpipe/train/test_parallel_ranks.py exchanges them."""
+"""Slices of tokens and shares of heads, without processes. test_parallel_ranks.py exchanges them between ranks."""
 
 from __future__ import annotations
 

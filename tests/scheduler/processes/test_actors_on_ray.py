@@ -190,6 +190,29 @@ def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
     on_cluster(seats(learner=2), scene)
 
 
+def test_async_calls_of_a_member_overlap_and_members_that_do_not_meet_get_no_meeting_place() -> None:
+    def waiting() -> MemberFactory:
+        class Waiting:
+            def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
+                self.place = str(init_method)
+                self.waiting = 0
+
+            async def wait_for(self, others: int) -> str:
+                self.waiting += 1
+                while self.waiting < others:
+                    await asyncio.sleep(0.01)
+                return self.place
+
+        return Waiting
+
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("env", waiting(), meet=False)
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*(group.call(1, "wait_for", 3) for _ in range(3))) == ["None"] * 3
+
+    on_cluster(seats(env=2), scene)
+
+
 def test_a_rank_imports_what_lies_on_the_drivers_pythonpath() -> None:
     async def scene(cluster: RayCluster) -> None:
         group = await cluster.start_group("learner", members())

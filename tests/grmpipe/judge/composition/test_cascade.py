@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 from typing import Any
 
 import pytest
 
-from grmpipe.judge.composition.cascade import Audit, ShareBound
+from grmpipe.judge.composition.cascade import Audit
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm, CascadeCounts
+from grmpipe.judge.composition.composed_judge import with_own_bounds
+from grmpipe.judge.composition.share_bound import ShareBound
 from grmpipe.types import CascadeEvent, Failed, Verdict
 
 CASCADE: dict[str, Any] = {"kind": "cascade", "first": "cheap", "then": "good", "unsure_band": [0.4, 0.6]}
@@ -92,6 +95,16 @@ def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counte
     found = [events(table.reports(group_id=f"g{number:06d}")) for number in range(4)]
     assert [event.escalated for (event,) in found] == [0, 4, 0, 4]
     assert all(event.unsure == 4 for (event,) in found)
+
+
+def test_rollouts_that_arent_trained_use_up_nothing_of_the_share(group_bench: Any) -> None:
+    table = group_bench.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
+    aside = dataclasses.replace(table, judge=with_own_bounds(table.judge))
+    trained = []
+    for number in range(4):
+        trained += events(table.reports(group_id=f"g{number:06d}"))
+        aside.reports(group_id=f"evaluated{number}", size=1)
+    assert [event.escalated for event in trained] == [0, 4, 0, 4]
 
 
 def test_the_same_groups_are_audited_in_every_run_of_a_seed() -> None:

@@ -134,7 +134,7 @@ MEMBERS = {"a": always(0.1), "b": always(0.6), "c": always(0.9)}
 
 
 @pytest.mark.parametrize(
-    ("vote", "reward"), [("mean", 1.6 / 3), ("median", 0.6), ("majority", 1.0), ("accuracy", 1.6 / 3)]
+    ("vote", "reward"), [("mean", 1.6 / 3), ("median", 0.6), ("min", 0.1), ("majority", 1.0), ("accuracy", 1.6 / 3)]
 )
 def test_a_jury_votes(group_bench: Any, vote: str, reward: float) -> None:
     table = group_bench.composed({"kind": "jury", "members": list(MEMBERS), "vote": vote}, MEMBERS)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.engines.installed import vllm_missing
+from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
+from models.lm.checkpoint_names import CheckpointNames
 from models.lm.lora import adapters, add_adapters, outgoing
 from models.settings import LoraConfig, VllmConfig
 from models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
@@ -31,13 +35,15 @@ class Trained:
 
     def __init__(self, path: str, seed: int) -> None:
         self.model = add_adapters(load_causal_lm(path), LORA, "float32")
+        self._names = CheckpointNames.of(self.model.config)
         dice = torch.Generator().manual_seed(seed)
         for _, low_rank in adapters(self.model):
             for matrix in (low_rank.a_RI, low_rank.b_OR):
                 matrix.data = 0.2 * torch.randn(matrix.shape, generator=dice)
 
     def buckets(self) -> list[WeightBucket]:
-        stream = WeightStream(self.model, "float32", 1 << 12, outgoing(self.model, LORA, "float32"))
+        sent = outgoing(self.model, LORA, "float32")
+        stream = WeightStream(self.model, "float32", 1 << 12, sent, self._names)
         store = ObjectStore("float32")
         return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
 
@@ -176,3 +182,60 @@ def test_what_is_no_adapter_of_this_model_is_refused_by_name(
     with pytest.raises(ValueError, match=r"lora\.sync=merged"):
         run(send(WeightBucket(tensors=(), payload=ModelFiles(path=model_path))))
     assert run(engine.score(prompt_of(30))) == pytest.approx(trained.score(prompt_of(30)), abs=1e-4)
+
+
+def save_mixture(path: Path, tokenizer_of: str) -> str:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=272, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        max_position_embeddings=128, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        intermediate_size=64, initializer_range=0.2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["a mixture", "two processes"])
+def test_adapters_of_a_mixture_and_of_a_model_in_two_halves_score_as_the_learners(
+    kind: str, model_path: str, prompt_of: Any, tmp_path: Path
+) -> None:
+    path = save_mixture(tmp_path, model_path) if kind == "a mixture" else model_path
+    config, ids = VllmConfig(max_batch_rows=2, kv_cache_mb=16), prompt_of(40)
+    engine = VllmEngine(path, "policy", config, lora=LORA, tensor_parallel=2 if kind == "two processes" else 1)
+
+    async def scene() -> None:
+        for version in (1, 2):
+            trained = Trained(path, version)
+            receipt = await push(engine, trained.buckets(), version)
+            assert receipt.unapplied == () and len(receipt.checksums) > 10
+            assert await engine.score(ids) == pytest.approx(trained.score(ids), abs=1e-3)
+
+    try:
+        asyncio.run(scene())
+    finally:
+        engine.close()
+
+
+FAULTY = """
+from vllm.lora.layers import RowParallelLinearWithLoRA
+from models.engines.vllm import vllm_worker
+
+RowParallelLinearWithLoRA.set_lora = lambda self, index, lora_a, lora_b: None
+Faulty = vllm_worker.WeightReceiver
+"""
+
+
+def test_layers_that_do_not_hold_what_arrived_are_reported_by_name(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty_adapters.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_adapters.Faulty")
+    engine = VllmEngine(model_path, "policy", VllmConfig(max_batch_rows=2, kv_cache_mb=16), lora=LORA)
+    try:
+        receipt = asyncio.run(push(engine, Trained(model_path, 1).buckets(), 1))
+    finally:
+        engine.close()
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in receipt.unapplied} == {"o_proj", "down_proj"}
+    assert len(receipt.unapplied) == 3 * 2 * 2

@@ -1,0 +1,30 @@
+"""How much cascades have escalated of what they decided on, and the bounds on it. Asks no judge."""
+
+from __future__ import annotations
+
+
+class ShareBound:
+    """Keeps what is escalated to a share of the rollouts that were decided on, at any time of a run."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._rollouts = 0
+        self._escalated = 0
+
+    def decided(self, rollouts: int, *, wanted: bool) -> bool:
+        """Count rollouts that are decided on together. Returns whether they may be escalated, if that is wanted."""
+        self._rollouts += rollouts
+        if not wanted or self._escalated + rollouts > self._share * self._rollouts:
+            return False
+        self._escalated += rollouts
+        return True
+
+
+class ShareBounds:
+    """The bounds of the cascades of a composition, by name."""
+
+    def __init__(self) -> None:
+        self._by_cascade: dict[str, ShareBound] = {}
+
+    def of(self, cascade: str, share: float) -> ShareBound:
+        return self._by_cascade.setdefault(cascade, ShareBound(share))
