@@ -122,16 +122,9 @@ class Learner(TrainingRank):
         )
         self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
-<<<<<<< HEAD
-        self._usage = DeviceUsage(
-            footprint_of(self._files).flops(lora), self._device, train.dtype, cp=train.parallel.cp
-        )
-        self._load = self._new_load()
-=======
         self._load = self._new_load()
         flops = footprint_of(self._files).flops(lora)
         self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
->>>>>>> main
 
     @property
     def policy_version(self) -> int:
@@ -238,13 +231,8 @@ class Learner(TrainingRank):
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
-<<<<<<< HEAD
-        self._usage.reset()
-        self._load = self._new_load()
-=======
         self._load = self._new_load()
         self._usage.reset()
->>>>>>> main
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
