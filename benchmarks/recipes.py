@@ -2,6 +2,7 @@
 
     python benchmarks/recipes.py            # all recipes: minutes
     python benchmarks/recipes.py qwen3_8b   # one of them
+    python benchmarks/recipes.py --plans    # the plans alone
 
 Prompts of 100 tokens, H100s of 80 GB, costs from data sheets: nothing in these figures was measured on a GPU.
 """
@@ -87,14 +88,19 @@ def simulated(name: str, prompts: Path, folder: Path) -> str:
     return text.split("\n\n")[1]
 
 
-def section(name: str, prompts: Path, folder: Path) -> str:
+def section(name: str, prompts: Path, simulation: str) -> str:
     whom, command = comment_of(name)
     gpus = num_gpus(composed(name))
     parts = [
         f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```\n{command}\n```",
-        f"```\n{planned(name, prompts)}\n\n{simulated(name, prompts, folder)}\n```",
+        f"```\n{planned(name, prompts)}\n\n{simulation}\n```",
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def simulation_in(section: str) -> str:
+    """The figures of the simulation in a section of the page."""
+    return section.removesuffix("\n```").rpartition("\n\n")[2]
 
 
 def prompt_rows() -> str:
@@ -110,14 +116,17 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 def main(names: list[str]) -> None:
-    """Write the sections of these recipes, or of all, one after another."""
-    known = recipes()
+    """Write the sections of these recipes, or of all, one after another. With --plans simulations stay as they are."""
+    known, keeps = recipes(), "--plans" in names
+    names = [name for name in names if name != "--plans"]
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text(prompt_rows(), encoding="utf-8")
         for name in names or known:
             page = PAGE.read_text(encoding="utf-8")
-            found = sections_of(page) | {name: section(name, prompts, Path(folder))}
+            found = sections_of(page)
+            kept = simulation_in(found[name]) if keeps and name in found else None
+            found[name] = section(name, prompts, kept or simulated(name, prompts, Path(folder)))
             text = "\n\n".join(found[one] for one in known if one in found)
             PAGE.write_text(f"{page.split(MARK)[0]}{MARK}\n\n{text}\n", encoding="utf-8")
             print(name, flush=True)
