@@ -48,6 +48,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, intermediate_size=16)),
 }
 Results = dict[str, Result]
+ROUNDED = "bfloat16, ep 2 x fsdp 2"
 
 
 def with_experts(samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -235,6 +236,8 @@ def rest(
         **{f"all at once, {name}": divided(all_at_once, **way) for name, way in WAYS.items()},
         "lora, ep 2 x fsdp 2": divided(lora, ep=2),
     }
+    rounded = replace(replayed.spec.train, dtype="bfloat16", fp32_router=True)
+    cases[ROUNDED] = divided(replace(replayed, spec=replace(replayed.spec, train=rounded)), ep=2)
     cases["plain, ep 4"] = replace(cases["plain, ep 4"], export=str(directory / "export"))
     for family, make in FAMILIES.items():
         torch.manual_seed(0)
@@ -247,12 +250,20 @@ def rest(
 @pytest.mark.long
 def test_every_way_learns_what_one_rank_learns(rest) -> None:
     found, cases, _ = rest
-    assert len(cases) == 14
-    for kind in dict.fromkeys(name.split(", ")[0] for name in cases):
+    assert len(cases) == 15
+    for kind in dict.fromkeys(name.split(", ")[0] for name in cases if name != ROUNDED):
         of_kind = [name for name in cases if name.startswith(f"{kind}, ")]
         expected = on_one_rank(divided(cases[of_kind[0]], ep=1))
         for name in of_kind:
             assert_equal_results(found[0][name], expected)
+
+
+@pytest.mark.long
+def test_in_bfloat16_gradients_differ_by_its_rounding_only(rest, replayed: Case) -> None:
+    """Experts are replayed and routers compute in float32; gradients are added up in float32."""
+    exact, found = on_one_rank(replayed).gradients, rest[0][0][ROUNDED].gradients
+    for name, gradient in exact.items():
+        assert 1e-4 < np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient) < 0.05, name
 
 
 @pytest.mark.long
@@ -280,3 +291,17 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_to_four(
     found = run_ranks(forked, four, {"": last}, 4)[0][""]
     assert_same_metrics(found.metrics[0], whole.metrics[2], shared=False)
     assert_same_steps(found.weights, whole.weights)
+
+
+@pytest.mark.long
+def test_three_ranks_shard_the_columns_of_experts_whose_rows_they_cannot_divide(
+    replayed: Case, forked: type[Forked], tmp_path: Path
+) -> None:
+    """down_proj has 32 rows and 24 columns."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=16)
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    case = replace(replayed, spec=replace(replayed.spec, model_path=str(tmp_path / "model")))
+    (found, *_) = run_ranks(forked, tmp_path, {"": divided(case, ep=2)}, 6)
+    assert_equal_results(found[""], on_one_rank(case))
+    assert found[""].shard_elements["model.layers.0.mlp.experts.down_proj"] == 4 * 32 * 24 // 6
