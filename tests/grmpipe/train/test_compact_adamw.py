@@ -109,6 +109,7 @@ def test_rows_at_a_time_change_nothing(state_dtype: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(pieces, whole, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state_dtype", SMALL)
 def test_a_learner_learns_what_was_good(path: str, make_samples, state_dtype: str) -> None:  # type: ignore[no-untyped-def]
     samples = make_samples()
@@ -126,7 +127,7 @@ def test_a_learner_learns_what_was_good(path: str, make_samples, state_dtype: st
     assert objective() > before + 5
 
 
-@pytest.mark.parametrize("state_dtype", SMALL)
+@pytest.mark.parametrize("state_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.long)])
 def test_the_same_run_twice_is_the_same_to_the_bit_also_through_a_checkpoint(
     path: str, make_samples, state_dtype: str, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
@@ -144,7 +145,9 @@ def test_the_same_run_twice_is_the_same_to_the_bit_also_through_a_checkpoint(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(straight), weights(again), strict=True))
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", *SMALL])
+@pytest.mark.parametrize(
+    "state_dtype", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("float32", "bfloat16")), "int8"]
+)
 def test_moments_wait_on_the_host_and_change_no_step(path: str, make_samples, state_dtype: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     here = Learner(spec_of(path, optimizer_state_dtype=state_dtype))
     away = OffloadingLearner(spec_of(path, optimizer_state_dtype=state_dtype, optimizer_offload=True))
