@@ -38,8 +38,8 @@ def test_the_page_has_a_simulation_of_each_recipe_or_why_there_is_none() -> None
     sections = recipes.sections_of(PAGE)
     assert sections.keys() == set(NAMES)
     for name, section in sections.items():
-        simulation = recipes.simulation_in(section)
-        assert simulation.startswith("not simulated: " if name.endswith("_tools") else f"{recipes.STEPS} steps of "), name
+        begins = "not simulated: " if name.endswith("_tools") else f"{recipes.STEPS} steps of "
+        assert recipes.simulation_in(section).startswith(begins), name
 
 
 @pytest.mark.long
