@@ -15,12 +15,12 @@ from pathlib import Path
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.isolation.isolation_report import describe_isolation
-from grmpipe.run.doctor import NEEDED, VLLM_BUILDS, cuda_problems, driver_version, version_of
+from grmpipe.run.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
 from models.hub import missing_files
 from scheduler.processes.node_address import node_address
 
 PACKAGES = ("models", "scheduler", "grmpipe")
-ENGINES = (*VLLM_BUILDS, "nvidia-nccl-cu13")
+NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -150,7 +150,7 @@ class NodeExaminer:
 def versions() -> dict[str, str]:
     """Package -> version, of all that must be the same on every machine."""
     found = {"python": platform.python_version(), "grmpipe": sources_digest()}
-    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINES)}
+    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
 
 
 def sources_digest() -> str:

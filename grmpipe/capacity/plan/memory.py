@@ -125,7 +125,7 @@ def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen:
 
 
 def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
-    """Both moments of so many trained values, on all ranks together."""
+    """Both moments of this number of trained values, on all ranks together."""
     num_bytes = int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
     return Part(what=f"{whose}, two moments", num_bytes=num_bytes, kind="moments")
 
