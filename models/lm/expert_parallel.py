@@ -39,7 +39,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_divisible(model: PreTrainedModel, ep: int) -> None:
-    """Raises ValueError that names `ep` if the experts of this model can't be divided over so many ranks."""
+    """Raises ValueError that names `ep` if the experts of this model can't be divided over this number of ranks."""
     kind, found = model.config.model_type, dict(experts_of(model))
     if not found:
         raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type train.parallel.ep=1")

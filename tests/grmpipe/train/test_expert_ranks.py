@@ -86,7 +86,7 @@ def replayed(plain: Case) -> Case:
     spec = replace(
         plain.spec,
         algorithm=AlgorithmConfig(router_replay="rollout"),
-        train=replace(plain.spec.train, activation_checkpointing=True),
+        train=replace(plain.spec.train, activation_checkpointing="full"),
         checkpoint_names=True,
         bucket_bytes=1 << 13,  # two experts' gate_proj and up_proj, of four
     )
@@ -100,7 +100,7 @@ def all_at_once(plain: Case) -> Case:
     Both batches use all experts: after a reset Adam would make whole steps of an unused one's rounding.
     """
     algorithm = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01, reset_every=1, reset_share=0.3)
-    train = replace(plain.spec.train, activation_checkpointing=True)
+    train = replace(plain.spec.train, activation_checkpointing="full")
     spec = replace(plain.spec, algorithm=algorithm, train=train)
     return replace(plain, spec=spec, batches=(plain.batches[0], plain.batches[0]))
 
