@@ -6,8 +6,8 @@ Pushes: real FSDP2 ranks on gloo, real embedded engines and the run's own push, 
 Both ways take turns on the same processes, so that other load of the machine affects both. A cost is an artificial wait
 per byte, in the gather and in the broadcast, as slower links would have it; without one both compete for the cores.
 
-Senders: processes that each broadcast their part of the same bytes to every receiver, a group each. A link's cost is
-paid by one process for all that it sends, or receives.
+Senders: threads that each broadcast their part of the same bytes to every receiver, a gloo group each. The cost of a
+link is paid by one sender for all that it sends, or one receiver for all that it receives.
 
 Only on CPUs. Writes benchmarks/overlapped_push.md.
 """
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
-import multiprocessing
 import os
 import platform
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing.synchronize import Barrier
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +39,7 @@ from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Engine, GroupLink
+from models.weights.process_group import BroadcastGroup
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import EngineFactory, MemberFactory, free_port
 from scheduler.processes.ray_cluster import RayCluster
@@ -52,7 +52,6 @@ NUM_ENGINES = 2
 TENSOR_BYTES = 1 << 20
 COSTS = (0.0, 2e-8, 4e-8)  # seconds per byte
 SENDERS = (1, 2, 4)
-JOIN_S = 600.0  # a busy machine starts processes slowly
 ROUNDS = 4
 
 
@@ -137,7 +136,7 @@ async def measured_pushes(num_ranks: int, path: str, costs: Sequence[float], rou
         group = LearnerGroup(actors)
         sync = WeightSync(
             group, range(3, 20), SyncConfig(), transport="gloo", group="gloo",
-            new_address=functools.partial(cluster.free_address, "learner"),
+            new_address=partial(cluster.free_address, "learner"),
         )  # fmt: skip
         versions = itertools.count()
 
@@ -167,7 +166,7 @@ async def measured_pushes(num_ranks: int, path: str, costs: Sequence[float], rou
 
 
 class Link:
-    """A process's network card: what it carries at the same time shares it."""
+    """A machine's network card: what it carries at the same time shares it."""
 
     def __init__(self, s_per_byte: float) -> None:
         self._s_per_byte, self._free = s_per_byte, threading.Lock()
@@ -178,81 +177,42 @@ class Link:
                 time.sleep(self._s_per_byte * num_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """The same bytes to every receiver, dealt evenly over some senders; seconds per byte of each process's link."""
+class Ends:
+    """Senders and receivers, threads of this process, with the groups of one number of senders."""
 
-    senders: int
-    sender_cost: float
-    receiver_cost: float
-
-
-Groups = dict[int, list[GroupLink]]  # number of senders -> a group for each of them
-
-
-def end_of(
-    place: int, groups: Groups, transfers: Sequence[Transfer], num_tensors: int, start: Barrier, done: Barrier
-) -> None:
-    """A process: sender 0, 1, .. or receiver -1, -2, ..; a receiver is in all groups of a transfer, a thread each."""
-    from models.weights.process_group import BroadcastGroup
-
-    torch.set_num_threads(1)
-    joined: dict[str, BroadcastGroup] = {}
-    for link in (link for links in groups.values() for link in (links if place < 0 else links[place : place + 1])):
-        joined[link.name] = BroadcastGroup()
-        joined[link.name].join(replace(link, rank=max(0, -place)))
-    shape = (TENSOR_BYTES // 4,)
-
-    def take_part(group: BroadcastGroup, number: int, card: Link) -> None:
-        for _ in range(number):
-            card.carry(TENSOR_BYTES)
-            if place < 0:
-                group.receive(["w"], [torch.float32], [shape])
-            else:
-                group.send(["w"], [torch.ones(shape)])
-
-    for transfer in transfers:
-        card = Link(transfer.receiver_cost if place < 0 else transfer.sender_cost)
-        names = [link.name for link in groups[transfer.senders] if link.name in joined]
-        each = num_tensors // transfer.senders
-        threads = [threading.Thread(target=take_part, args=(joined[name], each, card)) for name in names]
-        start.wait(JOIN_S)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        done.wait(JOIN_S)
-    os._exit(0)  # gloo's threads sometimes abort an orderly exit
-
-
-def seconds_of_transfers(transfers: Sequence[Transfer], num_tensors: int) -> list[float]:
-    """For each transfer the seconds until every receiver has all bytes."""
-    spawn = multiprocessing.get_context("spawn")
-    groups: Groups = {
-        number: [
-            GroupLink(
-                name=f"{number}-{sender}", backend="gloo", address="127.0.0.1", port=free_port("127.0.0.1"), rank=0,
-                world_size=1 + NUM_ENGINES, timeout_s=JOIN_S,
-            )
-            for sender in range(number)
+    def __init__(self, num_senders: int) -> None:
+        self._pairs = [
+            [(end, BroadcastGroup()) for end in (sender, *range(-NUM_ENGINES, 0))] for sender in range(num_senders)
         ]
-        for number in SENDERS
-    }  # fmt: skip
-    places = [*range(max(SENDERS)), *(-1 - engine for engine in range(NUM_ENGINES))]
-    start, done = spawn.Barrier(len(places) + 1), spawn.Barrier(len(places) + 1)
-    common = (groups, transfers, num_tensors, start, done)
-    ends = [spawn.Process(target=end_of, args=(place, *common)) for place in places]
-    for end in ends:
-        end.start()
-    found = []
-    for _ in transfers:
-        start.wait(JOIN_S)
+        for sender, pairs in enumerate(self._pairs):
+            link = GroupLink(
+                name=f"{num_senders}-{sender}", backend="gloo", address="127.0.0.1", port=free_port("127.0.0.1"),
+                rank=0, world_size=len(pairs), timeout_s=60.0,
+            )  # fmt: skip
+            together([partial(group.join, replace(link, rank=rank)) for rank, (_, group) in enumerate(pairs)])
+
+    def seconds(self, num_tensors: int, sender_cost: float, receiver_cost: float) -> float:
+        """Until every receiver has all bytes, dealt evenly over the senders."""
+        cards = {end: Link(receiver_cost if end < 0 else sender_cost) for pairs in self._pairs for end, _ in pairs}
+        each, shape = num_tensors // len(self._pairs), (TENSOR_BYTES // 4,)
+
+        def take_part(end: int, group: BroadcastGroup) -> None:
+            for _ in range(each):
+                cards[end].carry(TENSOR_BYTES)
+                if end < 0:
+                    group.receive(["w"], [torch.float32], [shape])
+                else:
+                    group.send(["w"], [torch.ones(shape)])
+
         began_s = time.perf_counter()
-        done.wait(JOIN_S)
-        found.append(time.perf_counter() - began_s)
-    for end in ends:
-        end.join()
-    return found
+        together([partial(take_part, end, group) for pairs in self._pairs for end, group in pairs])
+        return time.perf_counter() - began_s
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result()
 
 
 def sender_rows(num_tensors: int, cost: float, rounds: int) -> list[str]:
@@ -262,15 +222,15 @@ def sender_rows(num_tensors: int, cost: float, rounds: int) -> list[str]:
         "at each receiver": (0.0, cost),
         "at both": (cost, cost),
     }
-    transfers = [
-        Transfer(senders=number, sender_cost=sender_cost, receiver_cost=receiver_cost)
-        for (sender_cost, receiver_cost), _, number in itertools.product(costs.values(), range(rounds), SENDERS)
-    ]
-    seconds = seconds_of_transfers(transfers, num_tensors)
+    ends = {number: Ends(number) for number in SENDERS}
+    for own in ends.values():
+        own.seconds(num_tensors, 0.0, 0.0)  # touches new memory
     lines = []
-    for number, name in enumerate(costs):
-        own = seconds[number * rounds * len(SENDERS) : (number + 1) * rounds * len(SENDERS)]
-        one, two, four = (statistics.median(own[first :: len(SENDERS)]) for first in range(len(SENDERS)))
+    for name, cost_of in costs.items():
+        found: dict[int, list[float]] = {number: [] for number in SENDERS}
+        for _, number in itertools.product(range(3 * rounds), SENDERS):
+            found[number].append(ends[number].seconds(num_tensors, *cost_of))
+        one, two, four = (min(times) for times in found.values())  # other load of the machine only adds
         lines.append(f"| {name} | {one:.2f} s | {two:.2f} s | {four:.2f} s | {one / four:.2f} |")
         print(lines[-1], flush=True)
     return lines
@@ -287,20 +247,20 @@ def push_row(row: Row) -> str:
     )
 
 
-def report(pushes: Sequence[str], senders: Sequence[str], load: float, num_bytes: int) -> str:
+def report(pushes: Sequence[str], senders: Sequence[str], load: float, num_bytes: int, rounds: int) -> str:
     return "\n".join(
         [
             "# Pushes by broadcast: overlap, and several senders",
             "",
             "`OMP_NUM_THREADS=1 python benchmarks/overlapped_push.py`. "
             f"{platform.machine()} CPU, {os.cpu_count()} cores, torch {torch.__version__}; at its start, {load:.1f} "
-            "other threads used those cores. Medians.",
+            "other threads used those cores.",
             "",
             "## A delivery beside the next gather",
             "",
             f"FSDP2 ranks on gloo push float32 weights to {NUM_ENGINES} embedded engines, in buckets of "
             f"{BUCKET_BYTES >> 20} MB. The cost is an artificial wait per byte in the gather of a bucket, and the same "
-            "in its broadcast. Both ways take turns on the same processes.",
+            f"in its broadcast. Both ways take turns on the same processes; medians of {rounds}.",
             "",
             "| ranks | weights | cost | one after the other | overlapped | ratio |",
             "|---|---|---|---|---|---|",
@@ -308,8 +268,8 @@ def report(pushes: Sequence[str], senders: Sequence[str], load: float, num_bytes
             "",
             "## Several senders",
             "",
-            f"{num_bytes / 1e6:.0f} MB to {NUM_ENGINES} receivers, dealt over 1, 2 or 4 senders, a gloo group each; an "
-            "artificial cost per byte of each process's link.",
+            f"{num_bytes / 1e6:.0f} MB to {NUM_ENGINES} receivers, dealt over 1, 2 or 4 senders, a gloo group each, "
+            f"all in one process; best of {3 * rounds}; an artificial cost per byte at each end's link.",
             "",
             "| cost | 1 sender | 2 senders | 4 senders | ratio 1 to 4 |",
             "|---|---|---|---|---|",
@@ -340,7 +300,9 @@ def main() -> None:
                 pushes.append(push_row(row))
                 print(pushes[-1], flush=True)
     senders = sender_rows(arguments.tensors, 2e-8, arguments.rounds)
-    arguments.out.write_text(report(pushes, senders, load, arguments.tensors * TENSOR_BYTES), encoding="utf-8")
+    arguments.out.write_text(
+        report(pushes, senders, load, arguments.tensors * TENSOR_BYTES, arguments.rounds), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining, prepare_retraining
+from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessGroup
 
 REPORT = Path(__file__).with_suffix(".md")
@@ -66,7 +67,8 @@ async def trainer_of(prepared: PreparedRetraining) -> BatchTrainer:
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
     )
-    ranks = await InProcessGroup.start("learner", functools.partial(Learner, spec))
+    seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
+    ranks = await InProcessGroup.start([seat], functools.partial(Learner, spec))
     return BatchTrainer(LearnerGroup(ranks), config.train, config.algorithm, config.rollout.max_new_tokens)
 
 

@@ -1,13 +1,15 @@
 """Plan and simulation of every recipe for GPUs, written into docs/recipes.md. Needs no GPU, no model and no network.
 
     python benchmarks/recipes.py            # all recipes: minutes
-    python benchmarks/recipes.py qwen3_8b   # prints one
+    python benchmarks/recipes.py qwen3_8b   # one of them
+    python benchmarks/recipes.py --plans    # the plans alone
 
 Prompts of 100 tokens, H100s of 80 GB, costs from data sheets: nothing in these figures was measured on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -43,6 +45,7 @@ def recipes() -> list[str]:
     return sorted(names, key=lambda name: (num_gpus(composed(name)), name))
 
 
+@functools.cache
 def composed(name: str, *overrides: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return build(compose("config", [f"+experiment={name}", "data.path=prompts.jsonl", *overrides]))
@@ -85,14 +88,19 @@ def simulated(name: str, prompts: Path, folder: Path) -> str:
     return text.split("\n\n")[1]
 
 
-def section(name: str, prompts: Path, folder: Path) -> str:
+def section(name: str, prompts: Path, simulation: str) -> str:
     whom, command = comment_of(name)
     gpus = num_gpus(composed(name))
     parts = [
         f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```\n{command}\n```",
-        f"```\n{planned(name, prompts)}\n\n{simulated(name, prompts, folder)}\n```",
+        f"```\n{planned(name, prompts)}\n\n{simulation}\n```",
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def simulation_in(section: str) -> str:
+    """The figures of the simulation in a section of the page."""
+    return section.removesuffix("\n```").rpartition("\n\n")[2]
 
 
 def prompt_rows() -> str:
@@ -101,20 +109,27 @@ def prompt_rows() -> str:
     return f"{row}\n" * NUM_PROMPTS
 
 
-def written(names: list[str], folder: Path) -> str:
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text(prompt_rows(), encoding="utf-8")
-    return "\n\n".join(section(name, prompts, folder) for name in names)
+def sections_of(page: str) -> dict[str, str]:
+    """Recipe -> its section on the page."""
+    parts = re.split(r"^(?=## )", page.split(MARK)[1], flags=re.MULTILINE)[1:]
+    return {part.removeprefix("## ").split()[0]: part.strip() for part in parts}
 
 
 def main(names: list[str]) -> None:
+    """Write the sections of these recipes, or of all, one after another. With --plans simulations stay as they are."""
+    known, keeps = recipes(), "--plans" in names
+    names = [name for name in names if name != "--plans"]
     with tempfile.TemporaryDirectory() as folder:
-        text = written(names or recipes(), Path(folder))
-    if names:
-        print(text)
-        return
-    before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-    PAGE.write_text(f"{before}{MARK}\n\n{text}\n", encoding="utf-8")
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text(prompt_rows(), encoding="utf-8")
+        for name in names or known:
+            page = PAGE.read_text(encoding="utf-8")
+            found = sections_of(page)
+            kept = simulation_in(found[name]) if keeps and name in found else None
+            found[name] = section(name, prompts, kept or simulated(name, prompts, Path(folder)))
+            text = "\n\n".join(found[one] for one in known if one in found)
+            PAGE.write_text(f"{page.split(MARK)[0]}{MARK}\n\n{text}\n", encoding="utf-8")
+            print(name, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
 CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
+CHECKPOINTING = ("none", "selective", "full")
 LORA_SYNCS = ("merged", "adapters")
 # The markup of known chat templates, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
 # Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
@@ -167,6 +168,26 @@ def check_thinking_markers(markers: list[str] | None) -> None:
             f"thinking_markers: expected the opening and the closing marker, got {markers}; type "
             "thinking_markers=['<think>', '</think>'], [] for a model without thoughts, or null to find them"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Which activations a forward pass keeps for backward, and where.
+
+    checkpointing: none: all; full: the inputs of layers, and the rest is computed again; selective: the outputs of
+    attention as well. offload: those inputs wait in pinned host memory.
+    """
+
+    checkpointing: str = "none"
+    offload: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return self.checkpointing != "none"
+
+
+KEEP_ALL = Activations()
 
 
 @dataclass(frozen=True)

@@ -70,5 +70,6 @@ class RunConfig(RunSections):
         if train.dtype == AUTO:
             train = dataclasses.replace(train, dtype=BY_DEVICE[on_gpu])
         if train.activation_checkpointing is None:
-            train = dataclasses.replace(train, activation_checkpointing=on_gpu)
+            by_device = "full" if on_gpu or train.activation_offload else "none"
+            train = dataclasses.replace(train, activation_checkpointing=by_device)
         object.__setattr__(self, "train", train)

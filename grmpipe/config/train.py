@@ -16,7 +16,7 @@ from grmpipe.config.algorithm_tables import (
     loss_named,
 )
 from grmpipe.config.path_table import PathTable
-from models.settings import AUTO, DTYPES, ParallelConfig
+from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
@@ -25,6 +25,7 @@ TRAIN_BACKENDS = PathTable(
     "train.backend", ("spec", "rank", "world_size", "init_method"), "grmpipe.train.learner.learner",
     {FSDP2: "Learner"},
 )  # fmt: skip
+OPTIMIZER_STATE_DTYPES = ("float32", "bfloat16", "int8")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -309,6 +310,11 @@ class TrainConfig:
     weight_decay: float = 0.0  # AdamW's weight decay.
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
+    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
+    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
+    optimizer_state_dtype: str = "float32"
+    # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
+    optimizer_offload: bool = False
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
     # Library that trains: fsdp2, or the dotted path of your own LearnerRank (grmpipe/train/learner/backend.py).
@@ -319,8 +325,12 @@ class TrainConfig:
     # Compute the routers of a mixture of experts in float32, with weights that aren't rounded (Megatron's
     # moe_router_dtype=fp32).
     fp32_router: bool = False
-    # Recompute activations in the backward pass, to save memory; null: on GPUs only.
-    activation_checkpointing: bool | None = None
+    # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
+    # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
+    # none.
+    activation_checkpointing: str | None = None
+    # Inputs of layers wait in pinned host memory for the backward pass; for long micro-batches of deep models.
+    activation_offload: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
     keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints to keep.
@@ -355,17 +365,32 @@ class TrainConfig:
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
                 "(that of the run's engines)"
             )
+        if self.optimizer_state_dtype not in OPTIMIZER_STATE_DTYPES:
+            raise ValueError(
+                f"optimizer_state_dtype: unknown value {self.optimizer_state_dtype!r}; known: "
+                f"{', '.join(OPTIMIZER_STATE_DTYPES)}"
+            )
+        if self.activation_checkpointing not in (None, *CHECKPOINTING):
+            raise ValueError(
+                f"activation_checkpointing: unknown value {self.activation_checkpointing!r}; known: "
+                f"{', '.join(CHECKPOINTING)}, null (full on GPUs)"
+            )
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError(
+                "activation_offload: without checkpointing there are no inputs of layers to offload; type "
+                "activation_checkpointing=full, or activation_offload=false"
+            )
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
 
     @property
+    def activations(self) -> Activations:
+        """What layers keep for the backward pass."""
+        return Activations(checkpointing=self.activation_checkpointing or "none", offload=self.activation_offload)
+
+    @property
     def max_packed_tokens(self) -> int:
         """Most packed tokens of a micro-batch, on all ranks that share it."""
         return self.micro_batch_tokens * self.parallel.cp
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether activation checkpointing is on."""
-        return bool(self.activation_checkpointing)

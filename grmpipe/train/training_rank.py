@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
+from grmpipe.train.optimizer import WaitingMoments
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.ranks import choose_device, join_ranks
 from models.settings import ParallelConfig
@@ -22,6 +23,7 @@ class TrainingRank(ABC):
     own_errors: ClassVar = (NonFiniteGradients,)
     _model: PreTrainedModel
     _optimizer: Optimizer
+    _moments: WaitingMoments
 
     def __init__(
         self, device: str, rank: int, world_size: int, init_method: str | None, parallel: ParallelConfig
@@ -48,11 +50,15 @@ class TrainingRank(ABC):
 
     def save(self, directory: str) -> None:
         """Model, optimizer and version, for `load` on any number of ranks."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
+        self._begin_save(directory, aside=False)
 
     def begin_save(self, directory: str) -> None:
         """Like save, from a copy in host memory: training may continue when this returns."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
+        self._begin_save(directory, aside=True)
+
+    def _begin_save(self, directory: str, *, aside: bool) -> None:
+        with self._moments.on_device():
+            self._save.begin(directory, self._model, self._optimizer, self._version, aside=aside)
 
     def saved(self) -> tuple[StoredFile, ...] | None:
         """The files that this rank wrote. None while it is writing."""
@@ -61,5 +67,6 @@ class TrainingRank(ABC):
     def load(self, directory: str) -> int:
         """Load a saved state; returns its version."""
         self.discard()
-        self._version = load_sharded(directory, self._model, self._optimizer)
+        with self._moments.on_device():
+            self._version = load_sharded(directory, self._model, self._optimizer)
         return self._version

@@ -59,10 +59,10 @@ def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footp
                 f"{role.key}.engine=vllm"
             )
     on_gpu = {role.name for role in on_gpus}
-    if "learner" in on_gpu and not config.train.recomputes and is_large(footprints.get("policy")):
+    if "learner" in on_gpu and not config.train.activations.recomputes and is_large(footprints.get("policy")):
         notes.append(
             "train.activation_checkpointing: without it the activations of all layers stay on the GPU; type "
-            "train.activation_checkpointing=true"
+            "train.activation_checkpointing=full"
         )
     return notes
 

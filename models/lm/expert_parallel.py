@@ -10,7 +10,7 @@ experts of a rank, M: tokens that reached this rank, H: hidden units, I: inner u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +39,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_divisible(model: PreTrainedModel, ep: int) -> None:
-    """Raises ValueError that names `ep` if the experts of this model can't be divided over so many ranks."""
+    """Raises ValueError that names `ep` if the experts of this model can't be divided over this number of ranks."""
     kind, found = model.config.model_type, dict(experts_of(model))
     if not found:
         raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type train.parallel.ep=1")
@@ -83,26 +83,32 @@ def _divide(experts: nn.Module, ep: DeviceMesh) -> None:
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard along the second dimension: the first one is that of the experts, which other ranks hold."""
     over = [name for name in mesh.mesh_dim_names or () if name != "ep"]
     shards = mesh["efsdp"].size()
-    for name, parameter in experts.named_parameters(recurse=False):
-        if parameter.shape[1] % shards:
-            raise ValueError(
-                f"ep: {shards} ranks shard the same experts, and can't divide the {parameter.shape[1]} rows of {name} "
-                "evenly; type a larger train.parallel.ep"
-            )
     # Gates keep their type, as without expert parallelism.
     unit = fully_shard(
         experts,
         mesh=mesh[tuple(over)] if len(over) > 1 else mesh[over[0]],
         mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
-        shard_placement_fn=lambda parameter: Shard(1),
+        shard_placement_fn=lambda parameter: Shard(sharded_dimension(parameter.shape, shards)),
     )
     # A gradient is a sum over the tokens of all ranks along ep: FSDP2 would divide it by the other ranks alone.
     unit.set_gradient_divide_factor(float(mesh.size()))
     if shards > 1:  # gloo has no sum with a factor; a single shard is divided without one
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_dimension(shape: Sequence[int], shards: int) -> int:
+    """The dimension of an expert's weights [E, out, in] that FSDP2 shards: not that of the experts, which other ranks
+    hold, and one that it can divide evenly. Raises ValueError that names `ep` if there is none.
+    """
+    for dimension in (1, 2):
+        if shape[dimension] % shards == 0:
+            return dimension
+    raise ValueError(
+        f"ep: {shards} ranks would shard the same experts, and can't divide their weights ({shape[1]} x {shape[2]}) "
+        "evenly; type another train.parallel.ep"
+    )
 
 
 def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:

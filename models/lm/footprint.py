@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from models.lm.flops import FULL, ModelFlops
-from models.settings import CHUNK_LOGITS, LoraConfig, ModelShape
+from models.settings import CHUNK_LOGITS, KEEP_ALL, Activations, LoraConfig, ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
-LIVE_PIECES = 3  # float32 pieces of the logits during a backward pass: the logits, their softmax, their gradient
+# Bytes per logit of a chunk in the backward pass: as computed, as float32, its gradient twice.
+BYTES_PER_CHUNK_LOGIT = {"float32": 16, "bfloat16": 14, "float16": 14}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -31,10 +32,13 @@ class Working:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The sizes of one copy of a decoder. `num_root_parameters`: of the embedding and the output head, outside of all
-    layers. `linear_widths`: name of the blocks' linear layers -> sum of inputs and outputs over all blocks.
-    `active_layer_weights`: of the layers' matrices, with only as many experts as a token is sent to. `attention_flops`:
-    as in ModelFlops.
+    """The sizes of one copy of a decoder.
+
+    num_root_parameters: of the embedding and the output head, outside of all layers. intermediate_size: of a
+    feed-forward layer as one token passes it: in a mixture of all its experts together. linear_widths: name of the
+    blocks' linear layers -> sum of inputs and outputs over all blocks. active_layer_weights: of the layers' matrices,
+    with only as many experts as a token is sent to. attention_flops: as in ModelFlops. whole_logits: its forward pass
+    changes the output of its head, so all logits exist at once.
     """
 
     num_parameters: int
@@ -48,6 +52,7 @@ class Footprint:
     linear_widths: Mapping[str, int]
     active_layer_weights: int
     attention_flops: Mapping[int, int]
+    whole_logits: bool = False
 
     @property
     def num_active_parameters(self) -> int:
@@ -81,35 +86,59 @@ class Footprint:
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
 
     def working_bytes(
-        self, dtype: str, num_tokens: int, *, checkpointing: bool = False, frozen: bool = False
+        self,
+        dtype: str,
+        num_tokens: int,
+        activations: Activations = KEEP_ALL,
+        *,
+        ranks: int = 1,
+        frozen: bool = False,
     ) -> Working:
         """The most bytes of a rank, besides its state, during a forward and backward pass of a micro-batch.
 
-        The largest of three moments: backward in the head (logits and their gradient), in a layer (recomputed with
-        `checkpointing`), and at its end (the root's gradient). FSDP2 keeps the root gathered all the time, and reduces
-        gradients in float32. `frozen`: gathered weights have no gradient.
+        The largest of several moments. FSDP2 gathers a layer and prefetches the next one, and reduces gradients in
+        float32; the float32 input of a reduction is freed when the next one begins. `ranks`: that share the weights.
+        `frozen`: gathered weights have no gradient.
         """
-        width, learns = BYTES[dtype], not frozen
+        width, learns = BYTES[dtype], 0 if frozen else 1
+        kept = num_tokens * self.kept_values(activations) * width
+        end = self.vocab_size * self.hidden_size
+        tied = 2 * end > self.num_root_parameters
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
-        head = self.vocab_size * self.hidden_size * width
-        root = self.num_root_parameters * width
-        kept = num_tokens * self.kept_values(checkpointing) * width
-        logits = num_tokens * (4 * self.hidden_size + 2 * self.vocab_size) * width
-        pieces = LIVE_PIECES * 4 * min(CHUNK_LOGITS, num_tokens * self.vocab_size)
-        again = num_tokens * self._layer_values * width if checkpointing else 0
+        # Tied weights are gathered all the time, and the gradient of their use as head is held to the end.
+        root = end * width * (1 + learns) if tied else 0
+        reduced = width + 4 + 4 // ranks  # per gathered value, of a gradient on its way to its shards
+        values = self._layer_values
+        in_layer = values + 2 * self.intermediate_size if activations.recomputes else values // 4
+        waiting = 4 * layer if tied else 4 * max(end, layer)  # the input of the reduction before
+        # In a mixture the gradients of all experts are there before those of attention.
+        experts = width * max(0, layer - 3 * self.hidden_size * self.intermediate_size)
         moments = (
-            Working(gathered=root + learns * head, activations=kept + logits + pieces),
+            Working(gathered=end * width * (1 + learns), activations=kept + self._head_bytes(dtype, num_tokens)),
+            Working(gathered=end * (width + learns * reduced), activations=0 if tied else kept),
             Working(
-                gathered=root + learns * head + 2 * layer * width + learns * layer * (width + 4),
-                activations=kept + again,
+                gathered=root + 2 * layer * width + learns * (waiting + experts),
+                activations=kept + num_tokens * in_layer * width,
             ),
-            Working(gathered=root + learns * self.num_root_parameters * 4, activations=0),
+            Working(gathered=root + layer * (2 * width + learns * reduced), activations=kept),
         )
         return max(moments, key=lambda moment: moment.total)
 
-    def kept_values(self, checkpointing: bool) -> int:
-        """Values per token kept from forward to backward, in all layers; with checkpointing only their inputs."""
-        return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
+    def _head_bytes(self, dtype: str, num_tokens: int) -> int:
+        """Bytes of activations in the backward pass of the output head."""
+        width, num_logits = BYTES[dtype], num_tokens * self.vocab_size
+        chunk = BYTES_PER_CHUNK_LOGIT[dtype] * min(CHUNK_LOGITS, num_logits)
+        hidden = num_tokens * self.hidden_size * (4 * width + 4)  # the last norm, and gradients in float32
+        return hidden + chunk + (2 * num_logits * width if self.whole_logits else 0)
+
+    def kept_values(self, activations: Activations) -> int:
+        """Values per token kept on the device from forward to backward, in all layers."""
+        if not activations.recomputes:
+            return self.num_layers * self._layer_values
+        # An input that is offloaded is on the device while its layer computes.
+        inputs = 2 if activations.offload else self.num_layers
+        attention = self.num_layers * self.query_width if activations.checkpointing == "selective" else 0
+        return inputs * self.hidden_size + attention
 
     @property
     def _layer_values(self) -> int:
@@ -142,12 +171,14 @@ def footprint_of(path: str) -> Footprint:
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from models.lm.output_head import OutputHead, find_output_head
     from models.lm.parallelize import decoder_layers
 
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    find_output_head(model)
     # Not every architecture has these.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -164,14 +195,23 @@ def footprint_of(path: str) -> Footprint:
         num_root_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=_per_token_width(text),
         query_width=text.num_attention_heads * head_dim,
         kv_width=kv_heads * head_dim,
         vocab_size=text.vocab_size,
         linear_widths=widths,
         active_layer_weights=sum(active_weights(layer, text) for layer in decoder_layers(model)),
         attention_flops=attention_flops(text, text.num_attention_heads, head_dim),
+        whole_logits=not isinstance(model.get_output_embeddings(), OutputHead),
     )
+
+
+def _per_token_width(config: PreTrainedConfig) -> int:
+    """The inner units of a feed-forward layer that a token passes: in a mixture those of its experts."""
+    each, chosen = getattr(config, "moe_intermediate_size", None), getattr(config, "num_experts_per_tok", None)
+    if each and chosen:
+        return int(each * chosen)
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
 def active_weights(layer: nn.Module, config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""One model on several ranks: FSDP2, precision, activation checkpointing. Never trains."""
+"""One model on several ranks: FSDP2 and its precision. Never trains."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
 from models.lm.expert_parallel import divide_experts, gather_early
 from models.lm.fp32_router import route_in_float32
 from models.lm.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
+from models.settings import KEEP_ALL, Activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ def load_parallel(
     device: torch.device,
     master_dtype: str,
     dtype: str,
-    activation_checkpointing: bool,
+    activations: Activations = KEEP_ALL,
     architecture: Architecture = CAUSAL_LM,
 ) -> PreTrainedModel:
     """Load a sharded model. Only rank 0 reads the weights, into host memory; no other rank ever holds more than its
@@ -56,7 +58,7 @@ def load_parallel(
     model = architecture.outline(path, master_dtype)
     if architecture.fp32_router:
         route_in_float32(model, meshes.shards)
-    parallelize(model, meshes, dtype, activation_checkpointing, architecture.exact)
+    parallelize(model, meshes, dtype, activations, architecture.exact)
     model.to_empty(device=device)
     set_model_state_dict(
         model,
@@ -76,30 +78,38 @@ def parallelize(
     model: PreTrainedModel,
     meshes: RankMeshes,
     dtype: str,
-    activation_checkpointing: bool = False,
+    activations: Activations = KEEP_ALL,
     exact: Sequence[str] = (),
 ) -> None:
-    """Shard each layer and then the root, in place. Parameters keep their type; computation is in `dtype`, and in
-    float32 within the submodules in `exact`.
+    """Shard each layer, then embedding and head, then the root, in place. Parameters keep their type; computation is in
+    `dtype`, and in float32 within the submodules in `exact`.
 
     Gradients are averaged over ranks, in float32 where compute is in bfloat16.
     """
-    if activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, decoder_layers(model), activations)
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if meshes.experts is not None:
         divide_experts(model, meshes.experts, policy)
     for layer in decoder_layers(model):
-        # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
-        layer.training = activation_checkpointing
         fully_shard(layer, mesh=meshes.shards, mp_policy=policy)
         if meshes.experts is not None:
             gather_early(layer)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=meshes.shards)
+    for end in _untied_ends(model):
+        fully_shard(end, mesh=meshes.shards, mp_policy=policy)
     fully_shard(model, mesh=meshes.shards, mp_policy=policy)
+
+
+def _untied_ends(model: PreTrainedModel) -> list[nn.Embedding | nn.Linear]:
+    """The embedding and the output head, if each has weights of its own: then neither is gathered longer than it is
+    used. Tied ones stay with the root, which is gathered all the time.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [end for end in (embedding, head) if isinstance(end, (nn.Embedding, nn.Linear))]
+    return ends if len({id(end.weight) for end in ends}) == len(ends) else []
 
 
 @contextmanager

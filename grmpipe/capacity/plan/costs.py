@@ -147,7 +147,7 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
-        checkpointing=train.recomputes,
+        checkpointing=train.activations.recomputes,
         num_active=sizes.num_active_parameters,
     )
 
@@ -170,7 +170,7 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
-        checkpointing=train.recomputes,
+        checkpointing=train.activations.recomputes,
     )
 
 

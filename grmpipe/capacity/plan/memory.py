@@ -19,6 +19,8 @@ from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
 
+BYTES_OF_A_MOMENT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / 256}  # and a scale for each block
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -26,7 +28,8 @@ class Part:
 
     what: str
     num_bytes: float
-    kind: Literal["weights", "state", "kv", "other"] = "other"  # state: gradients, moments, a reference
+    # state: gradients, a reference; moments: of the optimizer
+    kind: Literal["weights", "state", "moments", "kv", "other"] = "other"
 
 
 def memory_parts(survey: Survey, role: str) -> list[Part]:
@@ -84,20 +87,47 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
     train, lora = config.train, config.models[model].lora
-    working = working_of(train, footprint, frozen=lora.learns)
+    shards = ranks // train.parallel.dp_replicate if model == POLICY else ranks
+    working = working_of(train, footprint, shards, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
-    shards = ranks // config.train.parallel.dp_replicate if model == POLICY else ranks
+    return _parts_of_rank(held, shards, working, train)
+
+
+def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: TrainConfig) -> list[Part]:
+    """The parts of one rank, from the state of all of them together. Offloaded moments are on the device when
+    activations aren't, so only what they need beyond these counts.
+    """
     shared = f", over {shards} ranks" if shards > 1 else ""
+    parts = [replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // shards) for part in held]
+    if train.optimizer_offload:
+        parts = [
+            replace(
+                part,
+                what=f"{part.what}, beyond activations, with which they alternate",
+                num_bytes=max(0, part.num_bytes - working.total),
+            )
+            if part.kind == "moments"
+            else part
+            for part in parts
+        ]
     return [
-        *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // shards) for part in held),
+        *parts,
         Part(what="gathered layers", num_bytes=working.gathered),
         Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
     ]
 
 
-def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False) -> Working:
+def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
-    return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
+    return footprint.working_bytes(
+        train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, frozen=frozen
+    )
+
+
+def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
+    """Both moments of this number of trained values, on all ranks together."""
+    num_bytes = int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
+    return Part(what=f"{whose}, two moments", num_bytes=num_bytes, kind="moments")
 
 
 def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
@@ -108,7 +138,7 @@ def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Par
     return [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),
-        Part(what="optimizer, two moments", num_bytes=2 * copy, kind="state"),
+        _moments("optimizer", config.train, footprint.num_parameters),
         *(reference if kl > 0 else []),
     ]
 
@@ -117,27 +147,25 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
     """The state of all ranks together if adapters are trained (in float32). Without them the weights are the
     reference.
     """
-    copy = 4 * footprint.adapter_parameters(lora.rank, lora.target_modules)
+    num_values = footprint.adapter_parameters(lora.rank, lora.target_modules)
+    copy = 4 * num_values
     return [
         Part(what="weights, frozen", num_bytes=footprint.weight_bytes(train.dtype), kind="weights"),
         Part(what="adapters", num_bytes=copy, kind="weights"),
         Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
-        Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy, kind="state"),
+        _moments("optimizer of the adapters", train, num_values),
     ]
 
 
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """The parts of a critic: those of a learner without a reference."""
-    train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
-    working = working_of(train, footprint)
-    shared = f", over {ranks} ranks" if ranks > 1 else ""
-    return [
-        Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),
-        Part(what=f"gradients{shared}", num_bytes=shard, kind="state"),
-        Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard, kind="state"),
-        Part(what="gathered layers", num_bytes=working.gathered),
-        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+    train, copy = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(1)
+    held = [
+        Part(what="weights", num_bytes=copy, kind="weights"),
+        Part(what="gradients", num_bytes=copy, kind="state"),
+        _moments("optimizer", train, footprint.num_parameters),
     ]
+    return _parts_of_rank(held, ranks, working_of(train, footprint, ranks), train)
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
@@ -255,12 +283,23 @@ def remedy(roles: set[str], survey: Survey) -> str:
         return "give the roles separate pools"
     (role,) = roles
     if role == CRITIC:
-        return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
+        return f"lower critic.micro_batch_tokens, {_smaller(survey.config.train)}or add critic ranks"
     if is_learning(role):
-        return f"lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add {role} ranks"
+        return f"lower train.micro_batch_tokens, {_smaller(survey.config.train)}or add {role} ranks"
     if role not in survey.roles.served:
         return f"give {role} a separate pool"
     return survey.roles.served[role].engine.memory_remedy
+
+
+def _smaller(train: TrainConfig) -> str:
+    """What to type for a learner that needs less memory, as far as it isn't set already."""
+    unset = [
+        *(["train.activation_checkpointing=full"] if not train.activations.recomputes else []),
+        *(["train.activation_offload=true"] if not train.activation_offload else []),
+        *(["train.optimizer_offload=true"] if not train.optimizer_offload else []),
+        *(["train.optimizer_state_dtype=int8"] if train.optimizer_state_dtype != "int8" else []),
+    ]
+    return f"type {' '.join(unset)}, " if unset else ""
 
 
 def size(num_bytes: float) -> str:

@@ -22,11 +22,7 @@ class DeviceUsage:
     """Usage by one rank since the last `reset`."""
 
     def __init__(self, flops: ModelFlops, device: torch.device, dtype: str, cp: int = 1) -> None:
-<<<<<<< HEAD
-        """cp: the ranks that share each sample, of which each counts its part."""
-=======
         """cp: the ranks that share each sample: each computes an equal part of it."""
->>>>>>> main
         self._model = flops
         self._cp = cp
         self._device = device
@@ -44,12 +40,7 @@ class DeviceUsage:
         """Count a pass over a micro-batch. That of an idle rank counts as nothing."""
         if micro_batch.loss_mask_E.any():
             sizes = sizes_of(micro_batch)
-<<<<<<< HEAD
-            whole = self._model.training(sizes) if gradients else self._model.forward(sizes)
-            self._flops += whole / self._cp
-=======
             self._flops += (self._model.training(sizes) if gradients else self._model.forward(sizes)) / self._cp
->>>>>>> main
 
     def read(self) -> Metrics:
         """Metrics of this rank; what its device doesn't report is left out."""

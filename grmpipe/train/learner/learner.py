@@ -19,7 +19,7 @@ from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.device_usage import DeviceUsage
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
@@ -100,7 +100,7 @@ class Learner(TrainingRank):
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.recomputes,
+            train.activations,
             self._routing_as_configured(
                 with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM
             ),
@@ -112,6 +112,7 @@ class Learner(TrainingRank):
         self._reference = self._load_reference() if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
+        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer_offload)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
         names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
@@ -122,16 +123,9 @@ class Learner(TrainingRank):
         )
         self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
-<<<<<<< HEAD
-        self._usage = DeviceUsage(
-            footprint_of(self._files).flops(lora), self._device, train.dtype, cp=train.parallel.cp
-        )
-        self._load = self._new_load()
-=======
         self._load = self._new_load()
         flops = footprint_of(self._files).flops(lora)
         self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
->>>>>>> main
 
     @property
     def policy_version(self) -> int:
@@ -217,7 +211,8 @@ class Learner(TrainingRank):
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
-            update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+            with self._moments.on_device():
+                update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
             usage = self._usage.read()
         finally:
             self.discard()
@@ -231,20 +226,16 @@ class Learner(TrainingRank):
         ends_batch = self._version % self._updates_per_batch == 0
         every, last_version = self._spec.algorithm.reset_every, self._spec.first_version + self._train.num_steps
         if due := ends_batch and reset_is_due(self.policy_version, every, last_version):
-            self._reset.apply(self._model, self._optimizer)
+            with self._moments.on_device():
+                self._reset.apply(self._model, self._optimizer)
         return {"train/reset": float(due)}
 
     def discard(self) -> None:
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
-<<<<<<< HEAD
-        self._usage.reset()
-        self._load = self._new_load()
-=======
         self._load = self._new_load()
         self._usage.reset()
->>>>>>> main
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
@@ -374,8 +365,7 @@ class Learner(TrainingRank):
             self._device,
             spec.frozen_dtype,
             spec.train.dtype,
-            False,
-            self._routing_as_configured(CAUSAL_LM),
+            architecture=self._routing_as_configured(CAUSAL_LM),
         )
         return reference.requires_grad_(False)
 

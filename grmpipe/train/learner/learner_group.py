@@ -30,7 +30,6 @@ class LearnerGroup:
 
     def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
         """cp: the ranks that share each sample."""
-        assert actors.size % cp == 0, (actors.size, cp)
         self._actors = actors
         self._cp = cp
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
@@ -44,7 +43,9 @@ class LearnerGroup:
     @property
     def dp_size(self) -> int:
         """The number of micro-batches in a round: ranks, or groups of ranks that share samples."""
-        return self._actors.size // self._cp
+        groups, rest = divmod(self._actors.size, self._cp)
+        assert rest == 0, (self._actors.size, self._cp)
+        return groups
 
     @property
     def version(self) -> int:

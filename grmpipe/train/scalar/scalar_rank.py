@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
@@ -51,12 +51,13 @@ class ScalarRank(TrainingRank):
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.recomputes,
+            train.activations,
             SCALAR_HEAD,
         )
         with without_gradient(self._model):
             probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
+        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer_offload)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
@@ -104,7 +105,8 @@ class ScalarRank(TrainingRank):
             factor = self._world_size / weight
             train = self._scalar_spec.train
             rate = learning_rate(self._version / self._scalar_spec.updates_per_batch, train)
-            update_metrics = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
+            with self._moments.on_device():
+                update_metrics = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1

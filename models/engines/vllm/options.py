@@ -200,6 +200,11 @@ def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         vllm_config = AsyncEngineArgs(**arguments_of(start)).create_engine_config()
+        if start.on_cpu and start.adapters is not None and vllm_config.model_config.is_moe:
+            raise ValueError(
+                "lora.sync: vLLM on a CPU can't run a mixture of experts with adapters (it takes kernels for GPUs); "
+                "type lora.sync=merged, or engine=embedded"
+            )
         if start.on_cpu:
             _check_heads(vllm_config.model_config.get_head_size(), start.model_path)
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauge.make_logger], disable_log_stats=True)

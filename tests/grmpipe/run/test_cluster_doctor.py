@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run import node_examiner
 from grmpipe.run.cluster_doctor import (
@@ -26,7 +28,7 @@ from grmpipe.run.cluster_doctor import (
 )
 from grmpipe.run.node_examiner import NodeExaminer, NodeFacts
 from models.settings import ModelConfig, ModelShape
-from scheduler.placement import NodeCapacity
+from scheduler.placement import NodeCapacity, PlacementConfig, PoolConfig, RoleConfig
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 OWN = {"python": "3.11.9", "grmpipe": "abc", "torch": "2.13.0"}
@@ -94,12 +96,14 @@ def capacities(gpus: int = 0) -> list[NodeCapacity]:
     return [NodeCapacity(name=name, cpus=2, gpus=gpus, address=address) for name, address in pairs]
 
 
-def findings_of(folder: Path, *nodes: PlayedNode, gpus: int = 0) -> dict[tuple[str, str], Finding]:
+def findings_of(
+    folder: Path, *nodes: PlayedNode, gpus: int = 0, config: RunConfig | None = None
+) -> dict[tuple[str, str], Finding]:
     async def run() -> list[Finding]:
         group = Played(*nodes)
         try:
             on_gpus = group if gpus else None
-            return await examined(RunConfig(), str(folder), capacities(gpus), group, on_gpus)
+            return await examined(config or RunConfig(), str(folder), capacities(gpus), group, on_gpus)
         finally:
             await group.close()
 
@@ -114,6 +118,27 @@ def test_a_healthy_cluster_has_every_check_on_every_machine_and_no_problem(tmp_p
     between = ("versions", "CUDA", "clock", "ports", "run_dir", "gloo", "policy's files", "grm's files")
     assert all(found[node, check].ok for node in ("one", "two") for check in between)
     assert not list(tmp_path.glob(".doctor-*"))
+
+
+def test_where_environments_have_hosts_each_machine_says_what_isolation_they_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Isolates(PlayedNode):
+        def isolation(self, config: IsolationConfig) -> tuple[str, str]:
+            return "process", "isolation.require: this machine lacks: Landlock" if self._played_rank else ""
+
+    config = RunConfig(
+        env=EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools"),
+        placement=PlacementConfig(pools={"tools": PoolConfig()}, roles={"env": RoleConfig(pool="tools")}),
+    )
+    found = findings_of(tmp_path, Isolates(0), Isolates(1), config=config)
+    assert found["one", "isolation"].ok and found["one", "isolation"].text == "process"
+    assert not found["two", "isolation"].ok and found["two", "isolation"].text.startswith("env.isolation.require: this")
+    monkeypatch.setattr(node_examiner, "describe_isolation", lambda: "process")
+    monkeypatch.setattr("grmpipe.envs.isolation.env_host.answers", lambda runtime: False)
+    docker = IsolationConfig(kind="container", image="i", runtime="apptainer")
+    assert NodeExaminer(0, 1, None).isolation(docker)[1].startswith("isolation.runtime: apptainer does not answer")
+    assert NodeExaminer(0, 1, None).isolation(IsolationConfig()) == ("process", "")
 
 
 def test_a_folder_of_its_own_is_noticed_on_both_sides(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from models.settings import LoraConfig
 def spec(qwen_path: str, tmp_path: Path) -> LearnerSpec:
     return LearnerSpec(
         model_path=qwen_path,
-        train=TrainConfig(lr=1e-2, warmup_steps=0, activation_checkpointing=True),
+        train=TrainConfig(lr=1e-2, warmup_steps=0, activation_checkpointing="full"),
         algorithm=AlgorithmConfig(kl_coefficient=0.5),
         max_new_tokens=8,
         device="cpu",

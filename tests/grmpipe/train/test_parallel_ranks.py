@@ -146,7 +146,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> LearnerSpec:
     ).save_pretrained(path)  # fmt: skip
     return LearnerSpec(
         model_path=str(path),
-        train=TrainConfig(lr=1e-3, warmup_steps=0, activation_checkpointing=True),
+        train=TrainConfig(lr=1e-3, warmup_steps=0, activation_checkpointing="full"),
         algorithm=AlgorithmConfig(entropy_coefficient=0.01, correction="sequence_tis"),
         max_new_tokens=8,
         device="cpu",
@@ -288,6 +288,7 @@ def more(
         for name, algorithm in LOSSES_AND_MEANS.items()
     }
     cases |= {name: (in_meshes(mixture, MIXTURES[name][1]), [routed], {}) for name, mixture in mixtures.items()}
+    cases["in_bfloat16"] = (in_bfloat16(in_meshes(spec, both)), batches[:1], {})
     cases["lora"] = (in_meshes(lora, both), batches, {})
     cases["resumed"] = (in_meshes(spec, both), batches, {"checkpoint": str(directory / "of_one")})
     return run(forked, directory, cases)
@@ -335,6 +336,19 @@ def test_shared_samples_keep_the_experts_of_each_token(
             np.testing.assert_array_equal(old_pass.experts_TLK, alone.experts_TLK)
             np.testing.assert_allclose(old_pass.logprobs_T, alone.logprobs_T, atol=1e-5)
     assert sums["train/rerouted_share_sum"] > 0
+
+
+def in_bfloat16(spec: LearnerSpec) -> LearnerSpec:
+    return replace(spec, train=replace(spec.train, dtype="bfloat16"), master_dtype="float32")
+
+
+@pytest.mark.long
+def test_in_bfloat16_shared_samples_differ_by_rounding(spec: LearnerSpec, batches: Batches, more: Run) -> None:
+    exact, rounded = (Alone.of(each, batches[:1]).gradients[0] for each in (spec, in_bfloat16(spec)))
+    whole, by_one = (np.concatenate([of[name].ravel() for name in exact]) for of in (exact, rounded))
+    for rank in more.ranks("in_bfloat16"):
+        by_four = np.concatenate([rank["gradients"][0][name].ravel() for name in exact])
+        assert np.linalg.norm(by_four - whole) < 1.2 * np.linalg.norm(by_one - whole) < 0.1 * np.linalg.norm(whole)
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def types_of(config: RunConfig) -> tuple[str, str, str, bool]:
-    return config.policy.dtype, config.grm.dtype, config.train.dtype, config.train.recomputes
+    return config.policy.dtype, config.grm.dtype, config.train.dtype, config.train.activations.recomputes
 
 
 def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
@@ -52,7 +52,7 @@ def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) ->
     for role in {"policy", "grm"} & set(gpus):
         assert (config.models[role].engine, config.models[role].dtype) == ("vllm", "bfloat16")
     if "learner" in gpus:
-        assert config.train.dtype == "bfloat16" and config.train.recomputes
+        assert config.train.dtype == "bfloat16" and config.train.activations.recomputes
         assert notes_of(config) == []
 
 
@@ -75,7 +75,7 @@ def test_types_follow_the_device_of_each_role() -> None:
 
 
 def test_what_is_set_stays() -> None:
-    told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": False}}
+    told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": "none"}}
     config = from_values(RunConfig, {"placement": ON_A_GPU, **told})
     assert types_of(config) == ("float32", "bfloat16", "float32", False)
 
@@ -95,7 +95,7 @@ def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
 
 
 def test_a_large_model_whose_activations_are_all_held_is_noted() -> None:
-    told = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "train": {"activation_checkpointing": False}}
+    told = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "train": {"activation_checkpointing": "none"}}
     (note,) = notes_of(from_values(RunConfig, {"placement": ON_A_GPU, **told}))
     assert note.startswith("train.activation_checkpointing: ")
 

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from models.lm.expert_parallel import divide_experts, experts_of
+from models.lm.expert_parallel import divide_experts, experts_of, sharded_dimension
 from models.lm.ranks import join_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -84,6 +84,14 @@ def test_a_rank_that_no_token_reaches_has_gradients_of_zero() -> None:
     out.sum().backward()
     for parameter in experts.parameters():
         assert not whole(parameter.grad).any()
+
+
+def test_experts_are_sharded_along_a_dimension_that_divides_evenly() -> None:
+    """Qwen3-30B-A3B on 24 ranks with ep=8: three ranks divide 1536 rows, and 768 columns where there are 2048 rows."""
+    assert sharded_dimension((16, 1536, 2048), 3) == 1
+    assert sharded_dimension((16, 2048, 768), 3) == 2
+    with pytest.raises(ValueError, match=r"^ep: 5 ranks .* \(2048 x 768\) .*another train\.parallel\.ep"):
+        sharded_dimension((16, 2048, 768), 5)
 
 
 def test_a_dense_model_is_refused() -> None:

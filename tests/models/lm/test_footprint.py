@@ -9,15 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
-from models.lm.footprint import Working, footprint_of, footprint_of_shape
+from models.lm.footprint import footprint_of, footprint_of_shape
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.parallelize import decoder_layers, load_parallel
 from models.lm.ranks import choose_device, join_ranks
-from models.settings import LoraConfig, ModelShape
+from models.settings import KEEP_ALL, Activations, LoraConfig, ModelShape
 from models.tiny.resolve import SHIPPED
 
 POLICY = str(SHIPPED / "policy")
@@ -35,6 +44,12 @@ WIDE = ModelShape(
     num_layers=4, hidden_size=128, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=64,
     context_tokens=1024,
 )  # fmt: skip
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+FULL, SELECTIVE = Activations(checkpointing="full"), Activations(checkpointing="selective")
+OFFLOADED = Activations(checkpointing="full", offload=True)
 
 
 def qwen_config(shape: ModelShape) -> PretrainedConfig:
@@ -90,19 +105,17 @@ def test_a_shape_is_declared_whole_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: str) -> None:
     """Kept bytes are counted by hooks. The logits are kept once: their gradient comes later."""
+    activations = Activations(checkpointing=checkpointing)
     model = AutoModelForCausalLM.from_config(
         qwen_config(WIDE), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
     )
     footprint = footprint_of_shape(WIDE)
     of_head = 4 * footprint.hidden_size + footprint.vocab_size
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in decoder_layers(model):
-        layer.training = checkpointing
-    expected = (footprint.kept_values(checkpointing) + of_head) * getattr(torch, dtype).itemsize
+    checkpoint_layers(model, decoder_layers(model), activations)
+    expected = (footprint.kept_values(activations) + of_head) * getattr(torch, dtype).itemsize
     assert kept_bytes(model, num_tokens=256) / 256 == pytest.approx(expected, rel=0.15)
 
 
@@ -124,7 +137,7 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
 
 def test_the_learners_state_is_16_bytes_a_parameter() -> None:
     device = choose_device("cpu", 0)
-    model = load_parallel(POLICY, join_ranks(0, 1, None, device), device, "float32", "bfloat16", False)
+    model = load_parallel(POLICY, join_ranks(0, 1, None, device), device, "float32", "bfloat16")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -149,19 +162,43 @@ def test_a_learners_peak_is_what_fake_tensors_count(
 ) -> None:
     """As counted by tests/grmpipe/capacity/plan/test_learner_memory.py, which takes a minute."""
     footprint = footprint_of_shape(shape)
-    working = footprint.working_bytes("bfloat16", num_tokens, checkpointing=True)
+    working = footprint.working_bytes("bfloat16", num_tokens, FULL, ranks=ranks)
     assert (4 * footprint.shard_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
 
 
 def test_without_recomputing_all_layers_wait_and_frozen_weights_get_no_gradient() -> None:
     footprint = footprint_of_shape(QWEN3_8B)
-    saving = footprint.working_bytes("bfloat16", 4096, checkpointing=True)
+    saving = footprint.working_bytes("bfloat16", 4096, FULL)
     assert footprint.working_bytes("bfloat16", 4096).activations > 4 * saving.activations
-    assert footprint.working_bytes("bfloat16", 4096, checkpointing=True, frozen=True).gathered < saving.gathered
+    assert footprint.working_bytes("bfloat16", 4096, FULL, frozen=True).gathered < saving.gathered
 
 
-def test_of_few_tokens_the_gradient_of_embedding_and_head_is_the_most() -> None:
+def test_offloaded_inputs_dont_grow_with_depth_and_kept_attention_does() -> None:
+    values = [
+        [replace(footprint_of_shape(QWEN3_8B), num_layers=layers).kept_values(activations) for layers in (12, 36)]
+        for activations in (OFFLOADED, FULL, SELECTIVE, KEEP_ALL)
+    ]
+    assert values[0][0] == values[0][1] == 2 * 4096
+    assert [after - before for before, after in values[1:3]] == [24 * 4096, 24 * 2 * 4096]
+    assert sorted(values) == values
+
+
+def test_all_logits_exist_only_in_families_that_change_what_their_head_returns(tmp_path: Path) -> None:
+    GraniteConfig(**SMALL, logits_scaling=3.0).save_pretrained(tmp_path / "granite")
+    LlamaConfig(**SMALL).save_pretrained(tmp_path / "llama")
+    scaling, plain = (footprint_of(str(tmp_path / kind)) for kind in ("granite", "llama"))
+    assert (scaling.whole_logits, plain.whole_logits) == (True, False)
+    grown = [replace(plain, vocab_size=10**6, whole_logits=whole).working_bytes("bfloat16", 1000) for whole in (0, 1)]
+    assert grown[1].activations - grown[0].activations == 2 * 2 * 10**9
+
+
+def test_a_mixtures_token_passes_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48).save_pretrained(tmp_path)
+    assert footprint_of(str(tmp_path)).intermediate_size == 2 * 48
+
+
+def test_of_few_tokens_the_gradient_of_the_head_on_its_way_is_the_most() -> None:
     footprint = footprint_of_shape(QWEN3_8B)
-    assert footprint.working_bytes("bfloat16", 64, checkpointing=True) == Working(
-        gathered=footprint.num_root_parameters * (2 + 4), activations=0
-    )
+    head = footprint.num_root_parameters // 2
+    working = footprint.working_bytes("bfloat16", 64, OFFLOADED, ranks=4)
+    assert working.gathered == head * (2 + 2 + 4 + 1) and working.activations < 0.01 * working.gathered

@@ -17,6 +17,7 @@ from models.lm.output_head import OutputHead
 from models.lm.packing import Prefixes
 from models.lm.parallelize import load_parallel, without_gradient
 from models.lm.ranks import join_ranks
+from models.settings import Activations
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -90,16 +91,16 @@ def test_a_family_that_caps_its_logits_would_be_wrong_by_its_heads_output(
     assert whole is not None and ours is not None and (ours - whole).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_a_sharded_model_gathers_its_head_for_chunks(
-    kind: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, kind, RETURNED[kind])
     meshes = join_ranks(0, 1, None, CPU)
-    whole = results(load_parallel(path, meshes, CPU, "float32", "float32", False))
+    whole = results(load_parallel(path, meshes, CPU, "float32", "float32"))
     monkeypatch.setattr(causal_lm, "CHUNK_LOGITS", 100)
-    model = load_parallel(path, meshes, CPU, "float32", "float32", checkpointing)
+    model = load_parallel(path, meshes, CPU, "float32", "float32", Activations(checkpointing=checkpointing))
     for _ in range(2):
         for ours, theirs in zip(results(model), whole, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -32,6 +32,7 @@ from models.lm.scalar_head import (
     scalar_config,
     start_scalar_head,
 )
+from models.settings import Activations
 
 LENGTHS = [7, 1, 12, 4]
 CPU = torch.device("cpu")
@@ -181,7 +182,7 @@ def test_two_ranks_give_the_scores_and_gradients_of_one(scalar_path: str, tmp_pa
 
 def one_rank(path: str, directory: str, rank: int) -> None:
     mesh = join_ranks(rank, 2, f"file://{directory}/meet", CPU)
-    model = load_parallel(path, mesh, CPU, "float32", "float32", True, SCALAR_HEAD)
+    model = load_parallel(path, mesh, CPU, "float32", "float32", Activations(checkpointing="full"), SCALAR_HEAD)
     half = len(LENGTHS)
     ids, positions, lengths = (
         part.tensor_split([sum(LENGTHS)] if len(part) > 2 * half else [half])[rank] for part in packed(LENGTHS * 2)

@@ -24,19 +24,22 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, PreTrainedModel
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train import compact_moments
 from grmpipe.train.batching.packer import pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner import learner as learner_module
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, TrainingSample
+from models.lm import activations as activations_module
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.parallelize import parallelize
 from models.lm.ranks import RankMeshes
+from models.settings import Activations, ParallelConfig
 from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8
@@ -141,16 +144,26 @@ def micro_batch(num_tokens: int) -> MicroBatch:
     return pack_trees([PrefixTree.of(samples)])
 
 
-def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, float]:
-    """GB of a rank during a micro-batch that is not the first, and between two of them."""
+class NowhereHooks(torch.autograd.graph.saved_tensors_hooks):
+    """In place of copies on the host, which don't count: forgets a tensor, and makes one as large when it is needed."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+
+def measure(model: dict[str, Any], ranks: int, num_tokens: int, train: dict[str, Any]) -> dict[str, float]:
+    """GB of a rank: at most, between two micro-batches, in a micro-batch that is not the first, in an optimizer step.
+
+    model: a config.json. train: settings of `train`.
+    """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = Held(fake)
 
-    def load(path: str, meshes: RankMeshes, device: torch.device, master: str, dtype: str, saving: bool, *_: object
-             ) -> PreTrainedModel:  # fmt: skip
+    def load(path: str, meshes: RankMeshes, device: torch.device, master: str, dtype: str, activations: Activations,
+             *_: object) -> PreTrainedModel:  # fmt: skip
         model = outline_causal_lm(path, master)
-        parallelize(model, meshes, dtype, saving)
+        parallelize(model, meshes, dtype, activations)
         with held:
             model.to_empty(device=device)
         return model
@@ -159,24 +172,37 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
     learner_module.find_files = lambda path, weights: path  # type: ignore[assignment]
     learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
+    activations_module.save_on_cpu = NowhereHooks  # type: ignore[assignment, misc]
+    settings = {**train, "parallel": ParallelConfig(**train.get("parallel", {}))}
     with tempfile.TemporaryDirectory() as path:
-        Qwen3Config(**shape).save_pretrained(path)
+        AutoConfig.for_model(**model).save_pretrained(path)
         spec = LearnerSpec(
-            model_path=path, train=TrainConfig(dtype="bfloat16", activation_checkpointing=True),
+            model_path=path, train=TrainConfig(dtype="bfloat16", **settings),
             algorithm=AlgorithmConfig(), max_new_tokens=num_tokens, device="cpu",
         )  # fmt: skip
         batch = micro_batch(num_tokens)
         with held.resizes_noted():
             learner = Learner(spec, 0, ranks)
             with held:
-                moments = [torch.zeros_like(p) for p in learner._model.parameters() for _ in range(2)]
                 for parameter in learner._model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
+                learner._optimizer.step()  # DTensor learns the shapes of results by computing them whole, once
+                held.peak = held.now
+                learner._optimizer.step()
+                in_step = held.peak
+                if spec.train.optimizer_offload:
+                    learner._optimizer.state.clear()
+                held.peak = resting = held.now
                 learner.accumulate(batch)
-                resting = held.now
-        assert len(moments) > 0
     dist.destroy_process_group()
-    return {"peak_gb": held.peak / 1e9, "resting_gb": resting / 1e9}
+    for made in (compact_moments._limits, compact_moments._values):
+        made.cache_clear()  # of this fake mode
+    return {
+        "peak_gb": max(held.peak, in_step) / 1e9,
+        "resting_gb": resting / 1e9,
+        "micro_batch_gb": held.peak / 1e9,
+        "step_gb": in_step / 1e9,
+    }
 
 
 if __name__ == "__main__":

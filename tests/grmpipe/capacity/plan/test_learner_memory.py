@@ -3,73 +3,100 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import memory_parts
-from grmpipe.capacity.plan.survey import survey_run
-from grmpipe.config.run_config import RunConfig
+from grmpipe.capacity.plan.memory import memory_parts, remedy
+from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.config.yaml_io import build
 
-ROOT = Path(__file__).parents[4]
-SCRIPT = Path(__file__).with_name("fake_learner_process.py")
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SHORT = "policy.shape.num_layers=4"
-QWEN3_1_7B = ("policy.shape.hidden_size=2048", "policy.shape.intermediate_size=6144")
+FULL: dict[str, Any] = {"activation_checkpointing": "full"}
+OFFLOADED = {**FULL, "activation_offload": True}
+ALL = {**OFFLOADED, "optimizer_offload": True}
 
 
-@pytest.mark.long  # test_footprint.py compares the formula with the same numbers, written down
+def check(case: LearnerCase, most_gb: float) -> None:
+    held = measured(case)
+    assert planned_gb(case) == pytest.approx(held["peak_gb"], rel=0.08)
+    assert held["peak_gb"] <= most_gb
+
+
+def test_a_plan_is_within_8_percent_of_what_a_learner_of_two_layers_holds() -> None:
+    check(LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=8192, train=ALL, layers=2), 10)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("recipe", "overrides"),
+    "train",
     [
-        pytest.param("qwen3_one_gpu", (SHORT,), id="four layers of 0.6 B"),
-        pytest.param("qwen3_one_gpu", (), id="0.6 B"),
-        pytest.param("qwen3_one_gpu", QWEN3_1_7B, id="1.7 B"),
-        pytest.param("qwen3_8b", (), id="8 B on 4 ranks"),
-        pytest.param("qwen3_8b", ("train.micro_batch_tokens=2048", SHORT), id="the root"),
+        {"activation_checkpointing": "none"},
+        {"activation_checkpointing": "selective"},
+        FULL,
+        {**OFFLOADED, "optimizer_state_dtype": "int8"},
     ],
 )
-def test_a_plan_is_within_15_percent_of_what_the_learner_holds(
-    recipe: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"])
+def test_so_it_is_with_every_option(model: str, train: dict[str, Any]) -> None:
+    check(LearnerCase(model=model, ranks=4, num_tokens=16384, train=train, layers=4), 40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "ranks", "num_tokens", "most_gb"),
+    [
+        ("Qwen3-8B", 4, 32768, 45),
+        ("Qwen3-32B", 8, 16384, 75),
+        ("Qwen3-30B-A3B", 8, 8192, 75),
+        ("Llama-3-70B", 32, 16384, 75),
+    ],
+)
+def test_so_it_is_for_models_that_fit_80_gb(model: str, ranks: int, num_tokens: int, most_gb: float) -> None:
+    check(LearnerCase(model=model, ranks=ranks, num_tokens=num_tokens, train=ALL), most_gb)
+
+
+@pytest.fixture
+def surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The survey of a recipe with overrides."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = build(compose("config", [f"+experiment={recipe}", f"data.path={prompts}", *overrides]))
-    survey = survey_run(config, lambda *_: None)
-    parts = memory_parts(survey, "learner")
-    state = sum(part.num_bytes for part in parts if part.kind != "other") / 1e9
-    held = measured(config, survey.seating("learner").replicas)
-    assert held["resting_gb"] == pytest.approx(state, rel=0.01), "weights, gradients, moments"
-    assert sum(part.num_bytes for part in parts) / 1e9 == pytest.approx(held["peak_gb"], rel=0.15)
+
+    def surveyed(recipe: str, *overrides: str) -> Survey:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = build(compose("config", [f"+experiment={recipe}", f"data.path={prompts}", *overrides]))
+        return survey_run(config, lambda *_: None)
+
+    return surveyed
 
 
-def measured(config: RunConfig, ranks: int) -> dict[str, float]:
-    shape = config.policy.shape
-    case = {
-        "shape": {
-            "num_hidden_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab_size,
-            "tie_word_embeddings": shape.tied,
-        },
-        "ranks": ranks,
-        "num_tokens": config.train.micro_batch_tokens,
-    }
-    command = [sys.executable, str(SCRIPT), json.dumps([case])]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    held: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return held
+def learner_gb(survey: Survey) -> float:
+    return sum(part.num_bytes for part in memory_parts(survey, "learner")) / 1e9
+
+
+def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(surveyed: Any) -> None:
+    assert learner_gb(surveyed("qwen3_8b", "train.micro_batch_tokens=32768")) < 45
+
+
+def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(surveyed: Any) -> None:
+    found, advised = [], []
+    off = [
+        "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer_offload=false",
+        "train.optimizer_state_dtype=float32",
+    ]  # fmt: skip
+    on = [
+        "train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer_offload=true",
+        "train.optimizer_state_dtype=int8",
+    ]  # fmt: skip
+    for number in range(len(on) + 1):
+        survey = surveyed("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])
+        found.append(learner_gb(survey))
+        advised.append(remedy({"learner"}, survey))
+    assert sorted(found, reverse=True) == found and len(set(found)) == len(found)
+    for number, text in enumerate(advised):
+        assert all((option in text) == (place >= number) for place, option in enumerate(on)), text

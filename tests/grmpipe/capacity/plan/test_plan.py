@@ -253,6 +253,14 @@ def test_what_a_plan_leaves_out_of_episodes_is_said() -> None:
     assert "one turn of each rollout" not in planned("+experiment=quickstart")
 
 
+def test_hosts_of_environments_are_listed_by_slot_and_have_no_known_work() -> None:
+    hosts = ("+placement.pools={tools: {slots: 2}}", "+placement.roles={env: {pool: tools, replicas: 2}}")
+    text = planned("+experiment=tools", *hosts)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["tools", "0", "cpu", "env-0"] in rows and ["tools", "1", "cpu", "env-1"] in rows
+    assert ["env", "unknown"] in rows and "at least" in text.split("time of a step")[1]
+
+
 def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
@@ -25,6 +27,9 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
+from models.lm import activations
+from models.lm.activations import ATTENTION
+from models.lm.causal_lm import packed_logprobs
 from models.lm.footprint import footprint_of
 from models.settings import LoraConfig
 from models.stored_files import first_difference
@@ -248,25 +253,69 @@ def test_totals_that_do_not_fit_what_was_accumulated_are_caught(gpt2_path: str, 
         learner.step(count(make_samples(4), 0))
 
 
+@pytest.mark.parametrize(("checkpointing", "offload"), [("full", False), ("full", True), ("selective", True)])
 @pytest.mark.parametrize("path", ["qwen_path", "gpt2_path"])
-def test_activation_checkpointing_changes_no_gradient(path: str, make_samples, request) -> None:
+def test_activation_checkpointing_and_offload_change_no_gradient(
+    path: str, checkpointing: str, offload: bool, make_samples, request
+) -> None:
     batch = pack(make_samples())
     plain = make_learner(request.getfixturevalue(path), master="float32")
-    saving = make_learner(request.getfixturevalue(path), master="float32", activation_checkpointing=True)
+    options = {"activation_checkpointing": checkpointing, "activation_offload": offload}
+    saving = make_learner(request.getfixturevalue(path), master="float32", **options)
     for learner in (plain, saving):
         learner.accumulate(batch)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(saving)[name], gradient)
 
 
-def test_activation_checkpointing_recomputes_layers(qwen_path: str, make_samples) -> None:
-    batch, calls = pack(make_samples()), []
-    for saving in (False, True):
-        learner = make_learner(qwen_path, master="float32", activation_checkpointing=saving)
-        attention = learner._model.model.layers[0].self_attn
-        attention.register_forward_pre_hook(lambda *_, saving=saving: calls.append(saving))
-        learner.accumulate(batch)
-    assert (calls.count(False), calls.count(True)) == (1, 2)
+class Attentions(TorchDispatchMode):
+    """Counts the forward passes of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "passes", "attentions"), [("none", 1, 1), ("selective", 2, 1), ("full", 2, 2)]
+)
+def test_checkpointing_recomputes_layers_and_selectively_not_their_attention(
+    qwen_path: str, make_samples, checkpointing: str, passes: int, attentions: int
+) -> None:
+    calls: list[int] = []
+    learner = make_learner(qwen_path, master="float32", activation_checkpointing=checkpointing)
+    learner._model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(0))
+    ids_T = torch.arange(5, 30)  # one sample, without a mask: a fused kernel
+    with Attentions() as counted:
+        packed_logprobs(learner._model, ids_T, torch.arange(25), torch.tensor([25])).logprobs_T.sum().backward()
+    assert (len(calls), counted.calls) == (passes, 2 * attentions)
+
+
+@pytest.mark.parametrize(("offload", "num_copies"), [(False, 0), (True, 2)])
+def test_offload_takes_the_inputs_of_layers_and_nothing_else(
+    qwen_path: str, make_samples, offload: bool, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[torch.Size] = []
+
+    class Recorded(save_on_cpu):
+        def __init__(self, **options) -> None:
+            super().__init__(**options)
+            pack_hook = self.pack_hook
+            self.pack_hook = lambda tensor: (copied.append(tensor.shape), pack_hook(tensor))[1]
+
+    monkeypatch.setattr(activations, "save_on_cpu", Recorded)
+    learner = make_learner(qwen_path, master="float32", activation_checkpointing="full", activation_offload=offload)
+    learner.accumulate(batch := pack(make_samples()))
+    assert copied == [(1, len(batch.token_ids_T), 32)] * num_copies
+
+
+def test_an_offload_without_checkpointing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^activation_offload: .* activation_checkpointing=full"):
+        TrainConfig(activation_checkpointing="none", activation_offload=True)
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters(qwen_path: str, make_samples) -> None:
