@@ -171,12 +171,13 @@ def footprint_of(path: str) -> Footprint:
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from models.lm.causal_lm import ONE_LOAD_AT_A_TIME
     from models.lm.output_head import OutputHead, find_output_head
     from models.lm.parallelize import decoder_layers
 
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
-    with torch.device("meta"):
+    with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     find_output_head(model)
     # Not every architecture has these.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from models.lm.activations import checkpoint_layers
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, load_causal_lm, packed_logprobs
 from models.lm.footprint import footprint_of, footprint_of_shape
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
@@ -202,3 +203,13 @@ def test_of_few_tokens_the_gradient_of_the_head_on_its_way_is_the_most() -> None
     head = footprint.num_root_parameters // 2
     working = footprint.working_bytes("bfloat16", 64, OFFLOADED, ranks=4)
     assert working.gathered == head * (2 + 2 + 4 + 1) and working.activations < 0.01 * working.gathered
+
+
+def test_a_footprint_is_not_taken_while_another_thread_loads_a_model() -> None:
+    """Both set the process's default dtype for a moment: parameters of the other model would get it."""
+    with ThreadPoolExecutor(1) as thread:
+        with ONE_LOAD_AT_A_TIME:
+            taken = thread.submit(footprint_of, POLICY)
+            with pytest.raises(TimeoutError):
+                taken.result(timeout=1.0)
+        assert taken.result().num_parameters > 0
