@@ -68,7 +68,10 @@ class LearnerRank(Protocol):
         ...
 
     def deliver(self, index: int) -> None:
-        """Send a posted bucket while the engines load it. Rank 0 only."""
+        """Begin to send a posted bucket, which the engines load meanwhile. Rank 0 only."""
+
+    def delivered(self) -> None:
+        """Wait until the delivery that was begun has ended, and raise its error. Rank 0 only."""
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs, at temperature 1, of all tokens but the first. Engines with these weights must give the same."""
