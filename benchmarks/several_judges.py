@@ -66,6 +66,7 @@ class Comparison:
     problems: tuple[str, ...] = ("arithmetic",)
 
 
+WIDE = ("train.groups_per_batch=16", "train.num_steps=80")  # the rollouts of the route in half as many updates
 VOTES = ("min", "median", "majority")
 PROBLEMS: Mapping[str, Callable[[Split, int, int], Sequence[Problem | Question]]] = {
     "arithmetic": make_problems,
@@ -79,7 +80,7 @@ def quickstart(*overrides: str, problems: str = "arithmetic") -> Variant:
 
 
 def one_kind(*overrides: str, problems: str = "arithmetic") -> Variant:
-    """The policy of the route with one kind of tasks: as many rollouts of it in a step as beside the other."""
+    """The policy of the route with one kind of tasks, for as many rollouts of it as beside the other."""
     return quickstart("policy=tiny_kinds", "train.groups_per_batch=8", *overrides, problems=problems)
 
 
@@ -115,10 +116,12 @@ COMPARISONS = {
         variants={
             "both_arithmetic": Variant(overrides=("+experiment=route",)),
             "both_comparison": Variant(problems="comparison", run="both_arithmetic"),
+            "wide_arithmetic": Variant(overrides=("+experiment=route", *WIDE)),
+            "wide_comparison": Variant(problems="comparison", run="wide_arithmetic"),
             "alone_arithmetic": one_kind(),
             "alone_comparison": one_kind("data=tiny_comparison", "grm=tiny_comparison", problems="comparison"),
         },
-        pairs=(("both_arithmetic", "alone_arithmetic"), ("both_comparison", "alone_comparison")),
+        pairs=tuple((f"{run}_{kind}", f"alone_{kind}") for run in ("both", "wide") for kind in PROBLEMS),
         problems=("arithmetic", "comparison"),
     ),
 }

@@ -179,7 +179,7 @@ def test_a_port_that_nothing_answers_is_a_problem_of_the_machine_that_asked(
     assert found["two", "ports"].ok
 
 
-def test_ranks_that_cant_sum_are_told_the_networks_keys(tmp_path: Path) -> None:
+def test_ranks_that_cant_sum_name_the_networks_variables(tmp_path: Path) -> None:
     failing = PlayedNode(1, fails="NCCL error: unhandled system error\nmore")
     found = findings_of(tmp_path, PlayedNode(0), failing, gpus=8)
     for node in ("one", "two"):
