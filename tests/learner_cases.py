@@ -71,9 +71,9 @@ def planned_gb(case: LearnerCase) -> float:
 def measured(case: LearnerCase) -> dict[str, float]:
     """What `measure` of fake_learner_process.py returns."""
     cp = case.train.get("parallel", {}).get("cp", 1)
-    told = {"model": case.config, "ranks": case.ranks, "num_tokens": case.num_tokens * cp, "train": case.train}
+    asked = {"model": case.config, "ranks": case.ranks, "num_tokens": case.num_tokens * cp, "train": case.train}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps([told])],
+        [sys.executable, str(SCRIPT), json.dumps([asked])],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
