@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grmpipe.config.train import TrainConfig
@@ -94,7 +94,14 @@ def _clip(model: nn.Module, max_norm: float) -> float:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """One dimension of the mesh after another: torch would do the same, and warn."""
+    if not isinstance(norm, DTensor):
+        return norm
+    for dimension in range(norm.device_mesh.ndim):
+        placements = [*norm.placements]
+        placements[dimension] = Replicate()
+        norm = norm.redistribute(placements=placements)
+    return norm.to_local()
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

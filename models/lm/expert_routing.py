@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from models.types import ANY_EXPERT
 
@@ -76,7 +77,7 @@ class Routers:
     def of(model: nn.Module) -> Routers:
         """The routers of a model. Raises ValueError for a dense model, and for routers that can't be replayed."""
         named = routers_of(model)
-        unknown = sorted({type(module).__name__ for module in named.values()} - ROUTERS.keys())
+        unknown = sorted({_kind(module) for module in named.values()} - ROUTERS.keys())
         if unknown:
             raise ValueError(
                 f"router_replay: the experts of {unknown[0]} can't be replayed; those of {', '.join(ROUTERS)} can; "
@@ -95,7 +96,7 @@ class Routers:
     @staticmethod
     def found(model: nn.Module) -> Routers | None:
         """The routers of a model; None for a dense one, and for routers of unknown families."""
-        kinds = {type(module).__name__ for module in routers_of(model).values()}
+        kinds = {_kind(module) for module in routers_of(model).values()}
         return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
 
     @contextmanager
@@ -158,11 +159,17 @@ class RouterReplay:
         wanted_TK = self._experts_TLK[:, index].to(own_TK.dtype)
         chosen_TK = torch.where(wanted_TK == ANY_EXPERT, own_TK, wanted_TK)
         self.rerouted_TL[:, index] = (chosen_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
-        return logits_TE, ROUTERS[type(router).__name__](router, logits_TE, chosen_TK), chosen_TK
+        return logits_TE, ROUTERS[_kind(router)](router, logits_TE, chosen_TK), chosen_TK
 
 
 def _call(hook: Hook, index: int, router: nn.Module, _: object, routed: Routed) -> Routed | None:
     return hook(index, router, routed)
+
+
+def _kind(router: nn.Module) -> str:
+    """The name of a router's class, also where FSDP2 has put one of its own before it."""
+    name = type(router).__name__
+    return name.removeprefix("FSDP") if isinstance(router, FSDPModule) else name
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:

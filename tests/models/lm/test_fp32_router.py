@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.lm.expert_parallel import experts_of
-from models.lm.expert_routing import routers_of
+from models.lm.expert_routing import Routers, routers_of
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel
 from models.lm.ranks import join_ranks
 
@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def one_pass(path: str, architecture: Architecture) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model after a forward and backward pass; what its router and its experts saw."""
-    model = load_parallel(path, join_ranks(0, 1, None, CPU), CPU, "float32", "bfloat16", False, architecture)
+    model = load_parallel(path, join_ranks(0, 1, None, CPU), CPU, "float32", "bfloat16", architecture=architecture)
     (router,), ((_, experts),) = routers_of(model).values(), experts_of(model)
     seen: dict[str, Tensor] = {}
     router.register_forward_hook(
@@ -57,6 +57,15 @@ def test_only_the_router_computes_in_float32(path: str) -> None:
     torch.testing.assert_close(seen["logits"].double(), exact, atol=1e-6, rtol=1e-5)
     gate = model.get_parameter("model.layers.0.mlp.gate.weight")
     assert gate.grad is not None and bool(gate.grad.full_tensor().any())  # type: ignore[attr-defined]
+
+
+def test_its_routers_can_still_be_observed_and_replayed(path: str) -> None:
+    """FSDP2 changes the class of what it shards."""
+    model, _ = one_pass(path, IN_FLOAT32)
+    assert Routers.found(model) is not None and Routers.of(model).shape.num_experts == 4
+    with Routers.of(model).replayed(torch.zeros((12, 1, 2), dtype=torch.int64)) as replay:
+        model(input_ids=torch.arange(12)[None], position_ids=torch.arange(12)[None], use_cache=False)
+    assert replay.rerouted_TL.any()
 
 
 def test_without_it_the_product_is_rounded(path: str) -> None:
