@@ -174,7 +174,8 @@ def one(spec: LearnerSpec, batches: Batches) -> Alone:
 
 @pytest.fixture(scope="module")
 def in_gate(spec: LearnerSpec, batches: Batches, forked: type[Forked], tmp_path_factory) -> Run:
-    cases = {name: (in_meshes(spec, MESHES[name]), batches, {"varlen": name in FLASH}) for name in IN_GATE}
+    specs = {"shared": spec, "all": replace(spec, train=replace(spec.train, activation_checkpointing="selective"))}
+    cases = {name: (in_meshes(specs[name], MESHES[name]), batches, {"varlen": name in FLASH}) for name in IN_GATE}
     return run(forked, tmp_path_factory.mktemp("in_gate"), cases)
 
 
