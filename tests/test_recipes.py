@@ -34,6 +34,14 @@ def test_there_are_recipes_for_1_8_and_64_gpus() -> None:
     assert {recipes.num_gpus(recipes.composed(name)) for name in NAMES} == {1, 8, 64}
 
 
+def test_the_page_has_a_simulation_of_each_recipe_or_why_there_is_none() -> None:
+    sections = recipes.sections_of(PAGE)
+    assert sections.keys() == set(NAMES)
+    for name, section in sections.items():
+        begins = "not simulated: " if name.endswith("_tools") else f"{recipes.STEPS} steps of "
+        assert recipes.simulation_in(section).startswith(begins), name
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_the_present_plan_and_it_fits(name: str, tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_two_hosts_in_one_process_share_the_episodes(small_run: Callable) -> None:
     files = small_run(
-        *WAITS, "train.num_steps=1", "+placement.pools={tools: {slots: 2}}",
-        "+placement.roles={env: {pool: tools, replicas: 2}}",
+        *WAITS, "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4",
+        "judge.anchors=2", "+placement.pools={tools: {slots: 2}}", "+placement.roles={env: {pool: tools, replicas: 2}}",
     )  # fmt: skip
     summary = files.summary
     assert summary["status"] == "completed" and summary["engines_replaced"]["env"] == 0

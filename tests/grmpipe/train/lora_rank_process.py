@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from rank_metrics import of_all_ranks
 from rank_process import gradients, weights  # in the same folder
 
 from grmpipe.train.batching.packer import rounds_of
@@ -26,7 +27,7 @@ def main(directory: str, rank: int, world_size: int, init_method: str) -> None:
             learner.accumulate(round_.micro_batches[rank])
         totals = count(samples, step)
         out["gradients"].append(gradients(learner, world_size / totals.num_loss_tokens))
-        out["metrics"].append(learner.step(totals))
+        out["metrics"].append(of_all_ranks(learner.step(totals)))
     out["weights"] = weights(learner)
     learner.export(f"{directory}/policy")
     Path(f"{directory}/rank{rank}.pkl").write_bytes(pickle.dumps(out))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from rank_metrics import of_all_ranks
 from rank_process import gradients, weights  # in the same folder
 from varlen_reference import exact_varlen
 
@@ -58,7 +59,7 @@ def train(
         out["sums"] += [learner.accumulate(batch, old_pass) for batch, old_pass in zip(own, old, strict=True)]
         totals = count(samples, step)
         out["gradients"].append(gradients(learner, world_size / totals.num_loss_tokens))
-        out["metrics"].append(learner.step(totals))
+        out["metrics"].append(of_all_ranks(learner.step(totals)))
     return out
 
 

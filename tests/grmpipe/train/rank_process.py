@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rank_metrics import of_all_ranks
 from torch.distributed.tensor import DTensor
 
 from grmpipe.algorithm.losses import Aggregation
@@ -40,7 +41,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
             out["sums"].append(learner.accumulate(round_.micro_batches[rank]))
         if step == 0:
             out["gradients"] = gradients(learner, world_size / totals.num_loss_tokens)
-        out["metrics"].append(learner.step(totals))
+        out["metrics"].append(of_all_ranks(learner.step(totals)))
     while (saved := learner.saved()) is None:
         time.sleep(0.01)
     out["saved"] = saved

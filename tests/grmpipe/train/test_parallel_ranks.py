@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Forked
+from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
@@ -94,7 +95,7 @@ class Alone:
                     if parameter.requires_grad
                 }
             )
-            metrics.append(learner.step(totals))
+            metrics.append(of_all_ranks(learner.step(totals)))
         return Alone(gradients=gradients, metrics=metrics, learner=learner)
 
 
@@ -374,7 +375,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_meshes(one: Alone, more: Run, batch
     assert learner.load(str(more.directory / "of_one")) == 2
     for step, samples in enumerate(batches):
         learner.accumulate(together(samples))
-        metrics = learner.step(count(samples, step))
+        metrics = of_all_ranks(learner.step(count(samples, step)))
         for rank in more.ranks("resumed"):
             assert rank["version"] == 2
             assert rank["metrics"][step] == pytest.approx(metrics, rel=1e-6, abs=1e-9)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Forked
+from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
@@ -274,7 +275,7 @@ def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSp
     packer = Packer(PIECES[0], 1)
     for round_ in packer.add(batches[2]) + packer.flush():
         learner.accumulate(round_.micro_batches[0])
-    metrics = learner.step(count(batches[2], 2))
+    metrics = of_all_ranks(learner.step(count(batches[2], 2)))
     assert metrics == pytest.approx(two.ranks[0]["metrics"][2], rel=1e-6, abs=1e-9)
     for index in range(learner.num_buckets()):
         bucket = learner.bucket(index)

@@ -31,8 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def one_pass(path: str, architecture: Architecture) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model after a forward and backward pass; what its router and its experts saw."""
-    ranks = join_ranks(0, 1, None, CPU)
-    model = load_parallel(path, ranks, CPU, "float32", "bfloat16", architecture=architecture)
+    model = load_parallel(path, join_ranks(0, 1, None, CPU), CPU, "float32", "bfloat16", architecture=architecture)
     (router,), ((_, experts),) = routers_of(model).values(), experts_of(model)
     seen: dict[str, Tensor] = {}
     router.register_forward_hook(
