@@ -315,8 +315,7 @@ def read_again(directory: Path, *overrides: str) -> RunConfig:
 
 def test_a_search_without_a_simulator_ranks_by_the_bound_and_says_so(big_run: tuple[str, ...], tmp_path: Path) -> None:
     began_s = time.monotonic()
-    held = ("train.activation_offload=false", "train.optimizer_offload=false")
-    text = planned(*big_run, *held, *WIDE_ENGINES, *H100, "plan.search=true", f"run_dir={tmp_path}/run")
+    text = planned(*big_run, *WIDE_ENGINES, *H100, "plan.search=true", f"run_dir={tmp_path}/run")
     assert time.monotonic() - began_s < 30
     assert "0 simulated (>=: only the bound)" in text
     assert "  1   >= 43.8 s" in text
