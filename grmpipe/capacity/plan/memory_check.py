@@ -14,7 +14,7 @@ from grmpipe.validate.prepare import Prepared
 from models.lm.footprint import footprint_of
 from scheduler.devices import GB
 
-CERTAIN = ("weights", "state")
+CERTAIN = ("weights", "state", "moments")
 
 
 def divide_gpus(prepared: Prepared) -> Prepared:

@@ -1,21 +1,18 @@
-"""What a batch takes of the device of a rank, and of all ranks: operations, memory, utilisation. Changes nothing."""
+"""What a batch takes of the device of a rank: operations, memory, utilisation. Changes nothing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from grmpipe.train.learner.rank_metrics import FLOPS, OF_RANK, PEAK_FLOPS
 from grmpipe.types import Metrics, MicroBatch
 from models.lm.flops import ModelFlops, PackedSizes
 from scheduler.devices import DEVICES, GB, device_called
 
 log = logging.getLogger(__name__)
-
-OF_RANK = "rank/"  # begins the names of metrics that differ between ranks
-FLOPS, PEAK_FLOPS = f"{OF_RANK}model_flops", f"{OF_RANK}peak_flops_per_s"
 
 
 class DeviceUsage:
@@ -79,18 +76,3 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak operations per second of a GPU that its driver calls so. None for an unknown one."""
     known = device_called(device_name)
     return None if known is None else DEVICES[known].flops(dtype)
-
-
-def over_ranks(answers: Sequence[Metrics]) -> Metrics:
-    """The metrics of rank 0 that all ranks share, and those of each rank as sums, or as maximum and mean."""
-    metrics = {name: value for name, value in answers[0].items() if not name.startswith(OF_RANK)}
-    for name in answers[0].keys() - metrics.keys():
-        values = [answer[name] for answer in answers if name in answer]
-        if len(values) < len(answers):  # a GPU of another kind: a sum or a mean over the rest would be wrong
-            continue
-        shown = name.removeprefix(OF_RANK)
-        if name in (FLOPS, PEAK_FLOPS):
-            metrics[f"perf/{shown}"] = sum(values)
-        else:
-            metrics |= {f"perf/{shown}": max(values), f"perf/{shown}_mean": sum(values) / len(values)}
-    return metrics

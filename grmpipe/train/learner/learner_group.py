@@ -12,7 +12,7 @@ import numpy as np
 
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
-from grmpipe.train.learner.device_usage import over_ranks
+from grmpipe.train.learner.rank_metrics import over_ranks
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile

@@ -19,7 +19,7 @@ from scheduler.events import NoEvents
 class Part:
     """Takes the place of a part that a composition only passes on."""
 
-    size, value_cache = 1, object()
+    size, dp_size, value_cache = 1, 1, object()
 
 
 class CoTraining(Part):

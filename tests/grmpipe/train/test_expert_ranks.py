@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.learner.device_usage import OF_RANK
 from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.rank_metrics import OF_RANK
 from grmpipe.types import Metrics, TrainingSample
 from models.settings import LoraConfig
 

@@ -19,6 +19,7 @@ from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.tiny.resolve import resolve_model
+from tests.rank_metrics import of_all_ranks
 
 WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
 
@@ -44,7 +45,7 @@ def test_a_step_on_shared_prompts_is_one_on_copies(make_siblings, checkpointing:
         learner.accumulate(round_.micro_batches[0])
         # type: ignore
         gradients.append([parameter.grad.full_tensor().clone() for parameter in learner._model.parameters()])
-        metrics.append(learner.step(count(samples, 0)))
+        metrics.append(of_all_ranks(learner.step(count(samples, 0))))
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
     for shared, copied in zip(*gradients, strict=True):
         torch.testing.assert_close(shared, copied, atol=1e-4, rtol=1e-3)

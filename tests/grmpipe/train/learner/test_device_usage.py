@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.train.learner.device_usage import DeviceUsage, over_ranks, peak_flops
+from grmpipe.train.learner.device_usage import DeviceUsage, peak_flops
+from grmpipe.train.learner.rank_metrics import over_ranks
 from grmpipe.types import MicroBatch
 from models.lm.flops import FULL, ModelFlops
 
