@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rank_metrics import of_all_ranks
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
@@ -19,7 +20,6 @@ from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.tiny.resolve import resolve_model
-from tests.rank_metrics import of_all_ranks
 
 WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
 
