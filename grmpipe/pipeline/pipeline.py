@@ -72,7 +72,7 @@ class Pipeline:
         self.clock = ActiveClock()
         self.counters = FlowCounters()
         self.after_step = after_step
-        self._stalls = stalls = StallTracker(config.max_staleness)
+        self._stalls = StallTracker(config.max_staleness)
         self._valuer = parts.valuer
         self.buffer = GroupBuffer(
             config,
@@ -83,14 +83,14 @@ class Pipeline:
             kept=kept,
         )
         self.producer = Producer(
-            parts, config, self.buffer, stalls.engines, self.clock, self.counters, pipeline_state.judge_version
+            parts, config, self.buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
             self._valuer.watch(self.buffer.rolled_out)
         playing = self.producer.playing.meter
         if config.policy_judges:
             parts = replace(parts, push_weights=self._also_to_the_judge(parts.push_weights))
-        self.consumer = Consumer(parts, config, self.buffer, stalls, self.clock, playing, self._stepped)
+        self.consumer = Consumer(parts, config, self.buffer, self._stalls, self.clock, playing, self._stepped)
 
     @property
     def version(self) -> int:

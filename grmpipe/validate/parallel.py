@@ -46,9 +46,9 @@ def check_experts(config: RunConfig, path: str) -> None:
     from models.lm.fp32_router import check_has_routers
 
     outline = outline_causal_lm(path)
-    with section("train.parallel."):
-        if config.train.parallel.ep > 1:
+    if config.train.parallel.ep > 1:
+        with section("train.parallel."):
             check_divisible(outline, config.train.parallel.ep)
-    with section("train."):
-        if config.train.fp32_router:
+    if config.train.fp32_router:
+        with section("train."):
             check_has_routers(outline)

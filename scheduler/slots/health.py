@@ -21,6 +21,7 @@ from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import NOBODY, Router
+from scheduler.slots.replacement_tries import ReplacementTries
 from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
 from scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
 from scheduler.weights.weight_sync import NoEngines, WeightSync
@@ -93,7 +94,7 @@ class RoleHealth:
         self._config = config
         self._bring_current = bring_current
         self._events = events or NoEvents()
-        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # engine -> times of tries
+        self._tries = ReplacementTries(config.max_replacements, config.replacement_window_s)
         self._since_s: dict[str, float] = {}
         self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
@@ -127,7 +128,7 @@ class RoleHealth:
         """Called by the router at a death. Returns whether there will be a replacement."""
         log.warning("%s died: %s", name, death)
         self._enter(name, EngineState.DEAD)
-        if not self._may_try(name):
+        if not self._tries.may_try(name):
             self._lose(name)
             return False
         self._dead.put_nowait(name)
@@ -136,26 +137,15 @@ class RoleHealth:
     def _forgive(self, name: str) -> None:
         """Forget the death of an engine that a request killed: it says nothing about the engine."""
         log.warning("a death of %s is attributed to a request and uses up no replacement", name)
-        if tries := self._tries_s[name]:
-            tries.pop()
-
-    def _may_try(self, name: str) -> bool:
-        """Whether there is a try left for this engine; uses it up."""
-        now_s = asyncio.get_running_loop().time()
-        tries = self._tries_s.setdefault(name, [])
-        tries[:] = [at_s for at_s in tries if now_s - at_s < self._config.replacement_window_s]
-        if len(tries) >= self._config.max_replacements:
-            return False
-        tries.append(now_s)
-        return True
+        self._tries.give_back(name)
 
     async def _replace(self, name: str) -> None:
         """Bring an engine from DEAD to HEALTHY, or LOST. The first try is counted already."""
         while (failure := await self._try(name)) is not None:
-            log.warning("%s could not be replaced (attempt %d of %d): %s", name, len(self._tries_s[name]),
+            log.warning("%s could not be replaced (attempt %d of %d): %s", name, self._tries.num_made(name),
                         self._config.max_replacements, failure)  # fmt: skip
             self._enter(name, EngineState.DEAD)
-            if not self._may_try(name):
+            if not self._tries.may_try(name):
                 self._lose(name)
                 self._router.give_up(name)
                 return

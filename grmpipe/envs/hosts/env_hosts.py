@@ -21,6 +21,7 @@ from grmpipe.envs.limited_env import LimitedEnv
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorGroup
 from scheduler.slots.health import RETRY_AFTER_S, HealthConfig
+from scheduler.slots.replacement_tries import ReplacementTries
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class EnvHosts:
             RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.seats, self._replace_soon)
             for rank in range(group.size)
         ]
-        self._tries_s: dict[str, list[float]] = {host.name: [] for host in self._hosts}
+        self._tries = ReplacementTries(health.max_replacements, health.replacement_window_s)
         self._numbers = itertools.count()
         self._replacing: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -116,7 +117,7 @@ class EnvHosts:
 
     async def _replace(self, host: RemoteHost) -> None:
         rank = self._hosts.index(host)
-        while self._may_try(host):
+        while self._tries.may_try(host.name):
             try:
                 async with asyncio.timeout(self._health.start_deadline_s):
                     await self._restart(rank)
@@ -130,12 +131,3 @@ class EnvHosts:
             return
         log.warning("%s is lost: health.max_replacements = %d", host.name, self._health.max_replacements)
         host.lose()
-
-    def _may_try(self, host: RemoteHost) -> bool:
-        """Whether there is a try left for this host; uses it up."""
-        now_s, window_s = asyncio.get_running_loop().time(), self._health.replacement_window_s
-        tries = self._tries_s[host.name] = [at_s for at_s in self._tries_s[host.name] if now_s - at_s < window_s]
-        if len(tries) >= self._health.max_replacements:
-            return False
-        tries.append(now_s)
-        return True

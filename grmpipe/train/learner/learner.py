@@ -123,6 +123,7 @@ class Learner(TrainingRank):
         )
         self._delivery = Delivery()
         self._meter = BatchMetrics(self._device)
+        self._experts = self._routers or Routers.found(self._model)
         self._load = self._new_load()
         flops = footprint_of(self._files).flops(lora)
         self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
@@ -328,8 +329,7 @@ class Learner(TrainingRank):
 
     def _new_load(self) -> ExpertLoad | None:
         """For the experts of a mixture; None if there are none."""
-        routers = self._routers or Routers.found(self._model)
-        return None if routers is None else ExpertLoad(routers, self._device)
+        return None if self._experts is None else ExpertLoad(self._experts, self._device)
 
     @contextmanager
     def _counted(self, idle: bool) -> Iterator[None]:
