@@ -41,7 +41,7 @@ def test_a_plan_is_within_8_percent_of_what_a_learner_of_two_layers_holds() -> N
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"])
-def test_so_it_is_with_every_option(model: str, train: dict[str, Any]) -> None:
+def test_the_plan_knows_every_option(model: str, train: dict[str, Any]) -> None:
     check(LearnerCase(model=model, ranks=4, num_tokens=16384, train=train, layers=4), 40)
 
 
@@ -55,7 +55,7 @@ def test_so_it_is_with_every_option(model: str, train: dict[str, Any]) -> None:
         ("Llama-3-70B", 32, 16384, 75),
     ],
 )
-def test_so_it_is_for_models_that_fit_80_gb(model: str, ranks: int, num_tokens: int, most_gb: float) -> None:
+def test_the_plan_is_right_for_models_that_fit_80_gb(model: str, ranks: int, num_tokens: int, most_gb: float) -> None:
     check(LearnerCase(model=model, ranks=ranks, num_tokens=num_tokens, train=ALL), most_gb)
 
 
