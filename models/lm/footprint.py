@@ -37,8 +37,9 @@ class Footprint:
     num_root_parameters: of the embedding and the output head, outside of all layers. intermediate_size: of a
     feed-forward layer as one token passes it: in a mixture of all its experts together. linear_widths: name of the
     blocks' linear layers -> sum of inputs and outputs over all blocks. active_layer_weights: of the layers' matrices,
-    with only as many experts as a token is sent to. attention_flops: as in ModelFlops. whole_logits: its forward pass
-    changes the output of its head, so all logits exist at once.
+    with only as many experts as a token is sent to. num_expert_parameters: of the experts of all layers, and
+    experts_per_token: those that a token is sent to; 0 in a dense model. attention_flops: as in ModelFlops.
+    whole_logits: its forward pass changes the output of its head, so all logits exist at once.
     """
 
     num_parameters: int
@@ -52,6 +53,8 @@ class Footprint:
     linear_widths: Mapping[str, int]
     active_layer_weights: int
     attention_flops: Mapping[int, int]
+    num_expert_parameters: int = 0
+    experts_per_token: int = 0
     whole_logits: bool = False
 
     @property
@@ -92,35 +95,40 @@ class Footprint:
         activations: Activations = KEEP_ALL,
         *,
         ranks: int = 1,
+        ep: int = 1,
         frozen: bool = False,
     ) -> Working:
         """The most bytes of a rank, besides its state, during a forward and backward pass of a micro-batch.
 
         The largest of several moments. FSDP2 gathers a layer and prefetches the next one, and reduces gradients in
-        float32; the float32 input of a reduction is freed when the next one begins. `ranks`: that share the weights.
-        `frozen`: gathered weights have no gradient.
+        float32; the float32 input of a reduction is freed when the next one begins. `ranks`: that share the weights;
+        `ep`: that divide the experts of a layer. `frozen`: gathered weights have no gradient.
         """
         width, learns = BYTES[dtype], 0 if frozen else 1
         kept = num_tokens * self.kept_values(activations) * width
+        # When the second layer from the end computes its gradients, the last one's activations are gone.
+        kept_later = kept if activations.recomputes else kept - kept // self.num_layers
         end = self.vocab_size * self.hidden_size
         tied = 2 * end > self.num_root_parameters
-        layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
+        experts = self.num_expert_parameters // self.num_layers // ep
+        layer = (self.num_parameters - self.num_root_parameters - self.num_expert_parameters) // self.num_layers
+        layer += experts
         # Tied weights are gathered all the time, and the gradient of their use as head is held to the end.
         root = end * width * (1 + learns) if tied else 0
         reduced = width + 4 + 4 // ranks  # per gathered value, of a gradient on its way to its shards
         values = self._layer_values
-        in_layer = values + 2 * self.intermediate_size if activations.recomputes else values // 4
-        waiting = 4 * layer if tied else 4 * max(end, layer)  # the input of the reduction before
+        gradients = 2 * self.intermediate_size + self.experts_per_token * self.hidden_size
+        in_layer = values + gradients if activations.recomputes else values // 4
         # In a mixture the gradients of all experts are there before those of attention.
-        experts = width * max(0, layer - 3 * self.hidden_size * self.intermediate_size)
+        early = root + 2 * layer * width + learns * width * experts
         moments = (
             Working(gathered=end * width * (1 + learns), activations=kept + self._head_bytes(dtype, num_tokens)),
             Working(gathered=end * (width + learns * reduced), activations=0 if tied else kept),
-            Working(
-                gathered=root + 2 * layer * width + learns * (waiting + experts),
-                activations=kept + num_tokens * in_layer * width,
+            *(
+                Working(gathered=early + learns * waiting, activations=held + num_tokens * in_layer * width)
+                for waiting, held in ((0 if tied else 4 * end, kept), (4 * layer, kept_later))
             ),
-            Working(gathered=root + layer * (2 * width + learns * reduced), activations=kept),
+            Working(gathered=root + layer * (2 * width + learns * reduced), activations=kept_later),
         )
         return max(moments, key=lambda moment: moment.total)
 
@@ -143,8 +151,9 @@ class Footprint:
     @property
     def _layer_values(self) -> int:
         """Values per token in one Llama-like layer with fused attention: 9 per hidden unit, 5 per query and key unit, 4
-        per unit of the MLP."""
-        return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
+        per unit of the MLP, and the rows into and out of each expert."""
+        rows = 2 * self.experts_per_token * self.hidden_size
+        return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size + rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +200,7 @@ def footprint_of(path: str) -> Footprint:
             if isinstance(module, nn.Linear):
                 last = name.rpartition(".")[2]
                 widths[last] = widths.get(last, 0) + module.in_features + module.out_features
+    num_expert_parameters = sum(p.numel() for name, p in model.named_parameters() if is_expert(name))
     return Footprint(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_root_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
@@ -203,6 +213,8 @@ def footprint_of(path: str) -> Footprint:
         linear_widths=widths,
         active_layer_weights=sum(active_weights(layer, text) for layer in decoder_layers(model)),
         attention_flops=attention_flops(text, text.num_attention_heads, head_dim),
+        num_expert_parameters=num_expert_parameters,
+        experts_per_token=getattr(text, "num_experts_per_tok", 1) if num_expert_parameters else 0,
         whole_logits=not isinstance(model.get_output_embeddings(), OutputHead),
     )
 
@@ -213,6 +225,11 @@ def _per_token_width(config: PreTrainedConfig) -> int:
     if each and chosen:
         return int(each * chosen)
     return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+
+
+def is_expert(parameter: str) -> bool:
+    """Whether a parameter of this name belongs to one expert, or to all experts of a layer."""
+    return "experts" in parameter.split(".")
 
 
 def active_weights(layer: nn.Module, config: PreTrainedConfig) -> int:
@@ -282,4 +299,6 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
         linear_widths={name: shape.num_layers * (shape.hidden_size + width) for name, width in beside.items()},
         active_layer_weights=shape.num_layers * active,
         attention_flops={FULL: 4 * shape.num_layers * query_width},
+        num_expert_parameters=shape.num_layers * shape.num_experts * expert,
+        experts_per_token=shape.experts_per_token,
     )

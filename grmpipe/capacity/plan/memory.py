@@ -120,7 +120,7 @@ def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: T
 def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
     return footprint.working_bytes(
-        train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, frozen=frozen
+        train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, ep=train.parallel.ep, frozen=frozen
     )
 
 

@@ -67,11 +67,16 @@ class Held(TorchDispatchMode):
             is_real = whole or func.overloadpacket is torch.ops.aten.arange
         if is_real:
             with _disable_current_modes():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                if func.overloadpacket is torch.ops.c10d.alltoall_base_:
+                    args[0].copy_(args[1])  # from each rank as many tokens as to it
+                return out
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
         with self._fake:
             out = func(*args, **kwargs)
+        if func is torch.ops.aten.topk.default:
+            out = type(out)((out[0], in_turns(*out[1].shape, args[0].shape[-1])))
         for leaf in tree_flatten(out)[0]:
             if isinstance(leaf, FakeTensor):
                 self.note(leaf.untyped_storage())
@@ -114,6 +119,12 @@ class Held(TorchDispatchMode):
             yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def in_turns(num_tokens: int, chosen: int, num_experts: int) -> Tensor:
+    """The experts of each token [num_tokens, chosen], when all experts get as many tokens as any other."""
+    with _disable_current_modes():
+        return torch.arange(num_tokens * chosen).remainder(num_experts).view(num_tokens, chosen)
 
 
 class NoMeter:
