@@ -175,6 +175,11 @@ class EngineKind(ABC, Generic[Options]):
         return False
 
     @property
+    def bytes_in_layers(self) -> int | None:
+        """Bytes of each weight of a linear layer, if it holds them in fewer than its dtype has."""
+        return None
+
+    @property
     def needs_whole_layers(self) -> bool:
         """Whether a push must have all tensors that the engine keeps as one layer (q, k and v), or none of them."""
         return False

@@ -72,8 +72,11 @@ class Footprint:
             adapter_weights=adapters,
         )
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters * BYTES[dtype]
+    def weight_bytes(self, dtype: str, bytes_in_layers: int | None = None) -> int:
+        """The bytes of all weights; bytes_in_layers: of each one outside of embedding and head, if rounded."""
+        width = BYTES[dtype]
+        in_layers = self.num_parameters - self.num_root_parameters
+        return self.num_root_parameters * width + in_layers * (bytes_in_layers or width)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]

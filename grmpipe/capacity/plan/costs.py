@@ -72,9 +72,10 @@ def costs_of(
             for role, where in seated.items()
             if role in scorer_dtypes(survey.config)
         },
-        sync_s=sync_of(survey, profile, learner, weights[POLICY]),
+        sync_s=sync_of(survey, profile, learner, pushed_bytes(POLICY, survey)),
         grm_sync_s={
-            role: sync_time_s(weights[model], device_for(seated[role].pool, survey)) for role, model in trained.items()
+            role: sync_time_s(pushed_bytes(model, survey), device_for(seated[role].pool, survey))
+            for role, model in trained.items()
         },
         switch_s=switch_of(survey, seated, weights),
         driver_request_s=driver_of(survey, profile),
@@ -224,7 +225,7 @@ def sizes_of(role: str, survey: Survey) -> ModelSizes:
         raise CostUnknown(f"{key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
     return ModelSizes(
         num_parameters=footprint.num_parameters,
-        weight_bytes=footprint.weight_bytes(dtype),
+        weight_bytes=footprint.weight_bytes(dtype, survey.roles.served[role].engine.bytes_in_layers),
         kv_bytes_per_token=footprint.kv_bytes_per_token(dtype),
         dtype=dtype,
         num_active_parameters=footprint.num_active_parameters,
@@ -232,6 +233,13 @@ def sizes_of(role: str, survey: Survey) -> ModelSizes:
 
 
 def weight_bytes(role: str, survey: Survey) -> float:
+    """The bytes of the weights that an engine holds; 0 if the model's size is unknown."""
+    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+    return footprint.weight_bytes(served.dtype, served.engine.bytes_in_layers) if footprint else 0.0
+
+
+def pushed_bytes(role: str, survey: Survey) -> float:
+    """The bytes of a push: engines round weights themselves."""
     footprint = survey.models[role].footprint
     return footprint.weight_bytes(survey.roles.served[role].dtype) if footprint else 0.0
 

@@ -59,7 +59,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
     if engine.joined:
         return [Part(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
-    weights = footprint.weight_bytes(options.dtype) / num_gpus
+    weights = footprint.weight_bytes(options.dtype, engine.bytes_in_layers) / num_gpus
     held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)

@@ -86,7 +86,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
     if footprint is None:
         return None
     return Wish(
-        weights=footprint.weight_bytes(served.dtype) / served.num_gpus,
+        weights=footprint.weight_bytes(served.dtype, served.engine.bytes_in_layers) / served.num_gpus,
         token=footprint.kv_bytes_per_token(served.dtype) / served.num_gpus,
         kv=served.engine.set_cache_bytes,
     )

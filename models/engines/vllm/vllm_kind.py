@@ -51,6 +51,10 @@ class VllmKind(GpuEngineKind[VllmConfig]):
         return self.options.quantization != "none" or super().quantizes
 
     @property
+    def bytes_in_layers(self) -> int | None:
+        return None if self.options.quantization == "none" else 1
+
+    @property
     def needs_whole_layers(self) -> bool:
         return self.options.quantization != "none" or bool(self.options.options.get("quantization"))
 

@@ -124,6 +124,14 @@ def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run
     assert "lower engine.embedded.max_batch_rows" in text
 
 
+def test_weights_in_fp8_leave_more_memory_for_keys_and_values(big_run: tuple[str, ...]) -> None:
+    fp8 = ("engine=vllm", "engine.vllm.quantization=fp8", "algorithm.correction=tis")
+    wide, narrow = planned(*big_run), planned(*big_run, *fp8)
+    # Qwen3-8B has 1.245e9 parameters in its embedding and head, and 6.946e9 in its layers.
+    assert "16.4 GB  weights" in wide and "9.44 GB  weights" in narrow
+    assert "58.6 GB  KV, the rest" in narrow  # of 0.85 x 80 GB
+
+
 def test_engines_are_told_with_the_options_that_differ_from_their_defaults() -> None:
     text = planned("+experiment=quickstart_vllm", "grm.engine=embedded", "engine.embedded.max_batch_rows=64")
     assert "  policy   vllm; kv_cache_mb=64\n  grm      embedded; max_batch_rows=64" in text
