@@ -27,6 +27,7 @@ from models.tiny.recipes import (
     GRM_NOISY,
     GRM_TOOLS,
     POLICY,
+    POLICY_JUDGE,
     POLICY_KINDS,
     POLICY_TOOLS,
     POLICY_TRICKS,
@@ -70,6 +71,8 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
 def policy_extras(recipe: Recipe, directory: Path) -> Quality:
     if recipe == POLICY_KINDS:
         return {"comparison_accuracy": accuracy_on_comparisons(directory)}
+    if recipe == POLICY_JUDGE:
+        return {f"judge_{name}": value for name, value in asdict(measure_judge(directory, directory)).items()}
     return rates_of_tricks(directory) if recipe == POLICY_TRICKS else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from models.tiny.curricula import draw_curriculum
@@ -156,6 +156,19 @@ GRM = Recipe(
     lr=5e-3,
     seed=3,
     parent=BASE,
+)
+# The judge, which answers problems too, as carelessly as the policy: it can judge itself.
+POLICY_JUDGE = Recipe(
+    name="policy_judge",
+    lessons=(
+        SftTask(kind="solve_sloppily", weight=0.3),
+        *(replace(task, weight=0.7 * task.weight) for task in GRM.lessons),
+    ),
+    num_steps=300,
+    batch_size=32,
+    lr=4e-3,
+    seed=23,
+    parent=GRM,
 )
 # Exploitable in a known way: it is half trained, and long work impresses it.
 WEAK_GRM = Recipe(
@@ -356,6 +369,6 @@ RECIPES: dict[str, AnyRecipe] = {
     for recipe in (
         POLICY, GRM, WEAK_GRM, META, REWARD_MODEL,
         POLICY_TRICKS, GRM_LONGER, GRM_PRAISE, GRM_CONFIDENT, GRM_NOISY,
-        POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON,
+        POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE,
     )
 }  # fmt: skip
