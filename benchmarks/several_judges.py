@@ -66,7 +66,7 @@ class Comparison:
     problems: tuple[str, ...] = ("arithmetic",)
 
 
-WIDE = ("train.groups_per_batch=16", "train.num_steps=80")  # the rollouts of the route in half as many updates
+WIDE = ("train.groups_per_batch=16", "train.num_steps=160")  # the rollouts of the route in half as many updates
 VOTES = ("min", "median", "majority")
 PROBLEMS: Mapping[str, Callable[[Split, int, int], Sequence[Problem | Question]]] = {
     "arithmetic": make_problems,
@@ -81,7 +81,8 @@ def quickstart(*overrides: str, problems: str = "arithmetic") -> Variant:
 
 def one_kind(*overrides: str, problems: str = "arithmetic") -> Variant:
     """The policy of the route with one kind of tasks, for as many rollouts of it as beside the other."""
-    return quickstart("policy=tiny_kinds", "train.groups_per_batch=8", *overrides, problems=problems)
+    rollouts = ("train.groups_per_batch=8", "train.num_steps=160")
+    return quickstart("policy=tiny_kinds", *rollouts, *overrides, problems=problems)
 
 
 def alone(trick: Trick) -> Variant:

@@ -32,6 +32,7 @@ def check_across(config: RunSections) -> None:
     check_retrain(config)
     check_cotrain(config)
     check_critic_alone(config)
+    check_updated_by_policy(config)
     check_lora(config)
     check_meta_rm(config)
     check_scalar(config)
@@ -128,6 +129,32 @@ def check_policy_engine(config: RunSections) -> None:
             f"policy.engine: {config.policy.engine} can't receive weights or return log-probs, so it can't serve a "
             f"model in training; type policy.engine={able}"
         )
+
+
+def check_updated_by_policy(config: RunSections) -> None:
+    """Check the models that take over the policy's weights: they judge, start as the policy, and don't learn."""
+    updated = {role: model for role, model in config.models.items() if model.policy_updates}
+    for role, model in updated.items():
+        key = f"{key_of_model(role)}.policy_updates"
+        if role not in config.judging.roles:
+            raise ValueError(f"{key}: only a language model that judges beside the policy can take over its weights")
+        if model.path != config.policy.path:
+            raise ValueError(
+                f"{key}: {model.path} is another model than {config.policy.path}, whose weights it would get; type "
+                f"{key_of_model(role)}.path='${{policy.path}}'"
+            )
+        if role in config.trained_grms:
+            raise ValueError(f"{key}: {role} learns itself; type {key_of_cotrain(role)}.enabled=false")
+        if not config.judging.engine_kind_of(role).reads_model_files:
+            able = " or ".join(engines_that(lambda kind: kind.reads_model_files))
+            raise ValueError(
+                f"{key}: {model.engine} can't read a model's files; type {key_of_model(role)}.engine={able}"
+            )
+        if model.policy_updates[-1] >= config.train.num_steps:
+            raise ValueError(
+                f"{key}: {model.policy_updates[-1]} is not before the last step, train.num_steps = "
+                f"{config.train.num_steps}; leave it out"
+            )
 
 
 def check_labels(config: RunSections) -> None:

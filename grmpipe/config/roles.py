@@ -93,7 +93,7 @@ class ServedRole(ResolvedRole):
     @property
     def takes_weights(self) -> bool:
         """Whether its engines get other weights than those they started with."""
-        return self.learner is not None or bool(self.shares_with)
+        return self.learner is not None or bool(self.shares_with) or bool(self.model.policy_updates)
 
     @property
     def key(self) -> str:

@@ -170,8 +170,14 @@ async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWei
     sync = role.sync
     if role.dtype != "float32":  # their bucket has no dtype
         sync = replace(sync, probe_tolerance=sync.probe_tolerance_16bit)
-    probe_ids = model.renderer.render(prepared.prompts.at(0).messages)[: sync.probe_tokens]
+    probe_ids = probe_of(model, prepared)
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
+
+
+def probe_of(model: Model, prepared: Prepared) -> tuple[int, ...]:
+    """Tokens that show whether two copies of a model are equal: the beginning of a prompt of the data."""
+    most = prepared.roles.served[model.name].sync.probe_tokens
+    return tuple(model.renderer.render(prepared.prompts.at(0).messages)[:most])
 
 
 def router_of(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:

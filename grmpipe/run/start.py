@@ -14,6 +14,7 @@ from grmpipe.judge.grm import Grm
 from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import Maintenance, make_maintenance
+from grmpipe.run.policy_updates import PolicyUpdates, make_policy_updates
 from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
@@ -75,6 +76,7 @@ class RunComponents:
     scorers: tuple[ScorerPool, ...]  # of the meta-RM and of reward models
     scalars: ScalarModels  # that scalar judges ask
     trainable_grms: tuple[TrainableGrm, ...]
+    policy_updates: PolicyUpdates  # of models that judge as the policy was
     critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
     envs: Envs
@@ -118,7 +120,8 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     meta_rm = await start_scorers(cluster, prepared.meta_rm, config, roles, events)
     scalars = await start_scalar_models(cluster, prepared, events)
     critic = await start_critic(cluster, prepared.critic, config, roles, events)
-    syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms}
+    updates = await make_policy_updates(prepared, served, learner, run_dir)
+    syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms} | updates.syncs
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
     endpoints = connect_endpoints(roles)
     asked = find_grms(prepared, served.routers, endpoints, events, maintenance.stops)
@@ -141,6 +144,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
         trainable_grms=grms,
+        policy_updates=updates,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),
         envs=await start_envs(cluster, config, run_dir, events),

@@ -14,6 +14,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.run.cotrain.grm_settings import grm_algorithm, grm_train
+from grmpipe.run.engines import probe_of
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.validate.prepare import Prepared
@@ -105,11 +106,11 @@ def transport_between(cluster: Cluster, prepared: Prepared, learning: Learning) 
 def weight_sync(
     cluster: Cluster, prepared: Prepared, model: Model, learning: Learning, ranks: LearnerGroup, transport: str
 ) -> WeightSync:
-    """The weight sync of a trained model. Its probe is the beginning of a prompt of the data."""
+    """The weight sync of a trained model."""
     role = learning.role
     return WeightSync(
         ranks,
-        model.renderer.render(prepared.prompts.at(0).messages)[: role.sync.probe_tokens],
+        probe_of(model, prepared),
         role.sync,
         transport=transport,
         group=transport_kind(transport).group,

@@ -60,6 +60,9 @@ class RunStats:
         self.learner_busy_s = 0.0
         self.grms: Mapping[str, Grm] = {}  # set once they are started
         self.cotrainings = CoTrainings()  # set once they are started
+        self.policy_versions: Mapping[
+            str, int
+        ] = {}  # of models that judge as the policy was; set once they are started
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
@@ -83,6 +86,7 @@ class RunStats:
         self.cluster, self.critic = running.cluster, running.critic
         self.members = running.scorers if running.envs.hosts is None else (*running.scorers, running.envs.hosts)
         self.grms = running.grms
+        self.policy_versions = running.policy_updates.versions
         self.env_counts = running.envs.counts
         self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
 
@@ -102,8 +106,11 @@ class RunStats:
 
     @property
     def grm_versions(self) -> dict[str, int]:
-        """Model that judges -> its completed optimizer steps; 0 if it isn't trained."""
-        return dict.fromkeys(self._grms, 0) | {**self._grm_versions_before} | self.cotrainings.versions
+        """Model that judges -> its completed optimizer steps, or those of the policy whose weights it took over; 0 if
+        its weights never change.
+        """
+        trained = {**self._grm_versions_before} | self.cotrainings.versions
+        return dict.fromkeys(self._grms, 0) | trained | {**self.policy_versions}
 
     @property
     def engines_replaced(self) -> dict[str, int]:

@@ -90,8 +90,10 @@ class TrainingRun(Run[Prepared]):
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
         await cotrainings.push()
+        await running.policy_updates.restore(pipeline_state.version)
         policy_judges = self._config.judging.by_policy
-        judging_version = cotrainings.version + (pipeline_state.version if policy_judges else 0)
+        judging_version = cotrainings.version + running.policy_updates.count(pipeline_state.version)
+        judging_version += pipeline_state.version if policy_judges else 0
         pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
@@ -161,6 +163,7 @@ class TrainingRun(Run[Prepared]):
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._stats.engines_replaced.items()}
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
+        metrics |= await running.policy_updates.after_step(report.step, pipeline.producer.change_judge)
         metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
             periodic_eval.report_alarm(alarm)
@@ -225,7 +228,7 @@ class TrainingRun(Run[Prepared]):
         config, judge = self._config, self._config.judge
         assert isinstance(parts.judge_guard, JudgeFitness)
         generative, members = self._config.judging.generative, members_of(running.judge)
-        learning = {POLICY, *self._config.trained_grms}
+        learning = {POLICY, *self._config.trained_grms, *running.policy_updates.versions}
         changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
             judge=with_own_bounds(running.judge),

@@ -38,6 +38,8 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
                 transport_of(role, config, placement, same_machine=True)
         if role.learner != "learner":
             check_stays_awake(role, placement)
+    for role in (role for role in roles.seated if role.model.policy_updates):
+        check_has_own_slots(role, placement)
     if config.task == "train_judge_rft" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
@@ -45,6 +47,17 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
             f"set placement.pools.{pool}.time_shared=false"
         )
     return placement, roles
+
+
+def check_has_own_slots(role: ServedRole, placement: Placement) -> None:
+    """A model that takes over the policy's weights must be awake when a step ends, and the learner too."""
+    if role.is_elastic or placement.time_sharing_roles:
+        pool = role.pool if role.is_elastic else placement.seats["learner"][0].pool
+        kind = "elastic" if role.is_elastic else "time_shared"
+        raise ConfigError(
+            f"{role.key}.policy_updates: the pool {pool} is {kind}, so that {role.name} or the learner may be asleep "
+            f"when a step ends; set placement.pools.{pool}.{kind}=false"
+        )
 
 
 def check_stays_awake(role: ServedRole, placement: Placement) -> None:

@@ -83,6 +83,7 @@ class EngineKind(ABC, Generic[Options]):
     tensor_parallel:   it can shard one model over several GPUs.
     grammar:           it can restrict a text to a regular expression.
     applies_adapters:  it can receive LoRA adapters alone, and apply them, up to `max_adapter_rank`.
+    reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
@@ -103,6 +104,7 @@ class EngineKind(ABC, Generic[Options]):
     grammar: ClassVar[bool] = False
     applies_adapters: ClassVar[bool] = False
     max_adapter_rank: ClassVar[int] = UNBOUNDED_RANK
+    reads_model_files: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False

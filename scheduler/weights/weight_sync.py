@@ -130,6 +130,10 @@ class WeightSync:
             if self._arrivals.get(name) is arrival:
                 del self._arrivals[name]
 
+    def send_from(self, source: WeightSource, probe_ids: Sequence[int]) -> None:
+        """Send another source's weights from the next push on. probe_ids: that it can score."""
+        self._source, self._probe_ids = source, tuple(probe_ids)
+
     @asynccontextmanager
     async def nothing_pushed(self) -> AsyncIterator[None]:
         """Context in which no push runs. Remove an engine that leaves from `engines` before."""

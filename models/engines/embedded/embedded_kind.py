@@ -16,6 +16,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     in_process = True
     grammar = True
     applies_adapters = True
+    reads_model_files = True
     checkpoint_names = False  # its model has transformers' names
     seeds_by_position = True
     batch_invariant = True

@@ -20,7 +20,7 @@ from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, LoraConfig
-from models.types import EngineDied, GroupLink, RequestContext, SamplingParams, WeightBucket, WeightReceipt
+from models.types import EngineDied, GroupLink, ModelFiles, RequestContext, SamplingParams, WeightBucket, WeightReceipt
 from models.weights.inbox import WeightInbox
 
 
@@ -190,8 +190,19 @@ class EmbeddedWorker:
     def load(self, bucket: WeightBucket) -> None:
         if not self.paused:
             raise RuntimeError("weights may only be loaded into a paused engine")
-        self._inbox.load(bucket)
+        if isinstance(bucket.payload, ModelFiles):
+            self._read(bucket.payload.path)
+        else:
+            self._inbox.load(bucket)
         self._batch.weights_changed()
+
+    def _read(self, path: str) -> None:
+        """Take the weights of the same architecture in a folder. Raises ValueError for another one."""
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        try:
+            self._model.load_state_dict(load_causal_lm(path, dtype).state_dict())
+        except RuntimeError as error:
+            raise ValueError(f"weights: {path} is another architecture: {error}") from error
 
     def commit(self, version: int) -> WeightReceipt:
         self._quantize()

@@ -17,6 +17,7 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     applies_adapters = True
     max_adapter_rank = 512  # vLLM's largest max_lora_rank
     swaps_weights = True
+    reads_model_files = True
     share_option = "gpu_memory_utilization"
     memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
 

@@ -1,0 +1,148 @@
+"""Models that judge as the policy was after some step (iterative self-rewarding, arXiv 2401.10020): the policy is
+written to a folder after that step, and their engines read it there. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.run.engines import ServingEngines, probe_of, read_by
+from grmpipe.run.export import export
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.types import Metrics
+from grmpipe.validate.prepare import Prepared
+from models.settings import ModelConfig
+from scheduler.routing.router import Router
+from scheduler.slots.health import push_to_living
+from scheduler.weights.stored_weights import StoredWeights
+from scheduler.weights.weight_sync import SyncReport, WeightSync
+
+FOLDER = "policy_versions"  # of a run's directory: <step>/, a Hugging Face directory with the probe's log-probs
+PROBE = "probe.json"
+
+
+class ChangeJudge(Protocol):
+    """Changes a model that judges: no group is judged before and after it."""
+
+    async def __call__(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatedGrm:
+    """A model that judges, and takes over the policy's weights after the steps in `after`.
+
+    first: the weights that its engines start with.
+    """
+
+    name: str
+    after: tuple[int, ...]
+    engines: Router
+    sync: WeightSync
+    first: StoredWeights
+
+    def step_at(self, version: int) -> int:
+        """The step whose policy it is when the policy has this version; 0: the weights that it started with."""
+        return max((step for step in self.after if step <= version), default=0)
+
+
+class PolicyUpdates:
+    """All such models of a run. There may be none."""
+
+    def __init__(
+        self,
+        grms: Sequence[UpdatedGrm],
+        learner: LearnerGroup,
+        settings: ModelConfig,
+        probe_ids: tuple[int, ...],
+        run_dir: Path,
+    ) -> None:
+        """settings, probe_ids: of the policy."""
+        self._grms = tuple(grms)
+        self._learner, self._settings, self._probe_ids = learner, settings, probe_ids
+        self._folder = run_dir / FOLDER
+        self.versions = dict.fromkeys((grm.name for grm in self._grms), 0)  # name -> the step whose policy it is
+
+    @property
+    def syncs(self) -> dict[str, WeightSync]:
+        """Name -> what brings its engines up to date."""
+        return {grm.name: grm.sync for grm in self._grms}
+
+    def count(self, version: int) -> int:
+        """The number of updates up to this version of the policy, of all models together."""
+        return sum(step <= version for grm in self._grms for step in grm.after)
+
+    async def restore(self, version: int) -> None:
+        """Bring all engines to the weights that belong to a version of the policy, before the first judgement. Raises
+        ConfigError if the policy of an earlier step was removed.
+        """
+        for grm in self._grms:
+            await self._push(grm, grm.step_at(version))
+
+    async def after_step(self, version: int, change_judge: ChangeJudge) -> Metrics:
+        """Call after each step, when the policy's engines have its weights. Returns the models' versions."""
+        due = [grm for grm in self._grms if version in grm.after]
+        if due:
+            await self._write(version)
+        for grm in due:
+
+            async def change(grm: UpdatedGrm = grm) -> SyncReport:
+                return await self._push(grm, version)
+
+            await change_judge(1, change)
+        return {f"{name}/version": float(step) for name, step in self.versions.items()}
+
+    async def _push(self, grm: UpdatedGrm, step: int) -> SyncReport:
+        weights = grm.first if step == 0 else self._written(grm, step)
+        grm.sync.send_from(weights, weights.probe_ids)
+        report = await push_to_living(grm.sync, grm.engines, step)
+        self.versions[grm.name] = step
+        return report
+
+    async def _write(self, version: int) -> None:
+        """Write the policy. A folder is whole, or isn't there; one from before a resume is replaced."""
+        whole, draft = self._folder / str(version), self._folder / f"{version}.draft"
+        for folder in (whole, draft):
+            shutil.rmtree(folder, ignore_errors=True)
+        async with self._learner.held():
+            await export(self._learner, draft, self._settings)
+            logprobs = await self._learner.score(self._probe_ids)
+        probe = {"token_ids": self._probe_ids, "logprobs": logprobs}
+        (draft / PROBE).write_text(json.dumps(probe) + "\n", encoding="utf-8")
+        draft.rename(whole)
+
+    def _written(self, grm: UpdatedGrm, step: int) -> StoredWeights:
+        folder = self._folder / str(step)
+        try:
+            probe = json.loads((folder / PROBE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"resume: {folder} is missing, the policy of step {step}, which judges as {grm.name}; restore it, or "
+                "begin again in another run_dir"
+            ) from None
+        return StoredWeights(
+            path=str(folder.absolute()),
+            probe_ids=tuple(probe["token_ids"]),
+            logprobs=tuple(probe["logprobs"]),
+            config=grm.first.config,
+        )
+
+
+async def make_policy_updates(
+    prepared: Prepared, served: ServingEngines, learner: LearnerGroup, run_dir: Path
+) -> PolicyUpdates:
+    """The models of a run that take over the policy's weights."""
+    settings = prepared.config.models
+    grms = []
+    for model in prepared.grms:
+        if after := tuple(settings[model.name].policy_updates):
+            engines = served.routers[model.name]
+            first = await read_by(next(iter(engines.alive.values())), model, prepared)
+            sync = WeightSync(first, first.probe_ids, replace(first.config, delta=False), transport="files")
+            grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
+    return PolicyUpdates(grms, learner, settings[prepared.policy.name], probe_of(prepared.policy, prepared), run_dir)
