@@ -206,6 +206,11 @@ def test_each_kind_of_task_has_a_judge_that_is_right() -> None:
     assert 0.15 < measured["true_accuracy"] < 0.5 and 0.15 < measured["comparison_accuracy"] < 0.5
 
 
+def test_one_model_answers_carelessly_and_judges_rightly() -> None:
+    measured = card_of("policy_judge")
+    assert 0.15 < measured["true_accuracy"] < 0.5 and measured["judge_policy_accuracy"] > 0.9
+
+
 def card_of(name: str) -> dict[str, float]:
     measured: dict[str, float] = json.loads((SHIPPED / name / "recipe.json").read_text(encoding="utf-8"))["measured"]
     return measured

@@ -475,6 +475,20 @@ def test_a_latecomer_gets_the_version_of_the_last_push_and_nobody_else_pauses() 
     asyncio.run(main())
 
 
+def test_after_a_change_of_source_a_push_and_a_latecomer_get_the_new_ones_weights() -> None:
+    async def main() -> None:
+        first, second, old, new = Source(), Source(), Faulty(), Faulty()
+        sync = WeightSync(first, PROBE, SyncConfig())
+        await sync.push(lambda: {"policy-0": old}, 0)
+        sync.send_from(second, PROBE[:3])
+        await sync.push(lambda: {"policy-0": old}, 20)
+        await sync.catch_up("policy-1", new, Door(new))
+        assert (old.version, new.version) == (20, 20)
+        assert [source.asked.count("bucket 0") for source in (first, second)] == [1, 2]
+
+    asyncio.run(main())
+
+
 def test_a_latecomer_waits_for_the_next_push_when_the_learner_has_stepped() -> None:
     async def main() -> None:
         source, old, new = Source(), Faulty(), Faulty()

@@ -81,7 +81,7 @@ def make_replayed(path: str, recompute: bool) -> SglangEngine:
 
 RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
-    "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens),
+    "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, reads_models=True),
     "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, reads_models=True, one_for_both=True),
     "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, hashes_broadcasts=False),
     "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens),

@@ -118,7 +118,7 @@ def test_a_model_is_read_from_its_own_files_and_pushes_and_files_take_turns(
             run(read(next_version_path, 7))
         return
     receipt, by_files, pushed, by_push, _, completion = run(by_turns())
-    assert receipt == WeightReceipt(version=7, checksums={}), "vLLM's own loader hashes nothing"
+    assert receipt == WeightReceipt(version=7, checksums={}), "a loader of files hashes nothing"
     assert by_files == pytest.approx(scored(next_plain, prompt_of(40)), abs=1e-4)
     assert len(pushed.checksums) == NUM_TENSORS
     assert by_push == pytest.approx(scored(plain, prompt_of(40)), abs=1e-4)

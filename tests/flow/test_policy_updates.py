@@ -1,0 +1,98 @@
+"""Whole runs whose judge is the policy: as it is, as it began, and as it was after some steps."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.recorder import load_verdicts
+from grmpipe.types import Verdict
+
+ITSELF = ("policy.path=tiny://policy_judge", "train.num_steps=6", "train.checkpoint_every=1")
+UPDATED = (*ITSELF, "grm=policy", "grm.policy_updates=[1, 3]")
+
+
+@pytest.fixture(scope="module")
+def updated(run_once: Callable) -> Any:
+    return run_once(*UPDATED)
+
+
+def versions_of_groups(files: Any) -> list[set[int]]:
+    """The versions of the judge whose verdicts each group has, as it was recorded last."""
+    found: dict[str, dict[int, int]] = {}
+    for (group_id, sibling), report in load_verdicts(files.run_dir / "judgements.jsonl"):
+        if isinstance(report.verdict, Verdict):
+            found.setdefault(group_id, {})[sibling] = report.verdict.grm_version
+    return [set(by_sibling.values()) for by_sibling in found.values()]
+
+
+def test_the_judge_becomes_the_policy_of_each_listed_step(updated: Any) -> None:
+    assert updated.summary["status"] == "completed", updated.summary["failure"]
+    assert updated.summary["versions"] == {"policy": 6, "grm": 3}
+    assert [line["grm/version"] for line in updated.steps()] == [1, 1, 3, 3, 3, 3]
+    assert sorted(path.name for path in (updated.run_dir / "policy_versions").iterdir()) == ["1", "3"]
+
+
+def test_no_group_is_judged_by_two_versions_of_it(updated: Any) -> None:
+    versions = versions_of_groups(updated)
+    assert all(len(of_group) == 1 for of_group in versions)
+    assert set.union(*versions) == {0, 1, 2}, "none, one and two updates"
+
+
+def test_its_weights_are_the_policys_of_that_step(updated: Any) -> None:
+    """The last update is not the last policy, which has learned since."""
+    first, third, last = (
+        load_file(updated.run_dir / folder / "model.safetensors")
+        for folder in ("policy_versions/1", "policy_versions/3", "policy")
+    )
+    assert first.keys() == third.keys() == last.keys()
+    assert any(not first[name].equal(third[name]) for name in first)
+    assert any(not third[name].equal(last[name]) for name in last)
+
+
+def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(small_run: Callable) -> None:
+    first = small_run(*UPDATED, "train.num_steps=4")
+    (first.run_dir / "summary.json").unlink()
+    again = small_run(*UPDATED, "train.num_steps=5", "resume=auto")
+    assert again.summary["versions"] == {"policy": 5, "grm": 3}
+    assert [line["grm/version"] for line in again.steps()] == [1, 1, 3, 3, 3]
+    shutil.rmtree(first.run_dir / "policy_versions" / "3")
+    (first.run_dir / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"policy_versions/3 is missing, the policy of step 3, which judges as grm"):
+        small_run(*UPDATED, "train.num_steps=6", "resume=auto")
+
+
+def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run: Callable) -> None:
+    files = small_run(*ITSELF, "judge.model=policy", "train.num_steps=3")
+    assert files.summary["status"] == "completed" and files.summary["versions"] == {"policy": 3}
+    versions = versions_of_groups(files)
+    assert all(len(of_group) == 1 for of_group in versions) and len(set.union(*versions)) > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grm.policy_updates=[2]"], r"^grm\.policy_updates: tiny://grm is another model than .*type grm\.path='\$"),
+        (["policy.policy_updates=[2]"], r"^policy\.policy_updates: only a language model that judges beside"),
+        (["grm=policy", "grm.policy_updates=[4, 2]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
+        (["grm=policy", "grm.policy_updates=[0]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
+        (["grm=policy", "grm.policy_updates=[5]"], r"^grm\.policy_updates: 5 is not before the last step, .* = 5"),
+        (["grm=policy", "grm.policy_updates=[2]", "cotrain.enabled=true"], r"grm learns itself; type cotrain\.enabled"),
+        (["grm=policy", "grm.policy_updates=[2]", "grm.engine=sglang"], r"sglang can't read .*embedded or vllm"),
+        (
+            ["grm=policy", "grm.policy_updates=[2]", "placement=elastic"],
+            r"the pool engines is elastic, .*elastic=false",
+        ),
+        (["grm=policy", "grm.policy_updates=[2]", "train.deterministic=true"], r"type grm\.policy_updates=\[\], or train"),
+    ],
+)
+def test_what_cant_take_over_the_policys_weights_is_refused(
+    small_run: Callable, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_run("policy.path=tiny://policy_judge", "train.num_steps=5", *overrides)
