@@ -43,6 +43,7 @@ FILES = {
     "meta_rm/": "the trained meta-RM: give it as meta_rm.path",
     "critic/": "the trained critic: give it as critic.path",
     "grm/": "the trained GRM",
+    "policy_versions/": "the policy after the steps at which a judge took over its weights",
     "adapter/": "the policy's adapters, in peft's own format",
     "critiques.jsonl": "the outcome of each judging task, and the critiques to imitate",
     "cotrain/": "the judging tasks of each GRM in training, with its judgements",
