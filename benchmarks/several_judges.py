@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `votes` (those of the jury), `cascade` and `route`. Each comparison runs its variants, or those after --only, side
+Also `votes` (those of the jury), `cascade`, `route`, and `itself` (a policy that judges itself). Each comparison runs its variants, or those after --only, side
 by side for every seed into runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued.
 The trained policy then answers 2048 held-out problems at T = 1, which no run has seen. Writes
 benchmarks/several_judges/<comparison>.md.
@@ -87,7 +87,12 @@ def one_kind(*overrides: str, problems: str = "arithmetic") -> Variant:
 
 def alone(trick: Trick) -> Variant:
     """The policy of the jury beside one of its members, for as many steps."""
-    return quickstart("policy=tiny_tricks", f"grm=tiny_{trick}", "train.num_steps=100")
+    return quickstart("policy=tiny_tricks", f"grm=tiny_{trick}", "train.num_steps=160")
+
+
+def itself(*overrides: str) -> Variant:
+    """A policy that judges itself, or is judged as it was."""
+    return Variant(overrides=("+experiment=self_rewarding", *overrides))
 
 
 COMPARISONS = {
@@ -124,6 +129,16 @@ COMPARISONS = {
         },
         pairs=tuple((f"{run}_{kind}", f"alone_{kind}") for run in ("both", "wide") for kind in PROBLEMS),
         problems=("arithmetic", "comparison"),
+    ),
+    "itself": Comparison(
+        start="tiny://policy_judge",
+        variants={
+            "live": itself("judge.model=policy"),
+            "frozen": itself(),
+            "one": itself("grm.policy_updates=[20]"),
+            "three": itself("grm.policy_updates=[20,40,60]"),
+        },
+        pairs=tuple((name, "live") for name in ("frozen", "one", "three")),
     ),
 }
 

@@ -88,7 +88,10 @@ def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run
             ["grm=policy", "grm.policy_updates=[2]", "placement=elastic"],
             r"the pool engines is elastic, .*elastic=false",
         ),
-        (["grm=policy", "grm.policy_updates=[2]", "train.deterministic=true"], r"type grm\.policy_updates=\[\], or train"),
+        (
+            ["grm=policy", "grm.policy_updates=[2]", "train.deterministic=true"],
+            r"type grm\.policy_updates=\[\], or train",
+        ),
     ],
 )
 def test_what_cant_take_over_the_policys_weights_is_refused(
