@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `votes` (those of the jury), `cascade`, `route`, and `itself` (a policy that judges itself). Each comparison runs its variants, or those after --only, side
-by side for every seed into runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued.
-The trained policy then answers 2048 held-out problems at T = 1, which no run has seen. Writes
-benchmarks/several_judges/<comparison>.md.
+Also `votes` (those of the jury), `cascade`, `route`, and `itself` (a policy that judges itself). Each comparison runs its
+variants, or those after --only, side by side for every seed into runs/several_judges/<variant>_<seed>; finished runs are
+reused, interrupted ones continued. The trained policy then answers 2048 held-out problems at T = 1, which no run has
+seen. Writes benchmarks/several_judges/<comparison>.md.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def report(
     return [
         f"# Several judges: {name}",
         "",
-        f"`python benchmarks/several_judges.py {name} runs/several_judges {' '.join(typed)} --seeds {seeds}`",
+        f"`python benchmarks/several_judges.py {' '.join([name, 'runs/several_judges', *typed])} --seeds {seeds}`",
         "",
         f"True accuracy of the trained policy on {NUM_PROBLEMS} held-out problems, T = 1, by a rule that training",
         f"never uses. Before training: {before}. Intervals of 95 %: of a run over the",
