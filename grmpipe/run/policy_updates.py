@@ -4,6 +4,7 @@ written to a folder after that step, and their engines read it there. Trains not
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -90,11 +91,7 @@ class PolicyUpdates:
         if due:
             await self._write(version)
         for grm in due:
-
-            async def change(grm: UpdatedGrm = grm) -> SyncReport:
-                return await self._push(grm, version)
-
-            await change_judge(1, change)
+            await change_judge(1, functools.partial(self._push, grm, version))
         return {f"{name}/version": float(step) for name, step in self.versions.items()}
 
     async def _push(self, grm: UpdatedGrm, step: int) -> SyncReport:
