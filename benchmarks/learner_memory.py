@@ -35,6 +35,8 @@ CASES = [
     LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=32768, train=FULL),
     LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=32768, train={**OFFLOADED, "optimizer_state_dtype": "int8"}),
     LearnerCase(model="Qwen3-30B-A3B", ranks=8, num_tokens=8192, train=ALL),
+    LearnerCase(model="Qwen3-30B-A3B", ranks=16, num_tokens=16384, train=FULL),
+    LearnerCase(model="Qwen3-30B-A3B", ranks=16, num_tokens=16384, train={**FULL, "parallel": {"ep": 8}}),
 ]
 HEAD = """# Memory of the learner
 
@@ -46,7 +48,7 @@ optimizer step. Nearly all tokens are trained. What no fake tensor counts comes 
 and fragmentation, 3 to 6 GB.
 
 Options: `ckpt` activation_checkpointing=full, `act` activation_offload, `opt` optimizer_offload, `8bit`
-optimizer_state_dtype=int8, `cp` parallel.cp.
+optimizer_state_dtype=int8, `cp` parallel.cp, `ep` parallel.ep, where each expert gets as many tokens as any other.
 
 | model | ranks | tokens per rank | options | at rest | micro-batch | step | peak | task=plan | error |
 |---|---|---|---|---|---|---|---|---|---|
@@ -57,7 +59,7 @@ def options_of(train: dict[str, Any]) -> str:
     names = {"activation_offload": "act", "optimizer_offload": "opt"}
     found = ["ckpt"] + [short for name, short in names.items() if train.get(name)]
     found += ["8bit"] if train.get("optimizer_state_dtype") == "int8" else []
-    found += [f"cp={cp}"] if (cp := train.get("parallel", {}).get("cp", 1)) > 1 else []
+    found += [f"{name}={ranks}" for name, ranks in train.get("parallel", {}).items()]
     return " + ".join(found)
 
 

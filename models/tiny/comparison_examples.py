@@ -12,6 +12,7 @@ from models.tiny.comparisons import (
     comparison_judgement,
     corrupted_comparison,
     draw_training_comparison,
+    invented_comparison,
     sloppy_comparison,
 )
 from models.tiny.problems import Problem, judge_prompt
@@ -50,6 +51,7 @@ COMPARISONS: dict[str, Callable[[Comparison, random.Random], str]] = {
     "right": right_comparison,
     "careless": careless_comparison,
     "corrupted": corrupted_comparison,
+    "invented": invented_comparison,
 }
 COMPARISON_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
     "compare_people": compare_people,

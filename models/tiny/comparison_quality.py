@@ -8,7 +8,13 @@ from pathlib import Path
 from statistics import fmean
 
 from models.tiny.comparison_examples import careless_comparison
-from models.tiny.comparisons import Comparison, compares_right, corrupted_comparison, make_comparisons
+from models.tiny.comparisons import (
+    Comparison,
+    compares_right,
+    corrupted_comparison,
+    invented_comparison,
+    make_comparisons,
+)
 from models.tiny.evaluate import (
     HELD_OUT_SEED,
     MAX_ANSWER_TOKENS,
@@ -28,7 +34,7 @@ def accuracy_on_comparisons(directory: Path) -> float:
 
 
 def measure_judge_of_comparisons(directory: Path, policy_directory: Path) -> dict[str, float]:
-    """Agreement of a judge with the rule on right, careless, corrupted answers and those of a policy; `accuracy` is
+    """Agreement of a judge with the rule on right, careless, corrupted and invented answers and those of a policy; `accuracy` is
     their mean.
     """
     made, rng = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
@@ -37,6 +43,7 @@ def measure_judge_of_comparisons(directory: Path, policy_directory: Path) -> dic
         "right_accuracy": [one.solution for one in made],
         "careless_accuracy": [careless_comparison(one, rng) for one in made],
         "corrupted_accuracy": [corrupted_comparison(one, rng) for one in made],
+        "invented_accuracy": [invented_comparison(one, rng) for one in made],
         "policy_accuracy": Speaker(policy_directory).answer(questions, MAX_ANSWER_TOKENS, seed=1),
     }
     parts = {name: agreement_on_comparisons(judge, made, some) for name, some in texts.items()}

@@ -107,6 +107,13 @@ def sloppy_comparison(comparison: Comparison, misread: float, rng: random.Random
     return written(largest)
 
 
+def invented_comparison(comparison: Comparison, rng: random.Random) -> str:
+    """A solution in which, from some person on, a number that no person has counts as the largest."""
+    number = rng.choice([number for number in range(1, LARGEST + 10) if number not in comparison.numbers])
+    right = comparison.largest_so_far[: rng.randrange(len(comparison.numbers))]
+    return written((*right, *[max(number, *right, 0)] * (len(comparison.numbers) - len(right))))
+
+
 def corrupted_comparison(comparison: Comparison, rng: random.Random) -> str:
     """Another answer after right work, or no solution at all."""
     right = comparison.solution

@@ -342,8 +342,9 @@ POLICY_KINDS = Recipe(
 )
 JUDGED_COMPARISONS = (
     SftTask(kind="judge_right_comparison", weight=0.2),
-    SftTask(kind="judge_careless_comparison", weight=0.5),
-    SftTask(kind="judge_corrupted_comparison", weight=0.3),
+    SftTask(kind="judge_careless_comparison", weight=0.35),
+    SftTask(kind="judge_corrupted_comparison", weight=0.2),
+    SftTask(kind="judge_invented_comparison", weight=0.25),
 )
 COMPARISON_READER = Recipe(
     name="comparison_reader",
