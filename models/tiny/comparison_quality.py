@@ -34,8 +34,8 @@ def accuracy_on_comparisons(directory: Path) -> float:
 
 
 def measure_judge_of_comparisons(directory: Path, policy_directory: Path) -> dict[str, float]:
-    """Agreement of a judge with the rule on right, careless, corrupted and invented answers and those of a policy; `accuracy` is
-    their mean.
+    """Agreement of a judge with the rule on right, careless, corrupted and invented answers and on those of a policy;
+    `accuracy` is their mean.
     """
     made, rng = make_comparisons("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
     judge, questions = Speaker(directory), [one.question for one in made]
