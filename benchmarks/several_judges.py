@@ -66,7 +66,6 @@ class Comparison:
     problems: tuple[str, ...] = ("arithmetic",)
 
 
-WIDE = ("train.groups_per_batch=16", "train.num_steps=160")  # the rollouts of the route in half as many updates
 VOTES = ("min", "median", "majority")
 PROBLEMS: Mapping[str, Callable[[Split, int, int], Sequence[Problem | Question]]] = {
     "arithmetic": make_problems,
@@ -122,12 +121,10 @@ COMPARISONS = {
         variants={
             "both_arithmetic": Variant(overrides=("+experiment=route",)),
             "both_comparison": Variant(problems="comparison", run="both_arithmetic"),
-            "wide_arithmetic": Variant(overrides=("+experiment=route", *WIDE)),
-            "wide_comparison": Variant(problems="comparison", run="wide_arithmetic"),
             "alone_arithmetic": one_kind(),
             "alone_comparison": one_kind("data=tiny_comparison", "grm=tiny_comparison", problems="comparison"),
         },
-        pairs=tuple((f"{run}_{kind}", f"alone_{kind}") for run in ("both", "wide") for kind in PROBLEMS),
+        pairs=tuple((f"both_{kind}", f"alone_{kind}") for kind in PROBLEMS),
         problems=("arithmetic", "comparison"),
     ),
     "itself": Comparison(
