@@ -60,9 +60,8 @@ class RunStats:
         self.learner_busy_s = 0.0
         self.grms: Mapping[str, Grm] = {}  # set once they are started
         self.cotrainings = CoTrainings()  # set once they are started
-        self.policy_versions: Mapping[
-            str, int
-        ] = {}  # of models that judge as the policy was; set once they are started
+        # Of models that judge as the policy was; set once they are started.
+        self.policy_versions: Mapping[str, int] = {}
         self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()

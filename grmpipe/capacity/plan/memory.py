@@ -15,7 +15,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, Footprint, Working
-from models.settings import LoraConfig
+from models.settings import LoraConfig, ParallelConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
 
@@ -86,8 +86,9 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
 
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
-    train, lora = config.train, config.models[model].lora
-    shards = ranks // train.parallel.dp_replicate if model == POLICY else ranks
+    lora = config.models[model].lora
+    train = config.train if model == POLICY else replace(config.train, parallel=ParallelConfig())
+    shards = ranks // train.parallel.dp_replicate
     working = working_of(train, footprint, shards, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
     return _parts_of_rank(held, shards, working, train)
