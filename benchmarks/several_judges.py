@@ -132,10 +132,9 @@ COMPARISONS = {
         variants={
             "live": itself("judge.model=policy"),
             "frozen": itself(),
-            "one": itself("grm.policy_updates=[20]"),
             "three": itself("grm.policy_updates=[20,40,60]"),
         },
-        pairs=tuple((name, "live") for name in ("frozen", "one", "three")),
+        pairs=tuple((name, "live") for name in ("frozen", "three")),
     ),
 }
 
