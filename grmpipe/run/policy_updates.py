@@ -10,10 +10,9 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.run.engines import ServingEngines, probe_of, read_by
+from grmpipe.run.engines import ServingEngines, read_by
 from grmpipe.run.export import export
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Metrics
@@ -26,12 +25,8 @@ from scheduler.weights.weight_sync import SyncReport, WeightSync
 
 FOLDER = "policy_versions"  # of a run's directory: <step>/, a Hugging Face directory with the probe's log-probs
 PROBE = "probe.json"
-
-
-class ChangeJudge(Protocol):
-    """Changes a model that judges: no group is judged before and after it."""
-
-    async def __call__(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport: ...
+# Of a number of steps, and what changes a model that judges: no group is judged before and after it.
+ChangeJudge = Callable[[int, Callable[[], Awaitable[SyncReport]]], Awaitable[SyncReport]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +50,10 @@ class UpdatedGrm:
 class PolicyUpdates:
     """All such models of a run. There may be none."""
 
-    def __init__(
-        self,
-        grms: Sequence[UpdatedGrm],
-        learner: LearnerGroup,
-        settings: ModelConfig,
-        probe_ids: tuple[int, ...],
-        run_dir: Path,
-    ) -> None:
-        """settings, probe_ids: of the policy."""
+    def __init__(self, grms: Sequence[UpdatedGrm], learner: LearnerGroup, settings: ModelConfig, run_dir: Path) -> None:
+        """settings: of the policy."""
         self._grms = tuple(grms)
-        self._learner, self._settings, self._probe_ids = learner, settings, probe_ids
+        self._learner, self._settings = learner, settings
         self._folder = run_dir / FOLDER
         self.versions = dict.fromkeys((grm.name for grm in self._grms), 0)  # name -> the step whose policy it is
 
@@ -89,7 +77,7 @@ class PolicyUpdates:
         """Call after each step, when the policy's engines have its weights. Returns the models' versions."""
         due = [grm for grm in self._grms if version in grm.after]
         if due:
-            await self._write(version)
+            await self._write(version, due[0].first.probe_ids)
         for grm in due:
             await change_judge(1, functools.partial(self._push, grm, version))
         return {f"{name}/version": float(step) for name, step in self.versions.items()}
@@ -101,15 +89,17 @@ class PolicyUpdates:
         self.versions[grm.name] = step
         return report
 
-    async def _write(self, version: int) -> None:
-        """Write the policy. A folder is whole, or isn't there; one from before a resume is replaced."""
+    async def _write(self, version: int, probe_ids: tuple[int, ...]) -> None:
+        """Write the policy, with its log-probs of a probe. A folder is whole, or isn't there; one from before a resume
+        is replaced.
+        """
         whole, draft = self._folder / str(version), self._folder / f"{version}.draft"
         for folder in (whole, draft):
             shutil.rmtree(folder, ignore_errors=True)
         async with self._learner.held():
             await export(self._learner, draft, self._settings)
-            logprobs = await self._learner.score(self._probe_ids)
-        probe = {"token_ids": self._probe_ids, "logprobs": logprobs}
+            logprobs = await self._learner.score(probe_ids)
+        probe = {"token_ids": probe_ids, "logprobs": logprobs}
         (draft / PROBE).write_text(json.dumps(probe) + "\n", encoding="utf-8")
         draft.rename(whole)
 
@@ -142,4 +132,4 @@ async def make_policy_updates(
             first = await read_by(next(iter(engines.alive.values())), model, prepared)
             sync = WeightSync(first, first.probe_ids, replace(first.config, delta=False), transport="files")
             grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
-    return PolicyUpdates(grms, learner, settings[prepared.policy.name], probe_of(prepared.policy, prepared), run_dir)
+    return PolicyUpdates(grms, learner, settings[prepared.policy.name], run_dir)

@@ -20,7 +20,7 @@ from grmpipe.capacity.cost import (
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
-from grmpipe.capacity.plan.memory import kv_room
+from grmpipe.capacity.plan.memory import engine_weights, kv_room
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
 from grmpipe.config.critic import critic_train
@@ -219,23 +219,24 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
 
 
 def sizes_of(role: str, survey: Survey) -> ModelSizes:
-    footprint, dtype = survey.models[role].footprint, survey.roles.served[role].dtype
+    footprint, served = survey.models[role].footprint, survey.roles.served[role]
     if footprint is None:
-        key = survey.roles.served[role].key
-        raise CostUnknown(f"{key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
+        raise CostUnknown(
+            f"{served.key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml"
+        )
     return ModelSizes(
         num_parameters=footprint.num_parameters,
-        weight_bytes=footprint.weight_bytes(dtype, survey.roles.served[role].engine.bytes_in_layers),
-        kv_bytes_per_token=footprint.kv_bytes_per_token(dtype),
-        dtype=dtype,
+        weight_bytes=engine_weights(served, footprint),
+        kv_bytes_per_token=footprint.kv_bytes_per_token(served.dtype),
+        dtype=served.dtype,
         num_active_parameters=footprint.num_active_parameters,
     )
 
 
 def weight_bytes(role: str, survey: Survey) -> float:
     """The bytes of the weights that an engine holds; 0 if the model's size is unknown."""
-    footprint, served = survey.models[role].footprint, survey.roles.served[role]
-    return footprint.weight_bytes(served.dtype, served.engine.bytes_in_layers) if footprint else 0.0
+    footprint = survey.models[role].footprint
+    return engine_weights(survey.roles.served[role], footprint) if footprint else 0.0
 
 
 def pushed_bytes(role: str, survey: Survey) -> float:

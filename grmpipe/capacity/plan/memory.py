@@ -59,7 +59,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
     if engine.joined:
         return [Part(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
-    weights = footprint.weight_bytes(options.dtype, engine.bytes_in_layers) / num_gpus
+    weights = engine_weights(role, footprint) / num_gpus
     held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
@@ -75,6 +75,11 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
         return held
     tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype))
     return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
+
+
+def engine_weights(role: ServedRole, footprint: Footprint) -> int:
+    """The bytes of the weights that an engine of this role holds, on all its GPUs together."""
+    return footprint.weight_bytes(role.dtype, role.engine.bytes_in_layers)
 
 
 def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:

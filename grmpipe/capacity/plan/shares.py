@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import Part, everybody, memory_parts, one_at_a_time
+from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time
 from grmpipe.capacity.plan.survey import Survey
 from grmpipe.config.judging import GRM, POLICY
 from grmpipe.config.roles import ServedRole
@@ -86,7 +86,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
     if footprint is None:
         return None
     return Wish(
-        weights=footprint.weight_bytes(served.dtype, served.engine.bytes_in_layers) / served.num_gpus,
+        weights=engine_weights(served, footprint) / served.num_gpus,
         token=footprint.kv_bytes_per_token(served.dtype) / served.num_gpus,
         kv=served.engine.set_cache_bytes,
     )
