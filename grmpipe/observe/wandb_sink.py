@@ -41,9 +41,8 @@ class WandbSink:
         self._secrets = environment_secrets()
         self._closed = False
         modes = modes_to_try(config.wandb_mode, os.environ)
-        if modes:
-            # W&B reads it at its import: no crash reports to W&B, no line about the key it found.
-            os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        if modes and not import_wandb():
+            modes = ()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")  # the run's processes start meanwhile
         self._starting = thread.submit(first_started, modes, config, run_dir, redact(run_config), self.run_id)
 
@@ -88,6 +87,20 @@ def modes_to_try(wandb_mode: str, environ: Mapping[str, str]) -> tuple[Mode, ...
     return ("online", "offline") if online else ("offline",)
 
 
+def import_wandb() -> bool:
+    """Import W&B and what its `init` would import, in the thread that asks; whether that worked.
+
+    Pydantic parses the source of W&B's models at their import, torch parses functions at its own. Two threads of one
+    process may not parse at once: "AST constructor recursion depth mismatch" ends either (python/cpython#106905).
+    """
+    # W&B reads it at its import: no crash reports to W&B, no line about the key it found.
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    guard = Guard()
+    with guard.watch("wandb"):
+        import wandb.sdk.launch.inputs.internal  # noqa: F401  # late: a run without W&B shouldn't pay for it
+    return not guard.failures
+
+
 def first_started(
     modes: Sequence[Mode], config: TrackingConfig, run_dir: Path, run_config: Mapping[str, object], run_id: str
 ) -> wandb.Run | None:
@@ -102,8 +115,8 @@ def first_started(
 def start(
     config: TrackingConfig, mode: Mode, run_dir: Path, run_config: Mapping[str, object], run_id: str
 ) -> wandb.Run:
-    """Start a W&B run; offline this takes half a second, with the import. `run_config` must be free of secrets."""
-    import wandb  # late: a run without W&B shouldn't pay for it
+    """Start a W&B run. `run_config` must be free of secrets."""
+    import wandb
 
     run_dir.mkdir(parents=True, exist_ok=True)
     try:

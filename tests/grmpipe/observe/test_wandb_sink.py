@@ -208,3 +208,20 @@ def test_disabled_leaves_nothing_and_keeps_the_id(tmp_path: Path) -> None:
 )
 def test_online_needs_a_key_or_a_wish(mode: str, environ: dict[str, str], tried: tuple[str, ...]) -> None:
     assert modes_to_try(mode, environ) == tried
+
+
+def test_no_other_thread_than_the_caller_parses_source(tmp_path: Path) -> None:
+    """In a process of its own: a module is imported once."""
+    code = f"""
+import builtins, threading
+parsed_in = []
+compile_source = builtins.compile
+def compile(source, filename, mode, flags=0, *args, **options):
+    if flags & 0x400:  # ast.PyCF_ONLY_AST
+        parsed_in.append(threading.current_thread() is threading.main_thread())
+    return compile_source(source, filename, mode, flags, *args, **options)
+builtins.compile = compile
+{in_another_process(tmp_path, 1)[-1]}
+assert parsed_in and all(parsed_in), f"{{parsed_in.count(False)}} of {{len(parsed_in)}} in other threads"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
