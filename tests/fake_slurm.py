@@ -20,13 +20,14 @@ while [[ "$1" == --* ]]; do
   shift
 done
 echo "srun [$(echo $nodes)] $*" >>"$FAKE_FOLDER/calls"
-pids=()
+pids=() ended=0
+trap 'ended=1; kill -TERM $(jobs -p) 2>/dev/null' TERM # before the first task: without it, one would outlive srun
 for node in $nodes; do
   mkdir -p "$FAKE_FOLDER/$node"
   (cd "$FAKE_FOLDER/$node" && FAKE_NODE="$node" exec "$@") &
   pids+=($!)
 done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
+if ((ended)); then kill -TERM $(jobs -p) 2>/dev/null; fi # of tasks that began after the signal
 status=0
 for pid in "${pids[@]}"; do
   while kill -0 "$pid" 2>/dev/null; do wait "$pid"; status=$?; done

@@ -26,7 +26,7 @@ DEPLOY = ROOT / "deploy"
 RAY = """\
 #!/usr/bin/env bash
 echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
-exec sleep 60
+exec sleep 600
 """
 # launch.py: fails as FAKE_EXIT says; with FAKE_WAIT it ends at a SIGTERM with 130, as a run with a checkpoint does.
 PYTHON = """\
@@ -64,7 +64,7 @@ def overrides_in(command: str) -> list[str]:
 
 def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -> None:
     job = job_of(tmp_path, ENV_VARS="HF_HOME,NCCL_*", HF_HOME="/shared/hf")
-    code, output = end(job.begin("+experiment=quickstart", "tracking=none"), 60)
+    code, output = end(job.begin("+experiment=quickstart", "tracking=none"), 240)
     assert code == 0, output
     calls = job.calls
     head = next(call for call in calls if call.startswith("ray on n1"))
@@ -87,7 +87,7 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
 
 def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
     job = job_of(tmp_path, FAKE_DOCTOR="1")
-    code, _ = end(job.begin(), 60)
+    code, _ = end(job.begin(), 240)
     assert code == 1
     assert len([call for call in job.calls if "launch.py" in call and call.startswith("python")]) == 1
     assert not any("requeue" in call for call in job.calls)
@@ -99,7 +99,7 @@ def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
 def test_a_failed_run_is_queued_again_a_few_times(tmp_path: Path, exit_code: int, restarts: int, again: bool) -> None:
     """A wrong configuration stays wrong."""
     job = job_of(tmp_path, FAKE_EXIT=str(exit_code), DOCTOR="0")
-    code, _ = end(job.begin(restarts=restarts), 60)
+    code, _ = end(job.begin(restarts=restarts), 240)
     assert code == exit_code
     assert ("scontrol requeue 4711" in job.calls) is again
 
@@ -111,12 +111,12 @@ def test_at_the_end_of_its_time_a_job_keeps_a_checkpoint_and_is_queued_again(
     """SIGTERM comes from a person who ends the job: it stays ended."""
     job = job_of(tmp_path, FAKE_WAIT="1", DOCTOR="0")
     began = job.begin()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not (tmp_path / "running").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     began.send_signal(sent)
-    code, output = end(began, 60)
+    code, output = end(began, 240)
     assert code == 130, output
     assert ("scontrol requeue 4711" in job.calls) is again
 

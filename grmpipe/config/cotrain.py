@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from models.settings import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class CotrainConfig:
     lr: float = 2e-4  # Peak learning rate of the GRM.
     # Weight of the KL to the GRM as it was loaded; 0: none (SPCT, arXiv 2504.02495: 0.08 at 27B).
     kl_coefficient: float = 0.0
+    # How the ranks of the GRM's learner share it; train.parallel is only for the policy.
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for key in ("num_items", "rollout_window", "prompts_per_batch"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import ParallelConfig
@@ -30,6 +30,8 @@ class CriticConfig:
     micro_batch_tokens: int | None = None
     max_grad_norm: float = 1.0  # Norm that the critic's gradients are clipped to.
     dtype: str | None = None  # Type of the forward and backward pass; null: as train.dtype.
+    # How the critic's ranks share it; train.parallel is only for the policy. They can't share samples: cp is 1.
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         for key in ("lr", "max_grad_norm"):
@@ -45,6 +47,8 @@ class CriticConfig:
                 raise ValueError(f"{key}: must be at least 1, or null, got {getattr(self, key)}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: unknown value {self.dtype!r}; known: float32, bfloat16, null")
+        if self.parallel.cp > 1:
+            raise ValueError("parallel.cp: ranks of a model with a scalar head can't share samples; type 1")
         if self.path == "":
             raise ValueError("path: is empty; give a model, or null for the policy's own")
 
@@ -82,7 +86,7 @@ def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
         max_grad_norm=critic.max_grad_norm,
         micro_batch_tokens=critic.micro_batch_tokens or train.micro_batch_tokens,
         dtype=critic.dtype or train.dtype,
-        parallel=ParallelConfig(),
+        parallel=critic.parallel,
     )
 
 

@@ -117,6 +117,12 @@ def key_of_cotrain(role: str) -> str:
     return "cotrain" if role == GRM else f"cotrains.{role}"
 
 
+def key_of_parallel(learner: str) -> str:
+    """The configuration's section for how the ranks of a role that trains a model share it."""
+    own = {"learner": "train", "critic": "critic"}
+    return f"{own.get(learner) or key_of_cotrain(learner.removesuffix(LEARNER))}.parallel"
+
+
 def check_names(section: str, names: Collection[str]) -> None:
     """Check the names of further judges or models: they are part of keys, of metrics, and of names of processes."""
     for name in names:

@@ -25,7 +25,8 @@ FREE_ON_RESUME = (
     # The split and saving of a batch: the gradients are the same.
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
     "train.activation_offload", "train.optimizer_offload", "train.checkpoint_every", "train.async_checkpoints",
-    "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.micro_batch_tokens",
+    "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "cotrain.parallel",
+    "critic.micro_batch_tokens",
     "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
     "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",

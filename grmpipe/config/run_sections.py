@@ -30,7 +30,7 @@ from grmpipe.config.train import (
     TrainConfig,
 )
 from models.engines.engine_kind import AnyEngine
-from models.settings import EngineConfig, ModelConfig
+from models.settings import EngineConfig, ModelConfig, ParallelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig
 from scheduler.slots.health import HealthConfig
@@ -134,6 +134,12 @@ class RunSections:
     def learners(self) -> dict[str, str]:
         """Role whose weights are trained -> role that trains it."""
         return {POLICY: "learner"} | {role: role + LEARNER for role in self.trained_grms}
+
+    @property
+    def parallel(self) -> dict[str, ParallelConfig]:
+        """Role that trains a model -> how its ranks share it."""
+        grms = {role + LEARNER: cotrain.parallel for role, cotrain in self.trained_grms.items()}
+        return {"learner": self.train.parallel, "critic": self.critic.parallel, **grms}
 
     def judge_training(self, role: str) -> JudgeConfig:
         """The judge whose prompts, limits and temperature a GRM in training learns under."""

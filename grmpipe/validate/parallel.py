@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from grmpipe.config.judging import key_of_parallel
+from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.sections import section
-from models.lm.footprint import Heads
+from models.lm.footprint import Heads, heads_of
 from scheduler.placement import Placement
 
 
 def check_parallel(config: RunConfig, placement: Placement) -> None:
-    """Raises ConfigError if copies, shared samples or divided experts don't fit the number of the learner's ranks."""
-    if seats := placement.seats.get("learner"):
-        with section("train.parallel."):
-            config.train.parallel.check_ranks(len(seats))
+    """Raises ConfigError if copies, shared samples or divided experts don't fit the number of a learner's ranks."""
+    for learner, parallel in config.parallel.items():
+        if seats := placement.seats.get(learner):
+            with section(f"{key_of_parallel(learner)}."):
+                parallel.check_ranks(len(seats))
 
 
-def check_query_heads(config: RunConfig, heads: Heads) -> None:
-    """Raises ConfigError if ranks that share samples can't have equal numbers of the policy's query heads."""
-    cp = config.train.parallel.cp
-    if heads.query % cp:
-        fitting = max(n for n in range(1, cp) if heads.query % n == 0)
-        raise ConfigError(
-            f"train.parallel.cp: {cp} ranks can't divide the {heads.query} query heads of policy.path evenly; type "
-            f"train.parallel.cp={fitting}"
-        )
+def check_divides(config: RunConfig, role: ServedRole, path: str) -> None:
+    """Raises ConfigError if the ranks that train the model at `path` can't divide its query heads or experts as its
+    section says.
+    """
+    assert role.learner is not None, role.name
+    if config.parallel[role.learner].cp > 1:
+        check_query_heads(config, role, heads_of(path))
+    check_experts(config, path, role.learner)
+
+
+def check_query_heads(config: RunConfig, role: ServedRole, heads: Heads) -> None:
+    """Raises ConfigError if ranks that share samples can't have equal numbers of the query heads of the model that they
+    train. Does nothing for a model that isn't trained.
+    """
+    if role.learner is None or heads.query % (cp := config.parallel[role.learner].cp) == 0:
+        return
+    key = f"{key_of_parallel(role.learner)}.cp"
+    fitting = max(n for n in range(1, cp) if heads.query % n == 0)
+    raise ConfigError(
+        f"{key}: {cp} ranks can't divide the {heads.query} query heads of {role.key}.path evenly; type {key}={fitting}"
+    )
 
 
 def check_shares_no_samples(config: RunConfig) -> None:
@@ -35,20 +50,22 @@ def check_shares_no_samples(config: RunConfig) -> None:
         )
 
 
-def check_experts(config: RunConfig, path: str) -> None:
-    """Raises ConfigError if the experts of the model at `path` can't be divided over train.parallel.ep ranks, or if it
-    has no routers for train.fp32_router.
+def check_experts(config: RunConfig, path: str, learner: str = "learner") -> None:
+    """Raises ConfigError if the ranks of a learner can't divide the experts of the model at `path`, or if the policy
+    has no routers for train.fp32_router (a judge or a critic next to a mixture may be dense).
     """
-    if config.train.parallel.ep == 1 and not config.train.fp32_router:
+    ep, fp32_router = config.parallel[learner].ep, config.train.fp32_router and learner == "learner"
+    if ep == 1 and not fp32_router:
         return
     from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
     from models.lm.expert_parallel import check_divisible
     from models.lm.fp32_router import check_has_routers
+    from models.lm.scalar_head import outline_scalar_head
 
-    outline = outline_causal_lm(path)
-    if config.train.parallel.ep > 1:
-        with section("train.parallel."):
-            check_divisible(outline, config.train.parallel.ep)
-    if config.train.fp32_router:
+    outline = outline_scalar_head(path) if learner == "critic" else outline_causal_lm(path)
+    if ep > 1:
+        with section(f"{key_of_parallel(learner)}."):
+            check_divisible(outline, ep)
+    if fp32_router:
         with section("train."):
             check_has_routers(outline)

@@ -27,7 +27,7 @@ from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
 from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_experts, check_query_heads
+from grmpipe.validate.parallel import check_divides, check_experts
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.router_replay import check_routing
 from grmpipe.validate.scalar_model import FoundScalarModel, check_scalar_judges, find_scalar_models
@@ -125,7 +125,9 @@ def critic_model(config: RunConfig, policy: Model, progress: Progress) -> Critic
     if "critic" not in config.roles:
         return None
     with section("critic."):
-        return find_critic(config, policy, progress)
+        model = find_critic(config, policy, progress)
+    check_experts(config, model.path, "critic")
+    return model
 
 
 def check_models(prepared: Prepared) -> None:
@@ -135,16 +137,13 @@ def check_models(prepared: Prepared) -> None:
         role = roles.served[model.name]
         if role.learner is not None and config.task != "evaluate":
             check_learns(model)
+            check_divides(config, role, model.path)
         check_lora_targets(model, config)
         check_weight_names(model, role)
         if role.num_gpus > 1:
             check_tensor_parallel(role, heads_of(model.path))
-        if role.learner == "learner" and config.train.parallel.cp > 1:
-            check_query_heads(config, heads_of(model.path))
     check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
-    if roles.served[POLICY].learner is not None and config.task != "evaluate":
-        check_experts(config, prepared.policy.path)
 
 
 def check_judges_without_model(config: RunConfig) -> None:

@@ -13,10 +13,9 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.validate.engines import check_slots
 from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_experts, check_parallel, check_query_heads
+from grmpipe.validate.parallel import check_divides, check_parallel
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
-from models.lm.footprint import heads_of
 from scheduler.placement import Placement, PlacementConfig, place
 
 
@@ -45,9 +44,7 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
     check_sizes(config, recorded)
     policy = find_model(roles.served["policy"], config, progress)
     check_learns(policy)
-    if config.train.parallel.cp > 1:
-        check_query_heads(config, heads_of(policy.path))
-    check_experts(config, policy.path)
+    check_divides(config, roles.served["policy"], policy.path)
     check_tokens(config, policy, recorded)
     return PreparedRetraining(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
 

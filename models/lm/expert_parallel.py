@@ -42,13 +42,13 @@ def check_divisible(model: PreTrainedModel, ep: int) -> None:
     """Raises ValueError that names `ep` if the experts of this model can't be divided over this number of ranks."""
     kind, found = model.config.model_type, dict(experts_of(model))
     if not found:
-        raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type train.parallel.ep=1")
+        raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type 1")
     for experts in found.values():
         name, num_experts = type(experts).__name__, _num_experts(experts)
         if name not in DIVISIBLE:
             raise ValueError(
                 f"ep: the experts of a {kind!r} model ({name}) can't be divided over ranks; those of "
-                f"{', '.join(DIVISIBLE)} can; type train.parallel.ep=1"
+                f"{', '.join(DIVISIBLE)} can; type 1"
             )
         if num_experts % ep:
             raise ValueError(f"ep: {ep} ranks can't divide {num_experts} experts evenly; type a divisor of them")
@@ -107,7 +107,7 @@ def sharded_dimension(shape: Sequence[int], shards: int) -> int:
             return dimension
     raise ValueError(
         f"ep: {shards} ranks would shard the same experts, and can't divide their weights ({shape[1]} x {shape[2]}) "
-        "evenly; type another train.parallel.ep"
+        "evenly; type another ep"
     )
 
 

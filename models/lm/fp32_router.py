@@ -17,11 +17,7 @@ FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.flo
 
 
 def route_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the routers alone, with weights that aren't rounded. Call before layers are sharded. mesh: that of layers.
-
-    Raises ValueError for a model without routers.
-    """
-    check_has_routers(model)
+    """Shard the routers alone, with weights that aren't rounded. Call before layers are sharded. mesh: of layers."""
     for router in routers_of(model).values():
         fully_shard(router, mesh=mesh, mp_policy=FLOAT32)
     for _, experts in experts_of(model):

@@ -1,4 +1,4 @@
-"""Whole runs whose learner's ranks divide the experts of a mixture (train.parallel.ep)."""
+"""Whole runs in which ranks divide the experts of a mixture: of the policy, or of a GRM that learns beside it."""
 
 from __future__ import annotations
 
@@ -33,3 +33,25 @@ def test_a_run_with_divided_experts_begins_as_one_without(
     assert {name: first[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-4)
     assert 0 <= first["experts/unused_share"] < 1 and first["train/grad_norm"] > 1e-4
     assert (Path(divided.run_dir) / "policy" / "model.safetensors").is_file()
+
+
+def test_the_ranks_of_a_grm_in_training_divide_its_experts(
+    run_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As on one rank: equal gradients of the first judging tasks; every push to its engines is confirmed."""
+    grm = tmp_path_factory.mktemp("grm")
+    upcycle(SHIPPED / "grm", grm, noise=0.3)
+    run = (
+        "cluster=ray", "placement=two_ranks", "placement.roles.learner.replicas=1", f"grm.path={grm}",
+        "placement.roles.grm_learner.replicas=2", "train.num_steps=2", "cotrain.warmup_steps=2",
+        "cotrain.rollout_share=0", "data.num_eval_prompts=4", "train.group_size=4", "train.groups_per_batch=4",
+    )  # fmt: skip
+    divided, whole = (
+        run_once(*run, f"cotrain.parallel.ep={ep}", experiment="cotrain", run_dir=f"grm_ep{ep}") for ep in (2, 1)
+    )
+    for files in (divided, whole):
+        assert files.summary["status"] == "completed" and files.summary["versions"]["grm"] >= 3
+    first, expected = (files.steps()[0] for files in (divided, whole))
+    names = ("grm/grad_norm", "grm/experts/router_entropy")
+    assert {name: first[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-3)
+    assert first["grm/grad_norm"] > 1e-4

@@ -138,11 +138,11 @@ def test_markers_are_two_different_texts_or_none(markers: list[str]) -> None:
 
 @pytest.mark.parametrize("filling", ["</think>", "> </think>", "\n> </think>", "<think>", " \n", "> "])
 def test_a_thought_is_found_in_linear_time(filling: str) -> None:
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for text in (filling * 20_000, "<think>" + filling * 20_000, "<think>\n> " + filling * 20_000):
         THINK.thought_in(text)
         IN_PROMPT.thought_in(text)
-    assert time.perf_counter() - started_s < 0.5
+    assert time.process_time() - started_s < 0.5
 
 
 def test_markers_are_found_where_a_template_wants_a_system_message() -> None:

@@ -374,7 +374,7 @@ def test_turns_with_tools_are_extended_in_a_third_of_a_millisecond() -> None:
     renderer, durations_s = renderer_of("qwen3_tools"), []
     for number in range(200):
         results = [Message(role="tool", content=f"Ida has {number} coins.", tool_call_id=str(number))]
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         renderer.extend(results, TOOLS)
-        durations_s.append(time.perf_counter() - started_s)
+        durations_s.append(time.process_time() - started_s)
     assert min(durations_s) < 0.3e-3

@@ -15,7 +15,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, Footprint, Working
-from models.settings import LoraConfig, ParallelConfig
+from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
 
@@ -92,7 +92,7 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
     lora = config.models[model].lora
-    train = config.train if model == POLICY else replace(config.train, parallel=ParallelConfig())
+    train = replace(config.train, parallel=config.parallel[config.learners[model]])
     shards = ranks // train.parallel.dp_replicate
     working = working_of(train, footprint, shards, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
@@ -171,7 +171,8 @@ def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]
         Part(what="gradients", num_bytes=copy, kind="state"),
         _moments("optimizer", train, footprint.num_parameters),
     ]
-    return _parts_of_rank(held, ranks, working_of(train, footprint, ranks), train)
+    shards = ranks // train.parallel.dp_replicate
+    return _parts_of_rank(held, shards, working_of(train, footprint, shards), train)
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import LEARNER, POLICY, StepWork, is_learning
+from grmpipe.capacity.lower_bound import POLICY, StepWork, is_learning
 from grmpipe.capacity.plan.candidates import (
     Candidate,
     Predicted,
@@ -138,8 +138,10 @@ def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
     already run.
     """
     config, allowed = survey.config, dict[str, range]()
-    if (multiple := config.train.parallel.rank_multiple) > 1:
-        allowed[LEARNER] = range(multiple, sum(pool.slots for pool in config.placement.pools.values()) + 1, multiple)
+    slots = sum(pool.slots for pool in config.placement.pools.values())
+    for learner, parallel in config.parallel.items():
+        if (multiple := parallel.rank_multiple) > 1:
+            allowed[learner] = range(multiple, slots + 1, multiple)
     if config.cluster.kind == "inprocess":
         allowed |= dict.fromkeys(filter(is_learning, work.roles), range(1, 2))
     for role in work.engines:

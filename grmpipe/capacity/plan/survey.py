@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.lower_bound import LEARNER, META_RM
+from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
@@ -82,8 +82,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         check_heads(models[role.name], role, config)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning)
-            if role.learner == "learner":
-                check_experts(config, learning.path)
+            check_experts(config, learning.path, role.learner)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     for scorer in scorer_dtypes(config):
@@ -194,5 +193,4 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
     else:
         return
     check_tensor_parallel(role, heads)
-    if role.learner == LEARNER:
-        check_query_heads(config, heads)
+    check_query_heads(config, role, heads)

@@ -20,7 +20,7 @@ from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
-from models.settings import ModelConfig, ParallelConfig
+from models.settings import ModelConfig
 from models.thinking import thinks
 from models.types import SamplingParams
 from scheduler.routing.router import Router
@@ -49,7 +49,7 @@ def grm_train(train: TrainConfig, cotrain: CotrainConfig) -> TrainConfig:
         min_valid_siblings=2,
         max_staleness=0,
         lr=cotrain.lr,
-        parallel=ParallelConfig(),
+        parallel=cotrain.parallel,
     )
 
 

@@ -14,7 +14,7 @@ FREE = (
     "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.timeout_s",
     "judge.max_failure_rate", "judge.failure_window", "judge.pause_s", "judge.max_retries", "rollout.group_deadline_s",
     "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "cotrain.lr",
-    "train.parallel.cp",
+    "train.parallel.cp", "cotrain.parallel.ep", "cotrains.safety.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip
 BOUND = (
     "seed", "experiment", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank", "grm.path",

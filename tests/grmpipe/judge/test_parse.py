@@ -276,7 +276,7 @@ def test_what_stands_before_the_verdict_does_not_change_it(noise: str, score: in
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
     long = filling * 20_000
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for text in (
         long,
         f"<think>{long}x",
@@ -286,7 +286,7 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
         f"score is{long}x",
     ):
         parser_named(name)(text, 2 if name in TWO_SCORES else 1, Scale())
-    assert time.perf_counter() - started_s < 0.5
+    assert time.process_time() - started_s < 0.5
 
 
 def test_a_scale_spans_rewards_from_0_to_1() -> None:

@@ -59,6 +59,54 @@ def test_ranks_that_cannot_divide_the_query_heads_are_refused(check) -> None:
         check(config(2, cp=2), no_progress)
 
 
+def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> RunConfig:
+    """A run that trains its GRM on ranks of their own."""
+    base = config(1)
+    roles = {"policy": {"pool": "all"}, "learner": {"pool": "all"}, "grm": {"pool": "all"}}
+    placement = {
+        "pools": {"all": {"slots": ranks}},
+        "roles": roles | {"grm_learner": {"pool": "all", "replicas": ranks}},
+    }
+    return from_values(
+        RunConfig,
+        {
+            "cluster": {"kind": base.cluster.kind},
+            "placement": placement,
+            "data": {"num_prompts": 20},
+            "cotrain": {"enabled": True, "parallel": parallel},
+            "train": {"fp32_router": fp32_router},
+        },
+    )
+
+
+def test_the_ranks_of_a_grm_in_training_are_grouped_as_its_own_section_says() -> None:
+    with pytest.raises(ConfigError, match=r"^cotrain\.parallel\.dp_replicate: 2 copies .* there are 3"):
+        seat_roles(with_grm_learner(3, dp_replicate=2))
+    seat_roles(with_grm_learner(4, dp_replicate=2, cp=2))
+    with pytest.raises(
+        ConfigError, match=r"^cotrain\.parallel\.cp: 2 ranks can't divide the 3 query heads of grm\.path"
+    ):
+        prepare(with_grm_learner(2, cp=2), no_progress)
+    with pytest.raises(ConfigError, match=r"^cotrain\.parallel\.ep: .* type 1$"):
+        prepare(with_grm_learner(2, ep=2), no_progress)
+
+
+def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> None:
+    check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "grm"), "grm_learner")
+    with pytest.raises(ConfigError, match=r"^train\.fp32_router: "):
+        check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "policy"))
+
+
+def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"critic\.parallel\.cp: ranks of a model with a scalar head"):
+        from_values(RunConfig, {"critic": {"parallel": {"cp": 2}}})
+    Qwen3Config(**SMALL).save_pretrained(tmp_path)
+    divided = from_values(RunConfig, {"critic": {"parallel": {"ep": 2}}})
+    with pytest.raises(ConfigError, match=r"^critic\.parallel\.ep: a 'qwen3' model .* type 1$"):
+        check_experts(divided, str(tmp_path), "critic")
+    check_experts(divided, str(tmp_path))
+
+
 def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
     assert survey_run(config(3, cp=3), no_progress).config.train.max_packed_tokens == 3 * 4096
 
@@ -75,7 +123,7 @@ def divided(ep: int) -> RunConfig:
 
 def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
     Qwen3Config(**SMALL).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"^train\.parallel\.ep: a 'qwen3' model .* type train\.parallel\.ep=1"):
+    with pytest.raises(ConfigError, match=r"^train\.parallel\.ep: a 'qwen3' model .* type 1$"):
         check_experts(divided(2), str(tmp_path))
     check_experts(divided(1), str(tmp_path))
 

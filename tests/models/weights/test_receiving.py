@@ -319,7 +319,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
     bucket = sender.post(0, stream.unsharded(0))
     survivor.tell("load", bucket)
     lost.tell("receive_some", bucket, 2, end)
-    in_time_s = timeout_s + 10 if end == "hang" else 20
+    in_time_s = 50.0  # of 60, which a death need not wait for
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"sending 'layers\.\d+' in the group 'weights-\d+' of 3 failed: \w+"):
         sender.deliver(0)

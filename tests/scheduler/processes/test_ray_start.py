@@ -19,7 +19,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
     began_s = time.monotonic()
     with pytest.raises(ValueError, match=rf"^cluster\.address: nothing listens at {address} .*cluster\.address=null"):
         init_ray(ClusterConfig(address=address))
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
 
 
 def test_named_variables_are_passed_on_and_no_others() -> None:

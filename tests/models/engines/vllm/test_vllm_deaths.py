@@ -94,7 +94,7 @@ def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says
     owner.kill()
     assert owner.wait(timeout=30) == -signal.SIGKILL
     assert (freed, kept_waiting) == ("0", "True")
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 60
     while alive(int(core)):
         assert time.monotonic() < deadline_s, f"process {core} outlived its owner"
         time.sleep(0.1)
