@@ -30,7 +30,7 @@ class CriticConfig:
     micro_batch_tokens: int | None = None
     max_grad_norm: float = 1.0  # Norm that the critic's gradients are clipped to.
     dtype: str | None = None  # Type of the forward and backward pass; null: as train.dtype.
-    # How the critic's ranks share it; train.parallel is only for the policy. They can't share samples: cp is 1.
+    # How the critic's ranks share it; train.parallel is only for the policy.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -47,8 +47,6 @@ class CriticConfig:
                 raise ValueError(f"{key}: must be at least 1, or null, got {getattr(self, key)}")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: unknown value {self.dtype!r}; known: float32, bfloat16, null")
-        if self.parallel.cp > 1:
-            raise ValueError("parallel.cp: ranks of a model with a scalar head can't share samples; type 1")
         if self.path == "":
             raise ValueError("path: is empty; give a model, or null for the policy's own")
 

@@ -34,5 +34,5 @@ async def start_critic(
         updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )
     ranks = await cluster.start_group(ROLE, functools.partial(CriticLearner, spec))
-    group = CriticGroup(ranks, events)
+    group = CriticGroup(ranks, events, config.critic.parallel.cp)
     return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grmpipe.config.judging import key_of_parallel
-from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.sections import section
 from models.lm.footprint import Heads, heads_of
@@ -18,27 +17,24 @@ def check_parallel(config: RunConfig, placement: Placement) -> None:
                 parallel.check_ranks(len(seats))
 
 
-def check_divides(config: RunConfig, role: ServedRole, path: str) -> None:
-    """Raises ConfigError if the ranks that train the model at `path` can't divide its query heads or experts as its
-    section says.
+def check_divides(config: RunConfig, learner: str, section_of_model: str, path: str) -> None:
+    """Raises ConfigError if the ranks of a learner can't divide the query heads or the experts of the model at
+    `path`.
     """
-    assert role.learner is not None, role.name
-    if config.parallel[role.learner].cp > 1:
-        check_query_heads(config, role, heads_of(path))
-    check_experts(config, path, role.learner)
+    if config.parallel[learner].cp > 1:
+        check_query_heads(config, learner, section_of_model, heads_of(path))
+    check_experts(config, path, learner)
 
 
-def check_query_heads(config: RunConfig, role: ServedRole, heads: Heads) -> None:
-    """Raises ConfigError if ranks that share samples can't have equal numbers of the query heads of the model that they
-    train. Does nothing for a model that isn't trained.
-    """
-    if role.learner is None or heads.query % (cp := config.parallel[role.learner].cp) == 0:
-        return
-    key = f"{key_of_parallel(role.learner)}.cp"
-    fitting = max(n for n in range(1, cp) if heads.query % n == 0)
-    raise ConfigError(
-        f"{key}: {cp} ranks can't divide the {heads.query} query heads of {role.key}.path evenly; type {key}={fitting}"
-    )
+def check_query_heads(config: RunConfig, learner: str, section_of_model: str, heads: Heads) -> None:
+    """Raises ConfigError if ranks that share samples can't have equal numbers of the query heads of their model."""
+    cp, key = config.parallel[learner].cp, f"{key_of_parallel(learner)}.cp"
+    if heads.query % cp:
+        fitting = max(n for n in range(1, cp) if heads.query % n == 0)
+        raise ConfigError(
+            f"{key}: {cp} ranks can't divide the {heads.query} query heads of {section_of_model}.path evenly; type "
+            f"{key}={fitting}"
+        )
 
 
 def check_shares_no_samples(config: RunConfig) -> None:

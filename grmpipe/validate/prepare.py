@@ -27,7 +27,7 @@ from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
 from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_divides, check_experts
+from grmpipe.validate.parallel import check_divides
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.router_replay import check_routing
 from grmpipe.validate.scalar_model import FoundScalarModel, check_scalar_judges, find_scalar_models
@@ -126,7 +126,7 @@ def critic_model(config: RunConfig, policy: Model, progress: Progress) -> Critic
         return None
     with section("critic."):
         model = find_critic(config, policy, progress)
-    check_experts(config, model.path, "critic")
+    check_divides(config, "critic", "critic", model.path)
     return model
 
 
@@ -137,7 +137,7 @@ def check_models(prepared: Prepared) -> None:
         role = roles.served[model.name]
         if role.learner is not None and config.task != "evaluate":
             check_learns(model)
-            check_divides(config, role, model.path)
+            check_divides(config, role.learner, role.key, model.path)
         check_lora_targets(model, config)
         check_weight_names(model, role)
         if role.num_gpus > 1:

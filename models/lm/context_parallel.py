@@ -62,6 +62,12 @@ class ContextGroup:
         united: Tensor = _United.apply(own, self.group)
         return united
 
+    def united_slices(self, own_P: Tensor, num_tokens: int) -> Tensor:
+        """[P] -> [T]: the slices of all ranks, on each rank, with gradients as of `united`."""
+        length = len(own_P)
+        placed = F.pad(own_P, (self.rank * length, (self.size - 1 - self.rank) * length))
+        return self.united(placed)[:num_tokens]
+
     def with_all_tokens(self, states_PHD: Tensor, num_tokens: int) -> Tensor:
         """[P, H, D] -> [T, H / size, D]: this rank's heads, at all tokens."""
         by_rank = states_PHD.unflatten(1, (self.size, -1)).transpose(0, 1)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
+from models.lm.context_parallel import ContextGroup
 from models.lm.packing import Packing
 
 HEAD = "score"
@@ -109,12 +110,21 @@ def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return model
 
 
-def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+def packed_scores(
+    model: nn.Module,
+    token_ids_T: Tensor,
+    position_ids_T: Tensor,
+    sample_lengths_S: Tensor,
+    context: ContextGroup | None = None,
+) -> Tensor:
     """The head's number at each token, given its sample up to there. [T]; T: packed tokens, S: samples.
 
     One forward pass over samples packed end to end, also under autograd, FSDP2 and activation checkpointing.
+    context: ranks that share samples, as in `packed_logprobs`.
     """
-    return packed_logits(model, token_ids_T, position_ids_T, Packing(sample_lengths_S))[:, 0]
+    packing = Packing(sample_lengths_S, context=context)
+    scores = packed_logits(model, token_ids_T, position_ids_T, packing)[:, 0]
+    return scores if context is None else context.united_slices(scores, packing.num_tokens)
 
 
 def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:

@@ -193,4 +193,5 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
     else:
         return
     check_tensor_parallel(role, heads)
-    check_query_heads(config, role, heads)
+    if role.learner is not None:
+        check_query_heads(config, role.learner, role.key, heads)

@@ -157,8 +157,9 @@ class Simulation:
         if speed is None:
             return None
         first, *others = self.placement.seats[CRITIC]
-        self.critic_ranks = SimulatedRanks(1 + len(others), speed, 0.0, self.devices.get(first.name))
-        group = CriticGroup(self.critic_ranks, self.events)
+        cp = config.critic.parallel.cp
+        self.critic_ranks = SimulatedRanks(1 + len(others), speed, 0.0, self.devices.get(first.name), cp=cp)
+        group = CriticGroup(self.critic_ranks, self.events, cp)
         return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
     # -- construction --------------------------------------------------------------------------------------------------

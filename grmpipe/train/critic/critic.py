@@ -42,7 +42,7 @@ class Critic:
         """`max_new_tokens`: of a turn; needed if long answers are penalised. `seed`: the same as for the policy's
         batch.
         """
-        max_tokens = critic_train(config, train).micro_batch_tokens
+        max_tokens = critic_train(config, train).max_packed_tokens
         self.ranks = ranks
         self.value_cache = ValueCache(ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch)
         self._config = config
@@ -51,7 +51,7 @@ class Critic:
         self._seed = seed
         self._max_tokens = max_tokens
         self._updates = config.updates(algorithm, train)
-        self._packer = ValuePacker(max_tokens, ranks.size)
+        self._packer = ValuePacker(max_tokens, ranks.dp_size)
         self._samples: list[ValueSample] = []
         self._passes: list[asyncio.Task[None]] = []  # of the open batch, in progress or done
         self._waited_s = 0.0
@@ -119,7 +119,7 @@ class Critic:
         metrics: Metrics = {}
         ids = {sample.group_id for sample in self._samples}
         for chosen in shuffled_parts(ids, self._updates, self._seed, self.version):
-            packer = ValuePacker(self._max_tokens, self.ranks.size)
+            packer = ValuePacker(self._max_tokens, self.ranks.dp_size)
             samples = [sample for sample in self._samples if sample.group_id in chosen]
             for round_ in packer.add(samples) + packer.flush():
                 await self.ranks.accumulate(round_)

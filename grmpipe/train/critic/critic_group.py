@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import cast
 
 import numpy as np
@@ -23,18 +23,22 @@ class CriticGroup:
     """Each actor holds one rank's CriticLearner. Every method reaches all ranks, one call at a time.
 
     Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
+
+    Neighbouring ranks may share samples: they get the same batch, and the first of them answers for all.
     """
 
-    def __init__(self, actors: ActorGroup, events: EventSink | None = None) -> None:
+    def __init__(self, actors: ActorGroup, events: EventSink | None = None, cp: int = 1) -> None:
+        """cp: the ranks that share each sample."""
         self._actors = actors
+        self._cp = cp
         self._events = events or NoEvents()
         self._meter = BusyMeter()
         self._version = 0
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._actors.size
+    def dp_size(self) -> int:
+        """The number of batches in a round: ranks, or groups of ranks that share samples."""
+        return self._actors.size // self._cp
 
     @property
     def version(self) -> int:
@@ -47,13 +51,13 @@ class CriticGroup:
         return self._meter.busy_s
 
     async def scores(self, round_: SequenceRound) -> list[np.ndarray]:
-        """The head's output at each packed token, by rank."""
-        each = [(sequences,) for sequences in round_]
-        return cast(list[np.ndarray], await self._call("values", self._actors.call_each("scores", each)))
+        """The head's output at each packed token, by batch."""
+        scores = await self._call("values", self._actors.call_each("scores", self._by_rank(round_)))
+        return cast(list[np.ndarray], scores[:: self._cp])
 
     async def accumulate(self, round_: ValueRound) -> None:
-        """Forward and backward, one batch per rank."""
-        await self._call("accumulate", self._actors.call_each("accumulate", [(batch,) for batch in round_]))
+        """Forward and backward on a round."""
+        await self._call("accumulate", self._actors.call_each("accumulate", self._by_rank(round_)))
 
     async def step(self) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
@@ -83,6 +87,9 @@ class CriticGroup:
 
     async def export(self, path: str) -> None:
         await self._actors.call_all("export", path)
+
+    def _by_rank(self, round_: Sequence[object]) -> list[tuple[object]]:
+        return [(batch,) for batch in round_ for _ in range(self._cp)]
 
     async def _call(self, name: str, call: Awaitable[list[object]]) -> list[object]:
         began_s = asyncio.get_running_loop().time()

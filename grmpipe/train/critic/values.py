@@ -25,7 +25,7 @@ class ValueCache:
     """
 
     def __init__(self, critic: CriticGroup, *, max_tokens: int, groups_per_batch: int) -> None:
-        """max_tokens: packed tokens per rank and pass."""
+        """max_tokens: packed tokens per batch."""
         self.num_asked = 0  # rollouts valued, repeats under a later version included
         self._critic = critic
         self._max_tokens = max_tokens
@@ -94,7 +94,7 @@ class ValueCache:
             ]
             lengths = [len(sample.token_ids) for sample in samples]
             scores: dict[int, np.ndarray] = {}
-            for by_rank in plan_rounds(lengths, self._max_tokens, self._critic.size):
+            for by_rank in plan_rounds(lengths, self._max_tokens, self._critic.dp_size):
                 packed = tuple(pack_sequences([samples[index].token_ids for index in some]) for some in by_rank)
                 for some, scores_T in zip(by_rank, await self._critic.scores(packed), strict=True):
                     ends = np.cumsum([lengths[index] for index in some])[:-1]

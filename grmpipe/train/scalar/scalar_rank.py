@@ -16,6 +16,7 @@ from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
 from models.hub import find_files
 from models.lm.checkpoint import export_hf
+from models.lm.context_parallel import ContextGroup
 from models.lm.packed_check import probe_scores
 from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
 from models.lm.scalar_head import packed_scores
@@ -42,6 +43,7 @@ class ScalarSpec:
 class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
+        self._context = ContextGroup.of(self._meshes.context)
         self._scalar_spec = spec
         train = spec.train
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
@@ -82,6 +84,7 @@ class ScalarRank(TrainingRank):
             self._here(batch.token_ids_T),
             self._here(batch.position_ids_T),
             self._here(batch.sequence_lengths_S),
+            self._context,
         )
 
     def _count(self, **sums: Tensor) -> None:
@@ -97,7 +100,7 @@ class ScalarRank(TrainingRank):
         """
         names = sorted(self._sums)
         added = torch.stack([self._sums[name].double() for name in names])
-        dist.all_reduce(added)
+        dist.all_reduce(added, group=self._meshes.data_group)
         sums = dict(zip(names, added.tolist(), strict=True))
         weight = sums.pop("weight")
         assert weight > 0, "a step needs samples with weight"

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.validate.parallel import check_experts, check_shares_no_samples
+from grmpipe.validate.parallel import check_divides, check_experts, check_shares_no_samples
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.tiny.resolve import SHIPPED
@@ -98,9 +98,10 @@ def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> No
 
 
 def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"critic\.parallel\.cp: ranks of a model with a scalar head"):
-        from_values(RunConfig, {"critic": {"parallel": {"cp": 2}}})
     Qwen3Config(**SMALL).save_pretrained(tmp_path)
+    shared = from_values(RunConfig, {"critic": {"parallel": {"cp": 4}}})
+    with pytest.raises(ConfigError, match=r"^critic\.parallel\.cp: 4 .* 2 query heads of critic\.path .*cp=2$"):
+        check_divides(shared, "critic", "critic", str(tmp_path))
     divided = from_values(RunConfig, {"critic": {"parallel": {"ep": 2}}})
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.ep: a 'qwen3' model .* type 1$"):
         check_experts(divided, str(tmp_path), "critic")

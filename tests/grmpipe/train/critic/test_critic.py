@@ -131,6 +131,29 @@ def make_valuer(ranks: CriticRanks) -> ValueCache:
     return ValueCache(CriticGroup(ranks), max_tokens=100, groups_per_batch=2)
 
 
+class Echo:
+    """An ActorGroup of four ranks that answer with what they got and their number."""
+
+    size = 4
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        raise NotImplementedError(method)
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        raise NotImplementedError(method)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
+        return [(rank, *args) for rank, args in enumerate(args_by_rank)]
+
+    async def close(self) -> None: ...
+
+
+def test_neighbouring_ranks_that_share_samples_get_one_batch_and_the_first_answers() -> None:
+    group = CriticGroup(Echo(), cp=2)
+    assert group.dp_size == 2
+    assert asyncio.run(group.scores(("first", "second"))) == [(0, "first"), (2, "second")]  # type: ignore[arg-type]
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

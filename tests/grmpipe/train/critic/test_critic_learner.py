@@ -19,6 +19,7 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
 from grmpipe.train.critic.value_samples import ValuePacker, ValueSample, pack_sequences, pack_values
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
+from models.settings import ParallelConfig
 
 WHOLE_BATCH, PIECES = 10_000, 24  # packed tokens per batch
 
@@ -173,10 +174,12 @@ def test_a_nan_makes_no_step_and_names_the_critics_key(qwen_path: str) -> None:
     assert critic.version == 0 and not scores(critic, batch).any()
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(
-    qwen_path: str, tmp_path: Path, forked: type[Forked]
+    cp: int, qwen_path: str, tmp_path: Path, forked: type[Forked]
 ) -> None:
-    ranks = [forked(Path(__file__), qwen_path, tmp_path, rank) for rank in range(2)]
+    """Ranks with samples of their own, and ranks that share each sample."""
+    ranks = [forked(Path(__file__), qwen_path, tmp_path, rank, cp) for rank in range(2)]
     one = CriticLearner(spec(qwen_path, clip=0.5, dtype="float64"))
     metrics = []
     for step in range(3):
@@ -200,13 +203,14 @@ def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(
     assert resumed.step() == pytest.approx(metrics[2], rel=1e-5, abs=1e-8)
 
 
-def one_rank(path: str, directory: str, rank: int) -> None:
-    critic = CriticLearner(spec(path, clip=0.5, dtype="float64"), rank, 2, f"file://{directory}/meet")
+def one_rank(path: str, directory: str, rank: int, cp: int) -> None:
+    one = spec(path, clip=0.5, dtype="float64", parallel=ParallelConfig(cp=cp))
+    critic = CriticLearner(one, rank, 2, f"file://{directory}/meet")
     metrics, found = [], {}
     for step in range(3):
         if step == 2:
             critic.save(f"{directory}/checkpoint")
-        accumulate(critic, samples(9, step, old=0.3), PIECES, rank, 2)
+        accumulate(critic, samples(9, step, old=0.3), PIECES, rank // cp, 2 // cp)
         if step == 1:
             found = gradients(critic, 2.0)  # FSDP2 averages
         metrics.append(critic.step())
@@ -217,4 +221,4 @@ def one_rank(path: str, directory: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    one_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    one_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
