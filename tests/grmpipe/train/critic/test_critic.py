@@ -149,9 +149,12 @@ class Echo:
 
 
 def test_neighbouring_ranks_that_share_samples_get_one_batch_and_the_first_answers() -> None:
-    group = CriticGroup(Echo(), cp=2)
-    assert group.dp_size == 2
-    assert asyncio.run(group.scores(("first", "second"))) == [(0, "first"), (2, "second")]  # type: ignore[arg-type]
+    async def scene() -> None:
+        group = CriticGroup(Echo(), cp=2)
+        assert group.dp_size == 2
+        assert await group.scores(("first", "second")) == [(0, "first"), (2, "second")]  # type: ignore[arg-type]
+
+    asyncio.run(scene())
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
