@@ -50,7 +50,7 @@ on_head=("${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$head_node")
 head_ip="$("${on_head[@]}" hostname --ip-address | awk '{print $1}')"
 address="$head_ip:$port"
 
-steps=()
+steps=() again=0 ended=0 passed_on=0 current=
 stop() {
   trap - EXIT
   kill "${steps[@]}" 2>/dev/null || true
@@ -58,40 +58,60 @@ stop() {
 }
 trap stop EXIT
 
+# srun passes USR1 on to its task, which launch.py ends by; at a TERM it would kill the task.
+pass_on() {
+  passed_on=1
+  [[ -z "$current" ]] || kill -USR1 "$current" 2>/dev/null || true
+}
+trap 'again=1; pass_on' USR1
+trap 'ended=1; pass_on' TERM INT
+# Waits for a step, to which signals are passed on. Returns its exit code.
+attend() {
+  local status
+  if ((again || ended)); then return 130; fi
+  "$@" &
+  current=$!
+  if ((again || ended)); then pass_on; fi # it came before the step
+  while true; do
+    passed_on=0 status=0
+    wait "$current" || status=$?
+    if ((!passed_on)); then break; fi # else a signal interrupted the wait
+  done
+  current=
+  return "$status"
+}
+
 "${on_head[@]}" ray start --head --block "--node-ip-address=$head_ip" "--port=$port" \
   "--num-cpus=$cpus" "--num-gpus=$gpus" --include-dashboard=false --disable-usage-stats &
 steps+=($!)
 await=(python -m scheduler.processes.await_nodes "$address")
-"${on_head[@]}" "${await[@]}" 1 "${JOIN_S:-600}" # others can't join before it is up
+status=0
+attend "${on_head[@]}" "${await[@]}" 1 "${JOIN_S:-600}" || status=$? # others can't join before it is up
 if ((${#nodes[@]} > 1)); then
   others=$((${#nodes[@]} - 1))
   "${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" ray start --block "--address=$address" \
     "--num-cpus=$cpus" "--num-gpus=$gpus" --disable-usage-stats &
   steps+=($!)
 fi
-"${on_head[@]}" "${await[@]}" "${#nodes[@]}" "${JOIN_S:-600}"
+if ((status == 0)); then
+  attend "${on_head[@]}" "${await[@]}" "${#nodes[@]}" "${JOIN_S:-600}" || status=$?
+fi
 
 run=(python "$project/launch.py" "$@" "cluster.address=$address" "run_dir=$run_dir" resume=auto)
 run+=("cluster.env_vars=[${ENV_VARS:-}]")
-if [[ "${DOCTOR:-1}" != 0 ]]; then
-  "${on_head[@]}" "${run[@]}" task=doctor
+if ((status == 0)) && [[ "${DOCTOR:-1}" != 0 ]]; then
+  attend "${on_head[@]}" "${run[@]}" task=doctor || status=$?
 fi
-
-"${on_head[@]}" "${run[@]}" &
-driver=$!
-again=0
-trap 'again=1; kill -TERM "$driver"' USR1
-trap 'kill -TERM "$driver"' TERM INT
-status=0
-wait "$driver" || status=$?
-while kill -0 "$driver" 2>/dev/null; do # the wait was interrupted by a signal that was passed on
-  status=0
-  wait "$driver" || status=$?
-done
+began=0
+if ((status == 0)); then
+  began=1
+  attend "${on_head[@]}" "${run[@]}" || status=$?
+fi
 
 # 0 done, 1 failed (a rank or a node died, for example), 2 bad configuration, 130 interrupted with a checkpoint.
 restarts="${SLURM_RESTART_COUNT:-0}"
-if ((status != 0 && status != 2)) && ((again || (status != 130 && status != 143 && restarts < ${MAX_RESTARTS:-5}))); then
+failed=$((began && status != 130 && status != 143 && restarts < ${MAX_RESTARTS:-5}))
+if ((status != 0 && status != 2 && !ended && (again || failed))); then
   echo "exit code $status after $restarts restarts: queued again, to continue from the last checkpoint"
   stop
   scontrol requeue "$SLURM_JOB_ID"

@@ -5,36 +5,87 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SRUN = """\
-#!/usr/bin/env bash
-nodes=" $FAKE_NODES "
-while [[ "$1" == --* ]]; do
-  case "$1" in
-    --nodelist=*) nodes="${1#*=}" ;;
-    --exclude=*) nodes="${nodes/ ${1#*=} / }" ;;
-  esac
-  shift
-done
-echo "srun [$(echo $nodes)] $*" >>"$FAKE_FOLDER/calls"
-pids=() ended=0
-trap 'ended=1; kill -TERM $(jobs -p) 2>/dev/null' TERM # before the first task: without it, one would outlive srun
-for node in $nodes; do
-  mkdir -p "$FAKE_FOLDER/$node"
-  (cd "$FAKE_FOLDER/$node" && FAKE_NODE="$node" exec "$@") &
-  pids+=($!)
-done
-if ((ended)); then kill -TERM $(jobs -p) 2>/dev/null; fi # of tasks that began after the signal
-status=0
-for pid in "${pids[@]}"; do
-  while kill -0 "$pid" 2>/dev/null; do wait "$pid"; status=$?; done
-  wait "$pid" 2>/dev/null; code=$?
-  if ((code != 127)); then status=$code; fi
-done
-exit "$status"
+# Signals as in SchedMD/slurm, src/srun/srun_job.c (_srun_signal_mgr): TERM, HUP, QUIT kill all processes of the step,
+# USR1 and USR2 go to its tasks, INT prints their state unless a second one comes within a second.
+SRUN = f"""\
+#!{sys.executable} -IS
+import os, signal, sys, time, uuid
+from pathlib import Path
+
+folder, nodes = Path(os.environ["FAKE_FOLDER"]), os.environ["FAKE_NODES"].split()
+words, options = sys.argv[1:], {{}}
+while words[0].startswith("--"):
+    name, _, value = words.pop(0).partition("=")
+    options[name] = value
+if "--nodelist" in options:
+    nodes = [options["--nodelist"]]
+if "--exclude" in options:
+    nodes.remove(options["--exclude"])
+with open(folder / "calls", "a") as calls:
+    calls.write(f"srun [{{' '.join(nodes)}}] {{' '.join(words)}}\\n")
+
+PASSED_ON = {{signal.SIGUSR1, signal.SIGUSR2}}
+WATCHED = PASSED_ON | {{signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}}
+signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+for number in WATCHED:
+    signal.signal(number, signal.SIG_DFL)
+step, tasks = f"FAKE_STEP={{uuid.uuid4().hex}}", {{}}
+
+
+def start(node):
+    (folder / node).mkdir(exist_ok=True)
+    if pid := os.fork():
+        tasks[pid] = node
+        return
+    os.chdir(folder / node)
+    os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2]}}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        print(f"srun: {{words[0]}}: {{error}}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def kill_step():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if step.encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except OSError:
+                continue
+    for pid in tasks:
+        os.kill(pid, signal.SIGKILL)
+
+
+for node in nodes:
+    start(node)
+worst, interrupted = 0, 0.0
+while tasks:
+    number = signal.sigwait(WATCHED)
+    if number == signal.SIGCHLD:
+        while tasks and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(ended[1])
+            worst = max(worst, code if code >= 0 else 128 - code)
+            del tasks[ended[0]]
+            if code and options.get("--kill-on-bad-exit") == "1":
+                kill_step()
+    elif number in PASSED_ON:
+        for pid in tasks:
+            os.kill(pid, number)
+    elif number != signal.SIGINT or time.monotonic() - interrupted < 1:
+        print("srun: forcing job termination", file=sys.stderr, flush=True)
+        kill_step()
+    else:
+        print("srun: interrupt (one more within 1 sec to abort)", file=sys.stderr, flush=True)
+        interrupted = time.monotonic()
+sys.exit(worst)
 """
 SCONTROL = """\
 #!/usr/bin/env bash

@@ -28,19 +28,20 @@ RAY = """\
 echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
 exec sleep 600
 """
-# launch.py: fails as FAKE_EXIT says; with FAKE_WAIT it ends at a SIGTERM with 130, as a run with a checkpoint does.
+# launch.py: fails as FAKE_EXIT says. If FAKE_WAIT names its task, it goes on until a USR1, which a run answers by 130.
 PYTHON = """\
 #!/usr/bin/env bash
 echo "python on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
-if [[ "$*" == *launch.py* && "$*" != *task=doctor* ]]; then
-  if [[ -n "$FAKE_WAIT" ]]; then
-    trap 'exit 130' TERM
-    touch "$FAKE_FOLDER/running"
-    while true; do sleep 0.05; done
-  fi
-  exit "${FAKE_EXIT:-0}"
+if [[ "$*" != *launch.py* ]]; then exit 0; fi
+task=run
+if [[ "$*" == *task=doctor* ]]; then task=doctor; fi
+if [[ "$FAKE_WAIT" == "$task" ]]; then
+  if [[ "$task" == run ]]; then trap 'exit 130' USR1; fi
+  touch "$FAKE_FOLDER/waits"
+  while true; do sleep 0.05; done
 fi
-if [[ "$*" == *task=doctor* ]]; then exit "${FAKE_DOCTOR:-0}"; fi
+if [[ "$task" == doctor ]]; then exit "${FAKE_DOCTOR:-0}"; fi
+exit "${FAKE_EXIT:-0}"
 """
 
 
@@ -104,26 +105,48 @@ def test_a_failed_run_is_queued_again_a_few_times(tmp_path: Path, exit_code: int
     assert ("scontrol requeue 4711" in job.calls) is again
 
 
+def signalled(job: SlurmJob, folder: Path, *numbers: signal.Signals) -> tuple[int, str]:
+    """(exit code, output) of a job that gets signals while its launch.py waits."""
+    began = job.begin()
+    deadline = time.monotonic() + 60
+    while not (folder / "waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for number in numbers:
+        began.send_signal(number)
+    return end(began, 240)
+
+
 @pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_at_the_end_of_its_time_a_job_keeps_a_checkpoint_and_is_queued_again(
     tmp_path: Path, sent: signal.Signals, again: bool
 ) -> None:
     """SIGTERM comes from a person who ends the job: it stays ended."""
-    job = job_of(tmp_path, FAKE_WAIT="1", DOCTOR="0")
-    began = job.begin()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "running").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    began.send_signal(sent)
-    code, output = end(began, 240)
+    job = job_of(tmp_path, FAKE_WAIT="run", DOCTOR="0")
+    code, output = signalled(job, tmp_path, sent)
     assert code == 130, output
     assert ("scontrol requeue 4711" in job.calls) is again
 
 
+@pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_before_the_run_is_not_lost(tmp_path: Path, sent: signal.Signals, again: bool) -> None:
+    job = job_of(tmp_path, FAKE_WAIT="doctor")
+    code, output = signalled(job, tmp_path, sent)
+    assert code == 128 + signal.SIGUSR1, output
+    assert ("scontrol requeue 4711" in job.calls) is again
+    assert not any("launch.py" in call and "task=doctor" not in call for call in job.calls), "the run begins"
+
+
+def test_a_job_that_a_person_ends_as_its_time_ends_is_not_queued_again(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_WAIT="run", DOCTOR="0")
+    code, output = signalled(job, tmp_path, signal.SIGUSR1, signal.SIGTERM)
+    assert code == 130, output
+    assert not any("requeue" in call for call in job.calls)
+
+
 def test_a_container_is_given_to_every_step(tmp_path: Path) -> None:
     text = (DEPLOY / "slurm.sh").read_text()
-    assert text.count("srun") - text.count("srun's") == 1, "one place starts steps"
+    assert len(re.findall(r"^[^#]*\bsrun ", text, re.MULTILINE)) == 1, "one place starts steps"
     assert '"--container-image=$CONTAINER"' in text and '"--container-mounts=' in text
 
 
