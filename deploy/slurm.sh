@@ -9,6 +9,7 @@
 # ENV_VARS      names of variables that all processes get (cluster.env_vars), separated by commas; NCCL_* for a prefix
 # MAX_RESTARTS  times that a failed run is queued again, from its last checkpoint (default: 5)
 # DOCTOR        0: don't examine the nodes first
+# JOIN_S        seconds in which Ray must have started on all nodes, with the import of CONTAINER (default: 600)
 #
 # At the end of its time Slurm sends USR1 ten minutes before: the step ends, a checkpoint is kept, the job is queued again.
 # To end a run with a checkpoint: scancel --batch --signal=TERM <job>. scancel alone kills it: it continues from its last one.
@@ -30,6 +31,7 @@ venv="${VENV:-$project/.venv}"
 gpus="${SLURM_GPUS_ON_NODE:-0}"
 cpus="${SLURM_CPUS_ON_NODE:-1}"
 port="${PORT:-$((6379 + SLURM_JOB_ID % 1000))}"
+join_s="${JOIN_S:-600}"
 mkdir -p "$run_dir"
 
 # Ray's sockets ask for this token; all nodes read it from the shared folder.
@@ -84,17 +86,28 @@ attend() {
 "${on_head[@]}" ray start --head --block "--node-ip-address=$head_ip" "--port=$port" \
   "--num-cpus=$cpus" "--num-gpus=$gpus" --include-dashboard=false --disable-usage-stats &
 steps+=($!)
-await=(python -m scheduler.processes.await_nodes "$address")
+# Other nodes can join once the head listens. They have no Ray to ask it with.
+await_head() {
+  local ends=$((SECONDS + join_s))
+  until (exec 3<>"/dev/tcp/$head_ip/$port") 2>/dev/null; do
+    if ((again || ended)); then return 130; fi
+    if ((SECONDS > ends)) || ! kill -0 "${steps[0]}" 2>/dev/null; then
+      echo "Ray does not listen at $address; see its output above" >&2
+      return 1
+    fi
+    sleep 0.5
+  done
+}
 status=0
-attend "${on_head[@]}" "${await[@]}" 1 "${JOIN_S:-600}" || status=$? # others can't join before it is up
-if ((${#nodes[@]} > 1)); then
+await_head || status=$?
+if ((status == 0 && ${#nodes[@]} > 1)); then
   others=$((${#nodes[@]} - 1))
   "${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" ray start --block "--address=$address" \
     "--num-cpus=$cpus" "--num-gpus=$gpus" --disable-usage-stats &
   steps+=($!)
 fi
 if ((status == 0)); then
-  attend "${on_head[@]}" "${await[@]}" "${#nodes[@]}" "${JOIN_S:-600}" || status=$?
+  attend "${on_head[@]}" python -m scheduler.processes.await_nodes "$address" "${#nodes[@]}" "$join_s" || status=$?
 fi
 
 run=(python "$project/launch.py" "$@" "cluster.address=$address" "run_dir=$run_dir" resume=auto)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def start(node):
         tasks[pid] = node
         return
     os.chdir(folder / node)
-    os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2]}}
+    os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2], "FAKE_TMP": str(folder / node)}}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     try:
         os.execvp(words[0], words)
@@ -103,7 +104,7 @@ class SlurmJob:
 
     def __init__(self, folder: Path, nodes: Sequence[str], venv: Path, more: Mapping[str, str] | None = None) -> None:
         self._folder, self._nodes, self._venv, self._more = folder, nodes, venv, more or {}
-        self.run_dir = folder / "shared/run"
+        self.run_dir, self.port = folder / "shared/run", free_port()
         (folder / "bin").mkdir()
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("hostname", HOSTNAME)):
             write_script(folder / "bin" / name, text)
@@ -113,8 +114,9 @@ class SlurmJob:
         environment = {
             **os.environ, "PATH": f"{self._folder}/bin:{os.environ['PATH']}", "FAKE_FOLDER": str(self._folder),
             "FAKE_NODES": " ".join(self._nodes), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-9]",
-            "SLURM_SUBMIT_DIR": str(self._folder), "SLURM_CPUS_ON_NODE": "3", "SLURM_RESTART_COUNT": str(restarts),
-            "PROJECT": str(ROOT), "VENV": str(self._venv), "RUN_DIR": str(self.run_dir), **self._more,
+            "PORT": str(self.port), "SLURM_SUBMIT_DIR": str(self._folder), "SLURM_CPUS_ON_NODE": "3",
+            "SLURM_RESTART_COUNT": str(restarts), "PROJECT": str(ROOT), "VENV": str(self._venv),
+            "RUN_DIR": str(self.run_dir), **self._more,
         }  # fmt: skip
         return subprocess.Popen(
             ["bash", str(ROOT / "deploy/slurm.sh"), *overrides], env=environment, cwd=self._folder, text=True,
@@ -125,6 +127,11 @@ class SlurmJob:
     def calls(self) -> list[str]:
         """What was asked of Slurm, in order."""
         return (self._folder / "calls").read_text().splitlines()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def write_script(path: Path, text: str) -> None:

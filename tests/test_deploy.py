@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_slurm import ROOT, SlurmJob, end, write_script
+from fake_slurm import ROOT, SlurmJob, end, free_port, write_script
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
@@ -23,16 +24,30 @@ from grmpipe.config.yaml_io import build
 from scheduler.processes.await_nodes import await_nodes
 
 DEPLOY = ROOT / "deploy"
-RAY = """\
+# `ray start`: has its sockets in FAKE_TMP. The head listens.
+LISTEN = 'import socket, sys, time; server = socket.create_server(("", int(sys.argv[1]))); time.sleep(600)'
+RAY = f"""\
 #!/usr/bin/env bash
 echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
+touch "$FAKE_TMP/raylet"
+if [[ "$*" == *--head* ]]; then
+  exec {sys.executable} -ISc '{LISTEN}' "$(sed 's/.*--port=\\([0-9]*\\).*/\\1/' <<<"$*")"
+fi
 exec sleep 600
 """
 # launch.py: fails as FAKE_EXIT says. If FAKE_WAIT names its task, it goes on until a USR1, which a run answers by 130.
 PYTHON = """\
 #!/usr/bin/env bash
 echo "python on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
-if [[ "$*" != *launch.py* ]]; then exit 0; fi
+if [[ "$2" == *await_nodes ]]; then
+  for _ in {1..100}; do
+    if [[ -e "$FAKE_TMP/raylet" ]] && (($(grep -c "^ray on" "$FAKE_FOLDER/calls") >= $4)); then exit 0; fi
+    sleep 0.1
+  done
+  echo "too few nodes, or no Ray on this machine" >&2
+  exit 1
+fi
+if [[ ! -e "$FAKE_TMP/raylet" ]]; then echo "no Ray on this machine" >&2; exit 1; fi
 task=run
 if [[ "$*" == *task=doctor* ]]; then task=doctor; fi
 if [[ "$FAKE_WAIT" == "$task" ]]; then
@@ -69,17 +84,15 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
     assert code == 0, output
     calls = job.calls
     head = next(call for call in calls if call.startswith("ray on n1"))
-    assert "start --head --block --node-ip-address=127.0.0.1 --port=7090 --num-cpus=3 --num-gpus=0" in head
+    assert f"start --head --block --node-ip-address=127.0.0.1 --port={job.port} --num-cpus=3 --num-gpus=0" in head
     for node in ("n2", "n3"):
-        assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:7090 ") for call in calls)
-    python = [call for call in calls if call.startswith("python on n1")]
-    first, others, examined, ran = python
-    assert first.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 1 600")
-    assert others.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 3 600")
-    assert calls.index(first) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
+        assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:{job.port} ") for call in calls)
+    awaited, examined, ran = (call for call in calls if call.startswith("python on n1"))
+    assert awaited.endswith(f"-m scheduler.processes.await_nodes 127.0.0.1:{job.port} 3 600")
+    assert calls.index(head) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
     assert examined.endswith(" task=doctor")
     config = built(overrides_in(ran.split(": ", 1)[1]))
-    assert (config.cluster.address, config.resume) == ("127.0.0.1:7090", "auto")
+    assert (config.cluster.address, config.resume) == (f"127.0.0.1:{job.port}", "auto")
     assert (config.run_dir, config.cluster.env_vars) == (str(job.run_dir), ["HF_HOME", "NCCL_*"])
     token = job.run_dir / ".ray_token"
     assert len(token.read_text()) == 64 and token.stat().st_mode & 0o777 == 0o600
@@ -150,6 +163,14 @@ def test_a_container_is_given_to_every_step(tmp_path: Path) -> None:
     assert '"--container-image=$CONTAINER"' in text and '"--container-mounts=' in text
 
 
+def test_a_job_whose_ray_does_not_start_ends_at_once(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    write_script(tmp_path / "venv/bin/ray", "#!/usr/bin/env bash\nexit 1\n")
+    code, output = end(job.begin(), 30)
+    assert code == 1 and f"Ray does not listen at 127.0.0.1:{job.port}" in output
+    assert not any("requeue" in call for call in job.calls)
+
+
 def test_nodes_are_waited_for_up_to_a_limit() -> None:
     joined = iter([1, 1, 3])
     assert await_nodes(3, 10.0, lambda: next(joined), pause_s=0.0) == 3
@@ -216,6 +237,35 @@ def test_the_sky_task_starts_the_recipe_on_as_many_gpus_as_it_needs() -> None:
     assert task["envs"]["RUN_DIR"].startswith(next(iter(task["volumes"])))
     assert "ray stop" not in re.sub(r"#.*", "", task["run"]), "SkyPilot has a Ray of its own"
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
+
+
+def test_the_machines_of_a_sky_task_join_the_first_one_and_it_runs(tmp_path: Path) -> None:
+    port = free_port()
+    script = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"]
+    script = script.replace("/opt/grmpipe", str(tmp_path)).replace("6390", str(port))
+    for name, text in (("ray", RAY), ("python", PYTHON)):
+        write_script(tmp_path / "bin" / name, text)
+
+    def begin(rank: int) -> subprocess.Popen[str]:
+        (tmp_path / f"tmp{rank}").mkdir()
+        environment = {
+            **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "FAKE_FOLDER": str(tmp_path),
+            "FAKE_TMP": str(tmp_path / f"tmp{rank}"), "FAKE_NODE": f"rank {rank}", "OVERRIDES": "train.lr=1e-4",
+            "RUN_DIR": str(tmp_path / "run"), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", "-c", script], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    worker, head = begin(1), begin(0)
+    code, output = end(head, 60)
+    os.killpg(worker.pid, signal.SIGKILL)
+    assert code == 0, output + worker.communicate()[0]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert any(call.startswith(f"ray on rank 1: start --block --address=127.0.0.1:{port} ") for call in calls)
+    assert calls[-1].endswith(f"run_dir={tmp_path}/run cluster.env_vars=[HF_HOME] resume=auto")
 
 
 @pytest.mark.parametrize(
