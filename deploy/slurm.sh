@@ -5,7 +5,8 @@
 #
 # RUN_DIR       folder of the run, on a file system that all nodes share (default: runs/slurm_<job> where sbatch was typed)
 # VENV          virtual environment, at the same path on all nodes (default: .venv of the project)
-# CONTAINER     image for srun's --container-image (pyxis) instead of VENV; MOUNTS: its --container-mounts
+# CONTAINER     image for srun's --container-image (pyxis) instead of VENV
+# MOUNTS        further --container-mounts, beside RUN_DIR and the project
 # ENV_VARS      names of variables that all processes get (cluster.env_vars), separated by commas; NCCL_* for a prefix
 # MAX_RESTARTS  times that a failed run is queued again, from its last checkpoint (default: 5)
 # DOCTOR        0: don't examine the nodes first
@@ -42,14 +43,20 @@ fi
 export PYTHONPATH="$project${PYTHONPATH:+:$PYTHONPATH}" PATH="$venv/bin:$PATH"
 
 step=(srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1)
+container=()
 if [[ -n "${CONTAINER:-}" ]]; then
-  step+=("--container-image=$CONTAINER" "--container-mounts=${MOUNTS:-$run_dir:$run_dir,$project:$project}")
+  # With a name, because Ray's sockets are in /tmp: pyxis joins a step to the running container of its name, and gives
+  # one without a name a /tmp of its own.
+  container=("--container-name=grmpipe_$SLURM_JOB_ID" "--container-image=$CONTAINER" "--container-workdir=$project")
+  container+=("--container-mounts=${MOUNTS:+$MOUNTS,}$run_dir:$run_dir,$project:$project")
 fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head_node="${nodes[0]}"
-on_head=("${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$head_node")
-head_ip="$("${on_head[@]}" hostname --ip-address | awk '{print $1}')"
+head_node="${nodes[0]}" others=$((${#nodes[@]} - 1))
+host=("${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$head_node")
+on_head=("${host[@]}" "${container[@]}")
+on_others=("${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" "${container[@]}")
+head_ip="$("${host[@]}" hostname --ip-address | awk '{print $1}')"
 address="$head_ip:$port"
 
 steps=() again=0 ended=0 passed_on=0 current=
@@ -57,6 +64,10 @@ stop() {
   trap - EXIT
   kill "${steps[@]}" 2>/dev/null || true
   wait 2>/dev/null || true
+  if [[ -n "${CONTAINER:-}" ]]; then # a container with a name outlives its steps
+    "${step[@]}" "--nodes=${#nodes[@]}" "--ntasks=${#nodes[@]}" \
+      enroot remove --force "pyxis_grmpipe_$SLURM_JOB_ID" >/dev/null 2>&1 || true
+  fi
 }
 trap stop EXIT
 
@@ -100,9 +111,8 @@ await_head() {
 }
 status=0
 await_head || status=$?
-if ((status == 0 && ${#nodes[@]} > 1)); then
-  others=$((${#nodes[@]} - 1))
-  "${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" ray start --block "--address=$address" \
+if ((status == 0 && others)); then
+  "${on_others[@]}" ray start --block "--address=$address" \
     "--num-cpus=$cpus" "--num-gpus=$gpus" --disable-usage-stats &
   steps+=($!)
 fi

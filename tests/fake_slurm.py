@@ -27,8 +27,9 @@ if "--nodelist" in options:
     nodes = [options["--nodelist"]]
 if "--exclude" in options:
     nodes.remove(options["--exclude"])
+image = options.get("--container-image", "the host")
 with open(folder / "calls", "a") as calls:
-    calls.write(f"srun [{{' '.join(nodes)}}] {{' '.join(words)}}\\n")
+    calls.write(f"srun [{{' '.join(nodes)}}] in {{image}}: {{' '.join(words)}}\\n")
 
 PASSED_ON = {{signal.SIGUSR1, signal.SIGUSR2}}
 WATCHED = PASSED_ON | {{signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}}
@@ -38,13 +39,24 @@ for number in WATCHED:
 step, tasks = f"FAKE_STEP={{uuid.uuid4().hex}}", {{}}
 
 
+def container_tmp(node):
+    # NVIDIA/pyxis, pyxis_slurmstepd.c: a step joins the container of its name. Enroot mounts a new /tmp in each one.
+    name = options.get("--container-name", uuid.uuid4().hex)
+    tmp = folder / node / f"tmp of {{name}}"
+    if not tmp.exists() and "--container-image" not in options:
+        sys.exit(f"pyxis: error: a container with name {{name}} does not exist, and --container-image is not set")
+    tmp.mkdir(exist_ok=True)
+    return tmp
+
+
 def start(node):
     (folder / node).mkdir(exist_ok=True)
     if pid := os.fork():
         tasks[pid] = node
         return
     os.chdir(folder / node)
-    os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2], "FAKE_TMP": str(folder / node)}}
+    tmp = container_tmp(node) if options.keys() & {{"--container-image", "--container-name"}} else folder / node
+    os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2], "FAKE_TMP": str(tmp)}}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     try:
         os.execvp(words[0], words)

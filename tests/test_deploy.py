@@ -157,10 +157,16 @@ def test_a_job_that_a_person_ends_as_its_time_ends_is_not_queued_again(tmp_path:
     assert not any("requeue" in call for call in job.calls)
 
 
-def test_a_container_is_given_to_every_step(tmp_path: Path) -> None:
-    text = (DEPLOY / "slurm.sh").read_text()
-    assert len(re.findall(r"^[^#]*\bsrun ", text, re.MULTILINE)) == 1, "one place starts steps"
-    assert '"--container-image=$CONTAINER"' in text and '"--container-mounts=' in text
+def test_in_containers_the_run_shares_tmp_with_the_ray_of_its_node(tmp_path: Path) -> None:
+    job = job_of(tmp_path, CONTAINER="registry#grmpipe:latest", MOUNTS="/shared:/shared")
+    code, output = end(job.begin("+experiment=quickstart"), 60)
+    assert code == 0, output
+    steps = [call for call in job.calls if call.startswith("srun")]
+    inside, outside = "in registry#grmpipe:latest: ", "in the host: "
+    assert all(inside in step for step in steps if "ray " in step or "python " in step)
+    removed = f"srun [n1 n2 n3] {outside}enroot remove --force pyxis_grmpipe_4711"
+    assert steps[-1] == removed, "its containers stay on the nodes"
+    assert outside in steps[0], "the address needs no container, whose import takes minutes"
 
 
 def test_a_job_whose_ray_does_not_start_ends_at_once(tmp_path: Path) -> None:
