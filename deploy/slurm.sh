@@ -8,7 +8,7 @@
 # CONTAINER     image for srun's --container-image (pyxis) instead of VENV
 # MOUNTS        further --container-mounts, beside RUN_DIR and the project
 # ENV_VARS      names of variables that all processes get (cluster.env_vars), separated by commas; NCCL_* for a prefix
-# MAX_RESTARTS  times that a failed run is queued again, from its last checkpoint (default: 5)
+# MAX_RESTARTS  failures without a new checkpoint between them after which a run is queued again (default: 5)
 # DOCTOR        0: don't examine the nodes first
 # JOIN_S        seconds in which Ray must have started on all nodes, with the import of CONTAINER (default: 600)
 #
@@ -131,11 +131,24 @@ if ((status == 0)); then
   attend "${on_head[@]}" "${run[@]}" || status=$?
 fi
 
+# Counts a failure. Returns whether the run is queued again: another checkpoint, or another job, begins a new count.
+may_go_on() {
+  local job checkpoint count latest file="$run_dir/.slurm_failures"
+  latest="$(cat "$run_dir/checkpoints/latest" 2>/dev/null || echo none)"
+  latest="${latest%%.*}" # step_10.1 is step 10, kept again
+  read -r job checkpoint count <"$file" 2>/dev/null || true
+  if [[ "${job:-} ${checkpoint:-}" != "$SLURM_JOB_ID $latest" ]]; then count=0; fi
+  echo "$SLURM_JOB_ID $latest $((++count))" >"$file"
+  echo "exit code $status: failure $count since the last checkpoint ($latest)"
+  ((count <= ${MAX_RESTARTS:-5}))
+}
+
 # 0 done, 1 failed (a rank or a node died, for example), 2 bad configuration, 130 interrupted with a checkpoint.
-restarts="${SLURM_RESTART_COUNT:-0}"
-failed=$((began && status != 130 && status != 143 && restarts < ${MAX_RESTARTS:-5}))
-if ((status != 0 && status != 2 && !ended && (again || failed))); then
-  echo "exit code $status after $restarts restarts: queued again, to continue from the last checkpoint"
+if ((!again && began && !ended && status != 0 && status != 2 && status != 130 && status != 143)); then
+  if may_go_on; then again=1; fi
+fi
+if ((again && !ended && status != 0 && status != 2)); then
+  echo "exit code $status: queued again, to continue from the last checkpoint"
   stop
   scontrol requeue "$SLURM_JOB_ID"
 fi

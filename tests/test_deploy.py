@@ -107,15 +107,35 @@ def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
     assert not any("requeue" in call for call in job.calls)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "restarts", "again"), [(1, 0, True), (1, 4, True), (1, 5, False), (2, 0, False), (0, 0, False)]
-)
-def test_a_failed_run_is_queued_again_a_few_times(tmp_path: Path, exit_code: int, restarts: int, again: bool) -> None:
-    """A wrong configuration stays wrong."""
-    job = job_of(tmp_path, FAKE_EXIT=str(exit_code), DOCTOR="0")
-    code, _ = end(job.begin(restarts=restarts), 240)
-    assert code == exit_code
-    assert ("scontrol requeue 4711" in job.calls) is again
+def requeues(job: SlurmJob, restarts: int = 0) -> int:
+    """How often the job was queued again until the end of this attempt."""
+    end(job.begin(restarts=restarts), 60)
+    return job.calls.count("scontrol requeue 4711")
+
+
+@pytest.mark.parametrize(("exit_code", "again"), [(1, 1), (2, 0), (0, 0)])
+def test_a_failed_run_is_queued_again(tmp_path: Path, exit_code: int, again: int) -> None:
+    """A wrong configuration stays wrong. Restarts at the end of the job's time are not failures."""
+    job = job_of(tmp_path, "n1", FAKE_EXIT=str(exit_code), DOCTOR="0")
+    assert requeues(job, restarts=30) == again
+
+
+def test_a_run_that_fails_a_few_times_without_a_new_checkpoint_stays_ended(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", FAKE_EXIT="1", DOCTOR="0", MAX_RESTARTS="2")
+    assert [requeues(job), requeues(job)] == [1, 2]
+    latest = job.run_dir / "checkpoints/latest"
+    latest.parent.mkdir()
+    latest.write_text("step_10")
+    assert requeues(job) == 3
+    latest.write_text("step_10.1")  # the same step, kept again
+    assert [requeues(job), requeues(job)] == [4, 4]
+
+
+def test_a_new_job_of_a_run_that_failed_before_has_all_its_restarts(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", FAKE_EXIT="1", DOCTOR="0", MAX_RESTARTS="1")
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / ".slurm_failures").write_text("4710 none 2\n")
+    assert [requeues(job), requeues(job)] == [1, 1]
 
 
 def signalled(job: SlurmJob, folder: Path, *numbers: signal.Signals) -> tuple[int, str]:
