@@ -10,6 +10,7 @@
 # ENV_VARS      names of variables that all processes get (cluster.env_vars), separated by commas; NCCL_* for a prefix
 # MAX_RESTARTS  failures without a new checkpoint between them after which a run is queued again (default: 5)
 # DOCTOR        0: don't examine the nodes first
+# RAY_TMPDIR    folder of each node for Ray's sockets, logs and spilled objects (default: /tmp/grmpipe_<job>)
 # JOIN_S        seconds in which Ray must have started on all nodes, with the import of CONTAINER (default: 600)
 #
 # At the end of its time Slurm sends USR1 ten minutes before: the step ends, a checkpoint is kept, the job is queued again.
@@ -33,7 +34,10 @@ gpus="${SLURM_GPUS_ON_NODE:-0}"
 cpus="${SLURM_CPUS_ON_NODE:-1}"
 port="${PORT:-$((6379 + SLURM_JOB_ID % 1000))}"
 join_s="${JOIN_S:-600}"
+if [[ "$run_dir" != /* ]]; then run_dir="$PWD/$run_dir"; fi # in a container, and in Ray, the working directory is another
 mkdir -p "$run_dir"
+# Not TMPDIR, which may exist on one node only; nor /tmp/ray, where the files of another user can't be replaced.
+export RAY_TMPDIR="${RAY_TMPDIR:-/tmp/grmpipe_$SLURM_JOB_ID}"
 
 # Ray's sockets ask for this token; all nodes read it from the shared folder.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_dir/.ray_token"
@@ -42,7 +46,9 @@ if [[ ! -s "$RAY_AUTH_TOKEN_PATH" ]]; then
 fi
 export PYTHONPATH="$project${PYTHONPATH:+:$PYTHONPATH}" PATH="$venv/bin:$PATH"
 
-step=(srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1)
+# All variables, also after `sbatch --export`; all cores, where srun would bind a task to one; a node whose Ray ends
+# doesn't end the others' (the run says what it lacks).
+step=(srun --overlap --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=0)
 container=()
 if [[ -n "${CONTAINER:-}" ]]; then
   # With a name, because Ray's sockets are in /tmp: pyxis joins a step to the running container of its name, and gives
@@ -56,7 +62,9 @@ head_node="${nodes[0]}" others=$((${#nodes[@]} - 1))
 host=("${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$head_node")
 on_head=("${host[@]}" "${container[@]}")
 on_others=("${step[@]}" "--nodes=$others" "--ntasks=$others" "--exclude=$head_node" "${container[@]}")
-head_ip="$("${host[@]}" hostname --ip-address | awk '{print $1}')"
+# An IPv4 address that other nodes reach: /etc/hosts often has 127.0.1.1 for a machine's own name.
+addresses="$("${host[@]}" bash -c 'hostname --ip-address; hostname --all-ip-addresses')"
+head_ip="$(tr -s ' ' '\n' <<<"$addresses" | awk '/^[0-9.]+$/ {one = $0; if (!/^127\./) exit} END {print one}')"
 address="$head_ip:$port"
 
 steps=() again=0 ended=0 passed_on=0 current=
@@ -100,7 +108,7 @@ steps+=($!)
 # Other nodes can join once the head listens. They have no Ray to ask it with.
 await_head() {
   local ends=$((SECONDS + join_s))
-  until (exec 3<>"/dev/tcp/$head_ip/$port") 2>/dev/null; do
+  until timeout 5 bash -c "exec 3<>/dev/tcp/$head_ip/$port" 2>/dev/null; do
     if ((again || ended)); then return 130; fi
     if ((SECONDS > ends)) || ! kill -0 "${steps[0]}" 2>/dev/null; then
       echo "Ray does not listen at $address; see its output above" >&2

@@ -56,6 +56,12 @@ def start(node):
         return
     os.chdir(folder / node)
     tmp = container_tmp(node) if options.keys() & {{"--container-image", "--container-name"}} else folder / node
+    if options.get("--export") != "ALL" and "SLURM_EXPORT_ENV" in os.environ:
+        kept = {{name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "FAKE_"))}}
+        os.environ.clear()
+        os.environ |= {{**kept, "PATH": "/usr/bin:/bin"}}
+    if options.get("--cpu-bind") != "none":  # a task without --cpus-per-task may get one core, since 22.05
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     os.environ |= {{"FAKE_NODE": node, "FAKE_STEP": step.partition("=")[2], "FAKE_TMP": str(tmp)}}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     try:
@@ -107,7 +113,10 @@ if [[ "$1" == show ]]; then tr ' ' '\\n' <<<"$FAKE_NODES"; fi
 """
 HOSTNAME = """\
 #!/usr/bin/env bash
-echo "127.0.0.1 fe80::1"
+case "$1" in
+  --ip-address) echo "${FAKE_ADDRESS:-127.0.0.1 fe80::1}" ;;
+  --all-ip-addresses) echo "${FAKE_ADDRESSES:-}" ;;
+esac
 """
 
 

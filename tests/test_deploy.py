@@ -29,7 +29,8 @@ LISTEN = 'import socket, sys, time; server = socket.create_server(("", int(sys.a
 RAY = f"""\
 #!/usr/bin/env bash
 echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
-touch "$FAKE_TMP/raylet"
+if [[ "$FAKE_NODE" == "$FAKE_LOST" ]]; then exit 1; fi
+echo "$$ $(env -u OMP_NUM_THREADS nproc) $RAY_TMPDIR" >"$FAKE_TMP/raylet"
 if [[ "$*" == *--head* ]]; then
   exec {sys.executable} -ISc '{LISTEN}' "$(sed 's/.*--port=\\([0-9]*\\).*/\\1/' <<<"$*")"
 fi
@@ -51,7 +52,7 @@ if [[ ! -e "$FAKE_TMP/raylet" ]]; then echo "no Ray on this machine" >&2; exit 1
 task=run
 if [[ "$*" == *task=doctor* ]]; then task=doctor; fi
 if [[ "$FAKE_WAIT" == "$task" ]]; then
-  if [[ "$task" == run ]]; then trap 'exit 130' USR1; fi
+  if [[ "$task" == run ]]; then trap 'touch "$FAKE_FOLDER/ends"; sleep "${FAKE_ENDS_S:-0}"; exit 130' USR1; fi
   touch "$FAKE_FOLDER/waits"
   while true; do sleep 0.05; done
 fi
@@ -99,6 +100,41 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
     assert not any("requeue" in call for call in calls)
 
 
+def test_ray_has_all_cores_and_the_variables_of_the_job(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1 n2", SLURM_EXPORT_ENV="NONE", TMPDIR="/only/here")
+    code, output = end(job.begin(), 60)
+    assert code == 0, output
+    for node in ("n1", "n2"):
+        _, cores, folder = (tmp_path / node / "raylet").read_text().split()
+        assert (int(cores), folder) == (len(os.sched_getaffinity(0)), "/tmp/grmpipe_4711")
+
+
+@pytest.mark.parametrize(
+    ("by_name", "by_interface", "chosen"),
+    [("127.0.1.1", "192.0.2.7 172.17.0.1", "192.0.2.7"), ("fe80::1 192.0.2.8", "192.0.2.7", "192.0.2.8")],
+)
+def test_ray_listens_where_other_nodes_reach_it(tmp_path: Path, by_name: str, by_interface: str, chosen: str) -> None:
+    job = job_of(tmp_path, FAKE_ADDRESS=by_name, FAKE_ADDRESSES=by_interface, FAKE_LOST="n1")
+    _, output = end(job.begin(), 60)
+    assert f"Ray does not listen at {chosen}:{job.port}" in output
+
+
+def test_a_relative_run_dir_is_that_of_the_folder_of_sbatch(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", RUN_DIR="runs/first", DOCTOR="0")
+    code, output = end(job.begin(), 60)
+    assert code == 0, output
+    assert f"run_dir={tmp_path}/runs/first" in job.calls[-1]
+
+
+def test_a_node_that_is_lost_does_not_end_the_ray_of_the_others(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_LOST="n3", FAKE_WAIT="run", DOCTOR="0")
+    began = job.begin()
+    await_file(tmp_path / "waits")
+    os.kill(int((tmp_path / "n2/raylet").read_text().split()[0]), 0)  # it lives
+    began.send_signal(signal.SIGUSR1)
+    end(began, 60)
+
+
 def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
     job = job_of(tmp_path, FAKE_DOCTOR="1")
     code, _ = end(job.begin(), 240)
@@ -138,15 +174,23 @@ def test_a_new_job_of_a_run_that_failed_before_has_all_its_restarts(tmp_path: Pa
     assert [requeues(job), requeues(job)] == [1, 1]
 
 
-def signalled(job: SlurmJob, folder: Path, *numbers: signal.Signals) -> tuple[int, str]:
-    """(exit code, output) of a job that gets signals while its launch.py waits."""
-    began = job.begin()
+def await_file(path: Path) -> None:
     deadline = time.monotonic() + 60
-    while not (folder / "waits").exists():
-        assert time.monotonic() < deadline
+    while not path.exists():
+        assert time.monotonic() < deadline, path
         time.sleep(0.05)
-    for number in numbers:
-        began.send_signal(number)
+
+
+def signalled(
+    job: SlurmJob, folder: Path, number: signal.Signals, then: signal.Signals | None = None
+) -> tuple[int, str]:
+    """(exit code, output) of a job that gets a signal while its launch.py waits, and perhaps one while it ends."""
+    began = job.begin()
+    await_file(folder / "waits")
+    began.send_signal(number)
+    if then is not None:
+        await_file(folder / "ends")
+        began.send_signal(then)
     return end(began, 240)
 
 
@@ -171,8 +215,8 @@ def test_a_signal_before_the_run_is_not_lost(tmp_path: Path, sent: signal.Signal
 
 
 def test_a_job_that_a_person_ends_as_its_time_ends_is_not_queued_again(tmp_path: Path) -> None:
-    job = job_of(tmp_path, FAKE_WAIT="run", DOCTOR="0")
-    code, output = signalled(job, tmp_path, signal.SIGUSR1, signal.SIGTERM)
+    job = job_of(tmp_path, FAKE_WAIT="run", FAKE_ENDS_S="1", DOCTOR="0")
+    code, output = signalled(job, tmp_path, signal.SIGUSR1, then=signal.SIGTERM)
     assert code == 130, output
     assert not any("requeue" in call for call in job.calls)
 
@@ -190,8 +234,7 @@ def test_in_containers_the_run_shares_tmp_with_the_ray_of_its_node(tmp_path: Pat
 
 
 def test_a_job_whose_ray_does_not_start_ends_at_once(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
-    write_script(tmp_path / "venv/bin/ray", "#!/usr/bin/env bash\nexit 1\n")
+    job = job_of(tmp_path, FAKE_LOST="n1")
     code, output = end(job.begin(), 30)
     assert code == 1 and f"Ray does not listen at 127.0.0.1:{job.port}" in output
     assert not any("requeue" in call for call in job.calls)
