@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ class Table:
         return run_virtually(lambda: drive(self.judge.open(prompt, group_id, size), size, group_id, order, set(done)))
 
     def outcomes(self, size: int = 4, **how: Any) -> list[float | str]:
-        """The rewards of the siblings, or the causes of their failures."""
+        """What training gets of the siblings, or the causes of their failures."""
         return [outcome_of(report) for _, report in sorted(self.reports(size, **how).items())]
 
     def asked(self, name: str) -> list[int]:
@@ -122,7 +123,9 @@ class Table:
 
 def outcome_of(report: JudgeReport) -> float | str:
     verdict = report.verdict
-    return verdict.cause if isinstance(verdict, Failed) else round(verdict.outcome, 9)
+    if isinstance(verdict, Failed):
+        return verdict.cause
+    return round(math.fsum(span.value for span in verdict.trained_rewards), 9)
 
 
 async def drive(session: JudgeSession, size: int, group_id: str, order: int, done: set[int]) -> dict[int, JudgeReport]:
