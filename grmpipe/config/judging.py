@@ -12,7 +12,8 @@ from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from models.engines.engine_kind import AnyEngine
 from models.settings import ModelConfig
 
-JUDGE, GRM, POLICY = "judge", "grm", "policy"  # the first judge, the first model that judges, the model in training
+# Sections of the first judge, of the first model that judges, and of the model in training.
+JUDGE, GRM, POLICY = "judge", "grm", "policy"
 RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", "env")
 LEARNER = "_learner"  # the end of the name of the role that trains a judging model
 
@@ -27,6 +28,16 @@ class Judging:
 
     judges: Mapping[str, JudgeConfig]
     models: Mapping[str, ModelConfig]
+
+    @property
+    def first(self) -> str:
+        """The name of the first judge."""
+        return first_of(self.judges)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a language model or a scalar reward model judges."""
+        return bool(self.generative or self.scalar)
 
     @property
     def generative(self) -> dict[str, JudgeConfig]:
@@ -100,6 +111,13 @@ class Judging:
     def first_asking(self, role: str) -> str:
         """The name of the judge whose prompts, limits and temperature a model in training learns under."""
         return next(iter(self.asking(role)))
+
+
+def first_of(judges: Collection[str]) -> str:
+    """The first of the judges that a reward uses: `judge`, or the only one. Its scale is that of the labels, and of the
+    scores of all together.
+    """
+    return next(iter(judges)) if len(judges) == 1 else JUDGE
 
 
 def key_of_judge(name: str) -> str:

@@ -163,7 +163,7 @@ def test_a_composition_is_measured_beside_its_judges() -> None:
     assert (b.overall.judged.accuracy, b.overall.judged.num_items) == (1 / 3, 3), "b was not asked about the last item"
     assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"timeout": 1}, {})
     assert a.num_tokens + b.num_tokens == 5 * (8 + 5)
-    metrics = metrics_of(replace(result, by_judge={"judge": a, "b": b}))
+    metrics = metrics_of(replace(result, by_judge={"judge": a, "b": b}), "judge")
     assert (metrics["accuracy"], metrics["grm_accuracy"], metrics["b_failed_share"]) == (3 / 4, 1.0, 1 / 3)
     assert not [name for name in metrics if "judge" in name]
 
