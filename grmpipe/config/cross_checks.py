@@ -14,7 +14,7 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards
+from grmpipe.config.reward import check_rewards, uses_accuracy
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -158,16 +158,19 @@ def check_updated_by_policy(config: RunSections) -> None:
 
 
 def check_labels(config: RunSections) -> None:
-    """Check the score that passes, for judges that learn from labels."""
-    learning = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
+    """Check the score that passes, for judges that learn from labels, and for a jury that is weighted by accuracy."""
+    labelled = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
         name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
     }
-    for name, judge in learning.items():
+    if uses_accuracy(config.reward, config.rewards):
+        labelled[config.judging.first] = config.first_judge
+    for name, judge in labelled.items():
         key = key_of_judge(name)
         if not judge.score_min < config.labels.pass_score <= judge.score_max:
             raise ValueError(
                 f"labels.pass_score: must be above {key}.score_min = {judge.score_min} and at most "
-                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}"
+                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}; type the lowest of its scores "
+                "that passes an answer"
             )
 
 
