@@ -15,6 +15,12 @@ from models.settings import ModelConfig
 # Sections of the first judge, of the first model that judges, and of the model in training.
 JUDGE, GRM, POLICY = "judge", "grm", "policy"
 RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", "env")
+# A judge's accuracy is the metric <name>_accuracy, and a model's metrics are <name>/...: names that would make others.
+METRICS = (
+    "true", "alarm", "cascade", "driver", "engines", "eval", "experts", "groups", "judge_monitor", "memory",
+    "mismatch", "moves", "perf", "response_length", "reward", "rollout", "slots", "staleness", "stall", "sync", "time",
+    "train",
+)  # fmt: skip
 LEARNER = "_learner"  # the end of the name of the role that trains a judging model
 
 
@@ -146,10 +152,10 @@ def check_names(section: str, names: Collection[str]) -> None:
     for name in names:
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             raise ValueError(f"{section}.{name}: a name has letters, digits and '_', and begins with a letter")
-        if name == JUDGE or name in RESERVED or name.endswith(LEARNER):
+        if name in (JUDGE, *RESERVED, *METRICS) or name.endswith(LEARNER):
             raise ValueError(
-                f"{section}.{name}: the name is taken; choose another one than {', '.join((JUDGE, *RESERVED))}, "
-                f"that doesn't end in {LEARNER}"
+                f"{section}.{name}: the name is taken, by a role or by metrics of a run; choose another one, that "
+                f"doesn't end in {LEARNER}"
             )
 
 
