@@ -67,18 +67,22 @@ class Simulated:
 
 @dataclass
 class Listwise:
-    """The same, for all siblings at once: the first one's report has the judgement."""
+    """The same, for all siblings at once: the first one's report has the judgement. fewest: siblings that it compares;
+    it has no task for fewer.
+    """
 
     judge: Simulated
+    fewest: int = 1
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return ListwiseSession(self.judge, size)
+        return ListwiseSession(self.judge, size, self.fewest)
 
 
 class ListwiseSession:
-    def __init__(self, judge: Simulated, size: int) -> None:
+    def __init__(self, judge: Simulated, size: int, fewest: int) -> None:
         self._judge = judge
         self._size = size
+        self._fewest = fewest
         self._rollouts: dict[int, Rollout] = {}
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -87,7 +91,8 @@ class ListwiseSession:
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         assert rollout.sibling not in self._rollouts, "a rollout is given once"
         self._rollouts[rollout.sibling] = rollout
-        return (JudgeTask(members=tuple(range(self._size))),) if len(self._rollouts) == self._size else ()
+        is_whole = len(self._rollouts) == self._size >= self._fewest
+        return (JudgeTask(members=tuple(range(self._size))),) if is_whole else ()
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         await asyncio.sleep(self._judge.delay_s())
@@ -98,7 +103,9 @@ class ListwiseSession:
 
 @dataclass
 class Table:
-    """A composition of simulated judges, by name; a judge called `list...` sees all siblings at once."""
+    """A composition of simulated judges, by name; a judge called `list...` sees all siblings at once, one called
+    `list_pairs` needs two.
+    """
 
     judges: dict[str, Simulated]
     judge: Judge
@@ -166,7 +173,8 @@ def composed(
     scales = scales or {}
     made = {name: Simulated(given, scales.get(name, Scale()), delay_s) for name, given in judges.items()}
     as_judges: dict[str, Judge] = {
-        name: Listwise(judge) if name.startswith("list") else PointwiseAdapter(judge) for name, judge in made.items()
+        name: Listwise(judge, 1 + (name == "list_pairs")) if name.startswith("list") else PointwiseAdapter(judge)
+        for name, judge in made.items()
     }
     configs = {
         name: JudgeConfig(
