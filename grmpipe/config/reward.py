@@ -227,9 +227,9 @@ def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]
     return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
 
 
-def uses_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
-    """Whether a jury in use weighs its members by their accuracy on held-out prompts."""
-    return any(one.uses_accuracy for _, one in _reachable(reward, rewards))
+def weighed_by_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
+    """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
+    return {name: path for path, one in _reachable(reward, rewards) if one.uses_accuracy for name in one.names}
 
 
 def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:

@@ -181,6 +181,12 @@ def test_a_jury_that_weighs_by_accuracy_needs_a_score_that_passes() -> None:
     assert "labels.pass_score" in refused(*nested, "reward.mix={style: 1, short: 1}")
 
 
+def test_a_jury_cannot_weigh_by_an_accuracy_that_no_evaluation_measures() -> None:
+    pair = ("+judge@judges.pair=pairwise", "reward=jury", "reward.members=[judge,pair]", "reward.vote=accuracy")
+    assert "reward.vote: accuracy is measured on single held-out answers, and pair compares" in refused(*pair)
+    built(*pair[:-1])
+
+
 def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None:
     taken = {name.removesuffix("_accuracy") for name in EVAL_METRICS if name.endswith("_accuracy")}
     assert taken == {"true", "grm"}
