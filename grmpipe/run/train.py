@@ -231,7 +231,7 @@ class TrainingRun(Run[Prepared]):
         learning = {POLICY, *self._config.trained_grms, *running.policy_updates.versions}
         changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
-            judge=with_own_bounds(running.judge),
+            judge=running.judge,
             members=members,
             frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,

@@ -82,6 +82,13 @@ def with_own_bounds(judge: Judge) -> Judge:
     return replace(judge, bounds=ShareBounds()) if isinstance(judge, ComposedJudge) else judge
 
 
+def without_bounds(judge: Judge) -> Judge:
+    """The same judge for what is judged again and again: all that a cascade is unsure of is escalated, because a bound
+    would let the verdict depend on what was judged before.
+    """
+    return replace(judge, bounds=ShareBounds(limited=False)) if isinstance(judge, ComposedJudge) else judge
+
+
 def skill_of(judge: Judge) -> MeasuredSkill:
     """The measured skill of a run's judges; of a single one it is used by none."""
     return judge.skill if isinstance(judge, ComposedJudge) else MeasuredSkill()
