@@ -185,6 +185,8 @@ def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
         **result.bias,
     }
     for name, own in result.by_judge.items():
+        if not own.overall.judged.num_items:
+            continue
         shown = GRM if name == first else name
         metrics[f"{shown}_accuracy"] = own.overall.judged.accuracy
         metrics[f"{shown}_failed_share"] = own.overall.judged.failed_share
