@@ -108,12 +108,13 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
 
 
 def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prompt]) -> str | None:
-    """The first of several judges, if it judges every answer to the prompts. None if other verdicts decide what it
-    sees: its scores would then be of a part of the answers, which changes as the policy learns.
+    """The first of several judges, if it judges every answer to the prompts. None if it compares, or if other verdicts
+    decide what it sees: its scores would then be of a part of the answers, which changes as the policy learns.
     """
     first, sources = config.judging.first, {prompt.source for prompt in prompts}
     sees_all = all(first in always_asked(config.reward, config.rewards, source) for source in sources)
-    return first if first in members_of(judge) and sees_all else None
+    compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
+    return first if first in members_of(judge) and sees_all and not compares else None
 
 
 def min_score_rise(config: RunConfig, evaluator: Evaluator) -> float:

@@ -87,6 +87,13 @@ def test_the_first_judges_scores_are_shown_where_it_sees_every_answer(
     assert first_of_all_answers(config, judge, prompts) == first
 
 
+def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -> None:
+    jury = RewardConfig(kind="jury", members=["judge", "rm"], quorum=1)
+    listwise = JudgeConfig(protocol="listwise", template="listwise", parser="boxed")
+    config, judge = judged_by(jury, judge=listwise, rm=JudgeConfig(kind="rule"))
+    assert first_of_all_answers(config, judge, [MATH]) is None
+
+
 def test_the_alarm_on_hacking_is_in_the_units_of_the_score_that_it_reads() -> None:
     """A sum of four scores goes up to 40, the score of a composition up to 10."""
     gate = RewardConfig(kind="gate", gate="rm", inner="judge")
