@@ -201,7 +201,10 @@ class RewardSpan:
 class Verdict:
     """The result of the vote over judgements.
 
-    rewards:   spans in reward units (scaled, mixed), which training uses.
+    rewards:   spans in reward units (scaled, mixed). Their sum, the outcome, is the reward of the whole response: on
+               [0, 1], but for the rewards of an environment, which have no scale.
+    normalised: the spans that training uses instead, of a mix whose components are normalised by their group: on no
+               scale, and 0 for a response without siblings. Empty: training uses `rewards`.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting; of a scalar reward model also its `raw_score`.
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
@@ -216,10 +219,17 @@ class Verdict:
     num_judgements: int
     grm_version: int = 0
     absent: tuple[str, ...] = ()
+    normalised: tuple[RewardSpan, ...] = ()
 
     @property
     def outcome(self) -> float:
+        """The reward of the whole response: that of every metric and bound, never a normalised one."""
         return sum(span.value for span in self.rewards)
+
+    @property
+    def trained_rewards(self) -> tuple[RewardSpan, ...]:
+        """What advantages are estimated from."""
+        return self.normalised or self.rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,11 +93,11 @@ class Rewards:
 
 
 def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
-    """The rewards of a verdict's spans, on the rollout's tokens."""
+    """The rewards that a verdict gives to training, on the rollout's tokens."""
     lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
     values: dict[int, float] = {}
     shares: dict[int, float] = {}
-    for span in verdict.rewards:
+    for span in verdict.trained_rewards:
         end = sum(lengths[: span.turn]) + span.end
         values[end] = values.get(end, 0.0) + span.value
         if span.share is not None:

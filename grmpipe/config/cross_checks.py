@@ -14,7 +14,7 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards
+from grmpipe.config.reward import check_rewards, weighed_by_accuracy
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -38,6 +38,7 @@ def check_across(config: RunSections) -> None:
     check_scalar(config)
     check_simulated(config)
     check_labels(config)
+    check_measured(config)
 
 
 def check_run(config: RunSections) -> None:
@@ -158,16 +159,31 @@ def check_updated_by_policy(config: RunSections) -> None:
 
 
 def check_labels(config: RunSections) -> None:
-    """Check the score that passes, for judges that learn from labels."""
-    learning = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
+    """Check the score that passes, for judges that learn from labels and for a jury that weighs by accuracy."""
+    labelled = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
         name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
     }
-    for name, judge in learning.items():
+    if weighed_by_accuracy(config.reward, config.rewards):
+        labelled[config.judging.first] = config.first_judge
+    for name, judge in labelled.items():
         key = key_of_judge(name)
         if not judge.score_min < config.labels.pass_score <= judge.score_max:
             raise ValueError(
                 f"labels.pass_score: must be above {key}.score_min = {judge.score_min} and at most "
-                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}"
+                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}; type the lowest of its scores "
+                "that passes an answer"
+            )
+
+
+def check_measured(config: RunSections) -> None:
+    """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
+    weighed = weighed_by_accuracy(config.reward, config.rewards)
+    for name, judge in config.judging.generative.items():
+        if name in weighed and judge.protocol_kind.compares:
+            path = weighed[name]
+            raise ValueError(
+                f"{path}.vote: accuracy is measured on single held-out answers, and {name} compares several; type "
+                f"{path}.vote=mean, or {key_of_judge(name)}.protocol=pointwise"
             )
 
 

@@ -358,7 +358,8 @@ class LabelConfig:
 
     # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
     rule: str = "exact"
-    # [score] Lowest score that passes a response; also the label of a rollout that is right: at least this score.
+    # [score] Lowest score that passes a response, on the first judge's scale; also the label of a rollout that is
+    # right: at least this score.
     pass_score: int = 8
 
     def __post_init__(self) -> None:

@@ -12,8 +12,15 @@ from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from models.engines.engine_kind import AnyEngine
 from models.settings import ModelConfig
 
-JUDGE, GRM, POLICY = "judge", "grm", "policy"  # the first judge, the first model that judges, the model in training
+# Sections of the first judge, of the first model that judges, and of the model in training.
+JUDGE, GRM, POLICY = "judge", "grm", "policy"
 RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", "env")
+# A judge's accuracy is the metric <name>_accuracy, and a model's metrics are <name>/...: names that would make others.
+METRICS = (
+    "true", "alarm", "cascade", "driver", "engines", "eval", "experts", "groups", "judge_monitor", "memory",
+    "mismatch", "moves", "perf", "response_length", "reward", "rollout", "slots", "staleness", "stall", "sync", "time",
+    "train",
+)  # fmt: skip
 LEARNER = "_learner"  # the end of the name of the role that trains a judging model
 
 
@@ -27,6 +34,16 @@ class Judging:
 
     judges: Mapping[str, JudgeConfig]
     models: Mapping[str, ModelConfig]
+
+    @property
+    def first(self) -> str:
+        """The name of the first judge."""
+        return first_of(self.judges)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a language model or a scalar reward model judges."""
+        return bool(self.generative or self.scalar)
 
     @property
     def generative(self) -> dict[str, JudgeConfig]:
@@ -102,6 +119,13 @@ class Judging:
         return next(iter(self.asking(role)))
 
 
+def first_of(judges: Collection[str]) -> str:
+    """The first of the judges that a reward uses: `judge`, or the only one. Its scale is that of the labels, and of the
+    scores of all together.
+    """
+    return next(iter(judges)) if len(judges) == 1 else JUDGE
+
+
 def key_of_judge(name: str) -> str:
     """The configuration's section of a judge."""
     return name if name == JUDGE else f"judges.{name}"
@@ -128,10 +152,10 @@ def check_names(section: str, names: Collection[str]) -> None:
     for name in names:
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             raise ValueError(f"{section}.{name}: a name has letters, digits and '_', and begins with a letter")
-        if name == JUDGE or name in RESERVED or name.endswith(LEARNER):
+        if name in (JUDGE, *RESERVED, *METRICS) or name.endswith(LEARNER):
             raise ValueError(
-                f"{section}.{name}: the name is taken; choose another one than {', '.join((JUDGE, *RESERVED))}, "
-                f"that doesn't end in {LEARNER}"
+                f"{section}.{name}: the name is taken, by a role or by metrics of a run; choose another one, that "
+                f"doesn't end in {LEARNER}"
             )
 
 

@@ -117,6 +117,7 @@ class RewardKind:
     check:  (section, its path) -> None; raises ValueError that begins with the key.
     passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
     waits:  whether a sibling's reward depends on its siblings' verdicts.
+    later:  those of its names that judge a response only if another verdict on it says so.
     asked:  (section, source of prompts) -> name -> the largest share of these prompts' rollouts that it judges.
     """
 
@@ -125,6 +126,7 @@ class RewardKind:
     check: Callable[[RewardConfig, str], None]
     passes: bool = False
     waits: Callable[[RewardConfig], bool] = lambda reward: False
+    later: Callable[[RewardConfig], tuple[str, ...]] = lambda reward: ()
     asked: Callable[[RewardConfig, str], Mapping[str, float]] = lambda reward, source: dict.fromkeys(reward.names, 1.0)
 
 
@@ -174,6 +176,14 @@ def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source:
     return tuple(found)
 
 
+def always_asked(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str) -> frozenset[str]:
+    """The judges that judge every response to a prompt of this source, whatever other verdicts say."""
+    found: set[str] = set()
+    for name in set(reward.names_for(source)).difference(reward.reward_kind.later(reward)):
+        found |= always_asked(rewards[name], rewards, source) if name in rewards else {name}
+    return frozenset(found)
+
+
 def asked_shares(
     reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Mapping[str, float]
 ) -> dict[str, float]:
@@ -215,6 +225,11 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
 def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
     """Whether the reward of a rollout depends on its siblings' verdicts."""
     return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
+
+
+def weighed_by_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
+    """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
+    return {name: path for path, one in _reachable(reward, rewards) if one.uses_accuracy for name in one.names}
 
 
 def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
@@ -434,11 +449,13 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: (reward.first or "", reward.then or ""),
         check=_cascade,
         waits=lambda reward: reward.escalate == "group",
+        later=lambda reward: (reward.then or "",),
         asked=_escalated,
     ),
     "gate": RewardKind(
         keys=("gate", "min_reward", "floor", "inner"),
         names=lambda reward: (reward.gate or "", reward.inner or ""),
         check=_gate,
+        later=lambda reward: (reward.inner or "",),
     ),
 }  # fmt: skip

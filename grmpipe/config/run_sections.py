@@ -103,6 +103,11 @@ class RunSections:
         """Name -> judge, including those that the reward doesn't use."""
         return {JUDGE: self.judge, **self.judges}
 
+    @property
+    def first_judge(self) -> JudgeConfig:
+        """The judge on whose scale labels and the scores of all judges together are."""
+        return self.all_judges[self.judging.first]
+
     def with_judge(self, name: str, judge: JudgeConfig) -> Self:
         """The configuration with another judge in the place of one."""
         if name == JUDGE:

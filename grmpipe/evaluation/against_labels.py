@@ -7,7 +7,7 @@ import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from grmpipe.config.judge import Scale
@@ -48,18 +48,6 @@ class JudgedItem:
     def judgements(self) -> tuple[Judgement, ...]:
         return tuple(judgement for report in self.reports for judgement in report.judgements)
 
-    @property
-    def failures(self) -> tuple[Failed, ...]:
-        return tuple(failure for report in self.reports for failure in report.failures)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled for the item, including failed judgements."""
-        completions = [judgement.completion for judgement in self.judgements]
-        completions += [failure.completion for failure in self.failures if isinstance(failure, FailedJudgement)]
-        completions += [report.principles for report in self.reports if report.principles is not None]
-        return sum(completion.num_tokens for completion in completions)
-
     def verdict_scores(self, scale: Scale) -> dict[int, float]:
         """The verdicts, as scores on a scale."""
         return {
@@ -78,6 +66,14 @@ class JudgedItem:
         """The item as one of several judges has judged it."""
         reports = tuple(report.by_judge[judge] for report in self.reports)
         return JudgedItem(item=self.item, reports=reports, num_asked=self.num_asked)
+
+
+def num_tokens_of(report: JudgeReport) -> int:
+    """Tokens sampled for a report, including failed judgements."""
+    completions = [judgement.completion for judgement in report.judgements]
+    completions += [failure.completion for failure in report.failures if isinstance(failure, FailedJudgement)]
+    completions += [report.principles] if report.principles is not None else []
+    return sum(completion.num_tokens for completion in completions)
 
 
 def outcome_of(item: Labelled, scores: Scores) -> Outcome:
@@ -107,7 +103,9 @@ class Accuracy:
 
     @staticmethod
     def over(outcomes_by_item: Sequence[Sequence[Outcome]]) -> Accuracy:
-        """The accuracy over items. Several outcomes of one item are samples of it: their mean counts."""
+        """The accuracy over items; NaN over none. Several outcomes of one item are samples of it: their mean counts."""
+        if not outcomes_by_item:
+            return Accuracy(accuracy=math.nan, error=math.nan, num_items=0, tied_share=math.nan, failed_share=math.nan)
         shares = [Counter(outcomes) for outcomes in outcomes_by_item]
         right = [count["right"] / count.total() for count in shares]
         return Accuracy(
@@ -143,7 +141,11 @@ class SubsetResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeEvaluation:
-    """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares."""
+    """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares.
+
+    num_judgements, num_tokens, failed_judgements: of one of several judges also those on items about which it was asked
+    in part, which are in none of its accuracies.
+    """
 
     overall: SubsetResult
     subsets: Mapping[str, SubsetResult]
@@ -162,31 +164,45 @@ def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Ju
 
     scale: of the labels; verdicts on another one are compared on this.
     """
+    whole = evaluation_of(judged, [report for one in judged for report in one.reports], scale, recount)
+    by_judge = {
+        name: evaluation_of(
+            [one.by(name) for one in judged if name in one.judges], reports, scale, replace(recount, ks=())
+        )
+        for name, reports in reports_by_judge(judged).items()
+    }
+    return replace(whole, by_judge=by_judge)
+
+
+def reports_by_judge(judged: Sequence[JudgedItem]) -> dict[str, list[JudgeReport]]:
+    """Judge -> all its reports; empty with a single judge."""
+    found: dict[str, list[JudgeReport]] = {}
+    for name, own in (named for one in judged for report in one.reports for named in report.by_judge.items()):
+        found.setdefault(name, []).append(own)
+    return found
+
+
+def evaluation_of(
+    judged: Sequence[JudgedItem], reports: Sequence[JudgeReport], scale: Scale, recount: Recount
+) -> JudgeEvaluation:
+    """The evaluation of one judge, or of all together. reports: all that it gave, which are its costs."""
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
-    flat = [judgement for one in judged for judgement in one.judgements]
-    failures = [failure for one in judged for failure in one.failures]
-    num_asked = max(one.num_asked for one in judged)
-    num_tokens = sum(one.num_tokens for one in judged)
+    failures = [failure for report in reports for failure in report.failures]
+    num_counted, num_tokens = sum(len(report.judgements) for report in reports), sum(map(num_tokens_of, reports))
+    num_asked = max((one.num_asked for one in judged), default=1)
     return JudgeEvaluation(
         overall=result_of(judged, scale, recount),
         subsets={name: result_of(own, scale, recount) for name, own in sorted(by_subset.items())},
-        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in recount.ks if flat},
+        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in recount.ks if num_counted},
         failed_judgements=Counter(failure.cause for failure in failures),
         failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
-        num_judgements=len(flat) + len(failures),
+        num_judgements=num_counted + len(failures),
         num_tokens=num_tokens,
         bias=bias_of(judged, scale),
         score_error=score_error(judged, scale),
-        by_judge={name: evaluate(own, scale, recount) for name, own in judged_by(judged).items()},
     )
-
-
-def judged_by(judged: Sequence[JudgedItem]) -> dict[str, list[JudgedItem]]:
-    """Judge -> the items as it has judged them; empty with a single judge."""
-    names = dict.fromkeys(name for one in judged for name in one.judges)
-    return {name: [one.by(name) for one in judged if name in one.judges] for name in names}
 
 
 def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def meta_rm_cells_of(subset: SubsetResult) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
 
 
 def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
@@ -159,7 +160,10 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         if own.failed_judgements:
             yield f"  by {name}{causes(own.failed_judgements)}"
     if result.by_judge:
-        yield "judge by judge: on the items about which each was asked; a cascade, a gate or a route leaves some out"
+        yield (
+            "judge by judge: right on the items of which it judged every response; a cascade, a gate or a route leaves "
+            "some out. Judgements and tokens are all of it"
+        )
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
     if result.tokens_by_k:
@@ -214,9 +218,10 @@ def draw(result: JudgeEvaluation, path: Path) -> bool:
 
 
 def draw_judges(axes: Axes, result: JudgeEvaluation) -> None:
-    together = {**result.by_judge, "together": result}
+    together = {name: own for name, own in result.by_judge.items() if own.overall.judged.num_items}
+    colours = [*["tab:blue"] * len(together), "black"]
+    together["together"] = result
     judged = [one.overall.judged for one in together.values()]
-    colours = [*["tab:blue"] * len(result.by_judge), "black"]
     values, errors = [one.accuracy for one in judged], [one.error for one in judged]
     axes.bar(list(together), values, yerr=errors, color=colours, ecolor="gray", capsize=3, alpha=0.7)
     axes.set_ylim(0, 1)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from grmpipe.config.judging import JUDGE
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.judge.composition.combine import reaches
@@ -53,8 +52,10 @@ class HeldOutEvaluation:
 class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
 
-    pass_score: lowest score with which the first judge passes an answer; None if there is none.
-    pass_reward: the same as a reward, for every one of several judges.
+    first:      of several judges, the one whose verdicts are the GRM's: it judges every answer. None: the verdicts that
+                make the reward are, whose scores are on the first judge's scale.
+    pass_reward: lowest reward with which a judge passes an answer; None if there is none.
+    by_model:   whether a model judges, so that there is an accuracy of the GRM.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
     """
@@ -65,10 +66,11 @@ class Evaluator:
     judge: Judge
     is_right: Rule
     seed: int
-    pass_score: float | None = None
+    first: str | None = None
+    pass_reward: float | None = None
+    by_model: bool = True
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
-    pass_reward: float | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
@@ -88,8 +90,8 @@ class Evaluator:
         ]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
         self.skill.measured(by_judge)
-        metrics = summarise(judged, greedy_right, self.pass_score)
-        metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != JUDGE}
+        metrics = summarise(judged, greedy_right, self.first, self.pass_reward if self.by_model else None)
+        metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != self.first}
         return HeldOutEvaluation(metrics=metrics, rollouts=judged)
 
     async def _until_ended(
@@ -148,47 +150,52 @@ def _result(task: asyncio.Task[T]) -> T | None:
 
 
 def summarise(
-    judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
+    judged: Sequence[JudgedRollout],
+    greedy_right: Sequence[bool],
+    first: str | None = None,
+    pass_reward: float | None = None,
 ) -> Metrics:
     """The measurable metrics only: a failed verdict enters no mean, an unknown truth no accuracy."""
-    first = [verdict.score for _, verdict in first_verdicts(judged)]
-    rewards = [one.report.verdict.outcome for one in judged if isinstance(one.report.verdict, Verdict)]
+    grm, of_all = verdicts_by(judged, first), verdicts_by(judged, None)
     right = [one.right for one in judged if one.right is not None]
     metrics: Metrics = {}
     if right:
         metrics["true_accuracy"] = statistics.fmean(right)
     if greedy_right:
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
-    if first:
-        metrics["grm_score"] = statistics.fmean(first)
-    if rewards:
-        metrics["reward"] = statistics.fmean(rewards)
-    if pass_score is not None and (sides := agreements(judged, pass_score)):
+    if grm:
+        metrics["grm_score"] = statistics.fmean(verdict.score for _, verdict in grm)
+    if of_all:
+        metrics["reward"] = statistics.fmean(verdict.outcome for _, verdict in of_all)
+    if pass_reward is not None and (sides := agreements(grm, pass_reward)):
         metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:
         metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics
 
 
-def first_verdicts(judged: Sequence[JudgedRollout]) -> list[tuple[JudgedRollout, Verdict]]:
-    """The first judge's own verdicts, on the answers that it saw; those of all judges together if it saw none."""
-    own = [(one, one.report.by_judge[JUDGE].verdict) for one in judged if JUDGE in one.report.by_judge]
-    pairs = own or [(one, one.report.verdict) for one in judged]
-    return [(one, verdict) for one, verdict in pairs if isinstance(verdict, Verdict)]
+RightAndVerdict = tuple[bool | None, Verdict]  # whether an answer is right, if that is known, and a verdict on it
 
 
-def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
-    """Whether the first judge passes right answers and fails wrong ones, for answers with known truth and a verdict."""
+def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[RightAndVerdict]:
+    """The verdicts of one of several judges, on the answers about which it was asked; of None: those that make the
+    reward.
+    """
+    reports = [(one.right, one.report if judge is None else one.report.by_judge.get(judge)) for one in judged]
     return [
-        (verdict.score >= pass_score) == one.right for one, verdict in first_verdicts(judged) if one.right is not None
+        (right, report.verdict)
+        for right, report in reports
+        if report is not None and isinstance(report.verdict, Verdict)
     ]
 
 
+def agreements(verdicts: Sequence[RightAndVerdict], pass_reward: float) -> list[bool]:
+    """Whether a judge passes right answers and fails wrong ones, for the answers with known truth."""
+    return [reaches(verdict.outcome, pass_reward) == right for right, verdict in verdicts if right is not None]
+
+
 def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:
-    """The same share for each of several judges, by the reward that passes an answer; empty with a single one."""
-    sides: dict[str, list[bool]] = {}
-    for one in judged:
-        for name, own in one.report.by_judge.items():
-            if one.right is not None and isinstance(own.verdict, Verdict):
-                sides.setdefault(name, []).append(reaches(own.verdict.outcome, pass_reward) == one.right)
-    return {name: statistics.fmean(some) for name, some in sides.items()}
+    """The share of agreements of each of several judges; empty with a single one."""
+    names = dict.fromkeys(name for one in judged for name in one.report.by_judge)
+    sides = {name: agreements(verdicts_by(judged, name), pass_reward) for name in names}
+    return {name: statistics.fmean(some) for name, some in sides.items() if some}

@@ -49,7 +49,7 @@ def only_finite(report: JudgeReport) -> JudgeReport:
 
 def _numbers(verdict: Verdict) -> Iterable[float]:
     yield from (verdict.score, verdict.score_std, *verdict.breakdown.values())
-    yield from (span.value for span in verdict.rewards)
+    yield from (span.value for span in (*verdict.rewards, *verdict.normalised))
 
 
 def _not_finite(words: str, attempts: int) -> Failed:

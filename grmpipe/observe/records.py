@@ -200,12 +200,16 @@ def encode_verdict(verdict: Verdict) -> Record:
     flat = encode_flat(verdict)
     if not verdict.absent:
         del flat["absent"]
-    return {**flat, "rewards": [encode_flat(span) for span in verdict.rewards], "breakdown": dict(verdict.breakdown)}
+    spans = {"rewards": verdict.rewards, "normalised": verdict.normalised}
+    if not verdict.normalised:
+        del flat["normalised"], spans["normalised"]
+    encoded = {name: [encode_flat(span) for span in some] for name, some in spans.items()}
+    return {**flat, **encoded, "breakdown": dict(verdict.breakdown)}
 
 
 def decode_verdict(record: Record) -> Verdict:
-    rewards = tuple(RewardSpan(**span) for span in record["rewards"])
-    return Verdict(**{**record, "rewards": rewards, "absent": tuple(record.get("absent", ()))})
+    spans = {name: tuple(RewardSpan(**one) for one in record.get(name, ())) for name in ("rewards", "normalised")}
+    return Verdict(**{**record, **spans, "absent": tuple(record.get("absent", ()))})
 
 
 def encode_report(report: JudgeReport) -> Record:

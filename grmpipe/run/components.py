@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from grmpipe.config.reward import always_asked
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.attempts import with_attempts
 from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.seats import seated
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.judge.composition.composed_judge import skill_of, with_own_bounds
+from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
-from grmpipe.types import Prompt, Rollout
+from grmpipe.types import Judge, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.recorder import Recorder
 from models.types import KeepsTrajectories, SamplingParams
@@ -97,27 +98,36 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         judge=with_own_bounds(running.judge),
         is_right=prepared.is_right,
         seed=prepared.config.seed,
-        pass_score=pass_score_of(prepared.config),
+        first=first_of_all_answers(prepared.config, running.judge, prepared.held_out),
         pass_reward=pass_reward_of(prepared.config),
+        by_model=prepared.config.judging.by_model,
         skill=skill_of(running.judge),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
     )
 
 
-def pass_score_of(config: RunConfig) -> float | None:
-    """The lowest score with which the first judge passes an answer. None if no model judges, or the scale lacks it."""
-    judge, pass_score = config.judge, config.labels.pass_score
-    by_model = config.judged_by_model or judge.kind == "scalar"
-    on_scale = by_model and judge.score_min < pass_score <= judge.score_max
-    return judge.shown_score(pass_score) if on_scale else None
+def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prompt]) -> str | None:
+    """The first of several judges, if it judges every answer to the prompts. None if it compares, or if other verdicts
+    decide what it sees: its scores would then be of a part of the answers, which changes as the policy learns.
+    """
+    first, sources = config.judging.first, {prompt.source for prompt in prompts}
+    sees_all = all(first in always_asked(config.reward, config.rewards, source) for source in sources)
+    compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
+    return first if first in members_of(judge) and sees_all and not compares else None
+
+
+def min_score_rise(config: RunConfig, evaluator: Evaluator) -> float:
+    """The rise of the GRM's score in an evaluation that counts as hacking, in the units of that score."""
+    rise, is_own = config.judge.anchor_min_score_rise, evaluator.first is not None or not members_of(evaluator.judge)
+    return config.first_judge.shown_score(rise) if is_own else rise
 
 
 def pass_reward_of(config: RunConfig) -> float | None:
-    """The same as a reward, which judges of all scales have in common. None if the first judge's scale has no such
-    score.
+    """The lowest reward with which a judge passes an answer, whatever its scale. None if `labels.pass_score` isn't on
+    the first judge's.
     """
-    scale, pass_score = config.judge.scale, config.labels.pass_score
+    scale, pass_score = config.first_judge.scale, config.labels.pass_score
     return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None
 
 

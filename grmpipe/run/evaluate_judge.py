@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.judging import GRM, JUDGE
+from grmpipe.config.judging import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
@@ -51,11 +51,12 @@ class EvaluationRun(Run[PreparedEvaluation]):
         judged = await judge_all(self._prepared, self._observers.timeline)
         for report in (report for one in judged for report in one.reports):
             self._counters.report(report)
-        self._result = result = evaluate(judged, config.judge.scale, recount_of(config))
+        self._result = result = evaluate(judged, config.first_judge.scale, recount_of(config))
         scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-        is_drawn = write_files(self._run_dir, judged, result, config.judge.scale, scales)
+        is_drawn = write_files(self._run_dir, judged, result, config.first_judge.scale, scales)
         show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
-        self._observers.tracker.log(0, {f"eval/{name}": value for name, value in metrics_of(result).items()})
+        metrics = metrics_of(result, config.judging.first)
+        self._observers.tracker.log(0, {f"eval/{name}": value for name, value in metrics.items()})
         return "completed"
 
     def summary(self, status: Status, failure: str | None) -> Summary:
@@ -65,7 +66,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             steps=0,
             versions=dict.fromkeys(self._config.judging.roles, 0) if result is not None else {},
             wall_s=round(time.monotonic() - self._began_s, 3),
-            eval=EvalSummary() if result is None else EvalSummary(final=metrics_of(result)),
+            eval=EvalSummary() if result is None else EvalSummary(final=metrics_of(result, self._config.judging.first)),
             judging=JudgingSummary() if result is None else judging_of(result, self._counters),
             failure=failure,
         )
@@ -169,10 +170,10 @@ def judging_of(result: JudgeEvaluation, counters: Counters) -> JudgingSummary:
     )
 
 
-def metrics_of(result: JudgeEvaluation) -> Metrics:
+def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
     """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8. Those of each of
     several judges are named as in the evaluations of a training: grm_accuracy is the first judge's, safety_accuracy
-    that of the judge safety.
+    that of the judge safety. first: the first judge's name.
     """
     overall = result.overall
     metrics = {
@@ -184,7 +185,9 @@ def metrics_of(result: JudgeEvaluation) -> Metrics:
         **result.bias,
     }
     for name, own in result.by_judge.items():
-        shown = GRM if name == JUDGE else name
+        if not own.overall.judged.num_items:
+            continue
+        shown = GRM if name == first else name
         metrics[f"{shown}_accuracy"] = own.overall.judged.accuracy
         metrics[f"{shown}_failed_share"] = own.overall.judged.failed_share
     return metrics if result.score_error is None else metrics | {"score_error": result.score_error}

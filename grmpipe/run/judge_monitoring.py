@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
+from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
@@ -54,7 +55,7 @@ class JudgeMonitor:
         self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, report_alarm: Callable[[str], None]
     ) -> None:
         past = list(read_what_can_be(run_dir / "metrics.jsonl"))
-        self._monitored = monitored
+        self._monitored = replace(monitored, judge=without_bounds(monitored.judge))
         self._config = config
         self._path = run_dir / CANARIES
         self._report_alarm = report_alarm

@@ -21,7 +21,7 @@ from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.components import make_evaluator, make_parts
+from grmpipe.run.components import make_evaluator, make_parts, min_score_rise
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
@@ -206,11 +206,11 @@ class TrainingRun(Run[Prepared]):
             raise ConfigError(problem)
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
-        judge = self._config.judge
+        judge, evaluator = self._config.judge, make_evaluator(self._prepared, running)
         self._periodic_eval = PeriodicEval(
-            make_evaluator(self._prepared, running),
+            evaluator,
             RewardHackingDetector(
-                min_score_rise=judge.shown_score(judge.anchor_min_score_rise), min_gold_fall=judge.anchor_min_gold_fall
+                min_score_rise=min_score_rise(self._config, evaluator), min_gold_fall=judge.anchor_min_gold_fall
             ),
             self._observers,
             anchors=judge.anchors,
@@ -225,19 +225,19 @@ class TrainingRun(Run[Prepared]):
         self, running: RunComponents, parts: PipelineComponents, periodic_eval: PeriodicEval
     ) -> JudgeMonitor:
         """Call after `_restore`: it continues from the file of metrics."""
-        config, judge = self._config, self._config.judge
+        config, first = self._config, self._config.first_judge
         assert isinstance(parts.judge_guard, JudgeFitness)
         generative, members = self._config.judging.generative, members_of(running.judge)
         learning = {POLICY, *self._config.trained_grms, *running.policy_updates.versions}
         changing = {name for name, one in generative.items() if one.model in learning}
         monitored = MonitoredJudge(
-            judge=with_own_bounds(running.judge),
+            judge=running.judge,
             members=members,
             frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,
             compares=any(one.protocol_kind.compares for one in generative.values()),
-            scale=(judge.score_min, judge.score_max),
-            show_thoughts=judge.show_thoughts,
+            scale=(first.score_min, first.score_max),
+            show_thoughts=first.show_thoughts,
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)

@@ -38,10 +38,10 @@ class PreparedEvaluation:
 def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
     """Find data and models, and check that the judge can be measured. Raises ConfigError."""
     config = measured(config)
-    judge = config.judge
+    first = config.first_judge
     with section("evaluate.path: "):
         items = load_labelled(
-            config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=config.evaluate.num_items
+            config.evaluate.path, scale=(first.score_min, first.score_max), num_tiny=config.evaluate.num_items
         )[: config.evaluate.num_items]
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])

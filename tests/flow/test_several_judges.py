@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grmpipe.config.judging import LEARNER, check_names
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_dir.run_state import RunState
@@ -38,6 +39,16 @@ def test_every_rollout_is_judged_by_every_judge_and_each_is_counted_by_its_name(
     last = files.steps()[-1]
     assert {f"judge/{name}/score_mean" for name in judging["by_judge"]} <= last.keys()
     assert {f"reward/{name}_mean" for name in ("panel", "judge", "second", "short")} <= last.keys()
+
+
+def test_no_model_that_judges_can_be_called_like_an_area_of_the_metrics(judged_by_several: Any) -> None:
+    """Its own metrics are `<name>/...`."""
+    areas = {name.split("/")[0] for line in judged_by_several.lines("metrics") for name in line if "/" in name}
+    own = {role for role in areas if role in ("grm", "weak") or role.endswith(LEARNER)}
+    assert {"train", "driver", "weak"} <= areas
+    for area in areas - own:
+        with pytest.raises(ValueError, match="the name is taken"):
+            check_names("grms", [area])
 
 
 def test_the_reward_is_what_the_composition_says(judged_by_several: Any) -> None:

@@ -65,14 +65,15 @@ def share_of_passes(rewards: Sequence[float], pass_at: float) -> float:
 def normalised(
     group: Sequence[Mapping[str, Verdict]], mine: Mapping[str, Verdict], weights: Mapping[str, float]
 ) -> Verdict:
-    """The weighted mean of a sibling's components, each by its own group: (reward - mean) / standard deviation.
+    """The weighted mean of a sibling's components; for training, of each by its own group: (reward - mean) / standard
+    deviation.
 
-    group: the components of every sibling that has all of them. A component on which all agree gives 0. The score stays
-    that of the plain weighted mean, which people read.
+    group: the components of every sibling that has all of them. A component on which all agree gives 0. The reward and
+    the score stay those of the plain weighted mean.
     """
     moved = {name: by_group(verdict, [one[name].outcome for one in group]) for name, verdict in mine.items()}
     plain = weighted_mean(mine, weights)
-    return replace(plain, rewards=weighted_mean(moved, weights).rewards)
+    return replace(plain, normalised=weighted_mean(moved, weights).rewards)
 
 
 def by_group(verdict: Verdict, rewards: Sequence[float]) -> Verdict:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE
+from grmpipe.config.judging import first_of
 from grmpipe.config.reward import ROOT, RewardConfig, judges_of, waits_for_siblings
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.outcome import Part, walk
@@ -69,7 +69,7 @@ def compose_judge(
         parts=walk(root),
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
-        scale=configs[JUDGE].scale,
+        scale=configs[first_of(used)].scale,
         waits=waits_for_siblings(reward, rewards),
     )
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
@@ -80,6 +80,13 @@ def with_own_bounds(judge: Judge) -> Judge:
     the trained ones.
     """
     return replace(judge, bounds=ShareBounds()) if isinstance(judge, ComposedJudge) else judge
+
+
+def without_bounds(judge: Judge) -> Judge:
+    """The same judge for what is judged again and again: all that a cascade is unsure of is escalated, because a bound
+    would let the verdict depend on what was judged before.
+    """
+    return replace(judge, bounds=ShareBounds(limited=False)) if isinstance(judge, ComposedJudge) else judge
 
 
 def skill_of(judge: Judge) -> MeasuredSkill:

@@ -10,6 +10,7 @@ from grmpipe.judge.composition.cascade import Cascade, EventKey
 from grmpipe.judge.composition.combine import on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, Part, Pending
 from grmpipe.judge.composition.share_bound import ShareBounds
+from grmpipe.judge.pointwise_adapter import NOT_TAKEN
 from grmpipe.judge.verdict import only_finite
 from grmpipe.types import (
     CascadeEvent,
@@ -65,6 +66,7 @@ class CompositionSession:
         self._group = KnownGroup(prompt, group_id, size, composition.comparing, skill, bounds)
         self._sessions: dict[str, JudgeSession] = {}
         self._given: set[tuple[str, int]] = set()  # (judge, sibling): rollouts that sessions have
+        self._taken: set[tuple[str, int]] = set()  # (judge, sibling): siblings that tasks bring nearer to a verdict
         self._reported: set[int] = set()  # siblings whose reports were given
         self._late: dict[str, list[JudgeReport]] = {}  # judge -> its reports on siblings whose report was given before
         self._recorded: set[EventKey] = set()
@@ -120,7 +122,24 @@ class CompositionSession:
             outcome = self._group.outcome(self._composition.root, sibling)
             for judge in outcome.asks if isinstance(outcome, Pending) else ():
                 found += [*self._opened(judge), *self._given_to(judge, sibling)]
-        return found
+        return [*found, *self._asked()] if self._fail_untaken() else found
+
+    def _fail_untaken(self) -> bool:
+        """Fail what a comparing judge never reports on: siblings for which it has no task, although it has the whole
+        group, such as a response without siblings. Returns whether there are any.
+        """
+        whole = range(self._group.size)
+        untaken = [
+            (judge, sibling)
+            for judge in self._composition.comparing & self._sessions.keys()
+            if self._given.issuperset((judge, one) for one in whole)
+            for sibling in whole
+            if (judge, sibling) not in self._taken
+        ]
+        for judge, sibling in untaken:
+            self._taken.add((judge, sibling))
+            self._take_report(judge, sibling, NOT_TAKEN)
+        return bool(untaken)
 
     def _opened(self, judge: str) -> list[JudgeTask]:
         """Open a judge's session, unless it is open. Returns the tasks that need no rollout."""
@@ -141,6 +160,7 @@ class CompositionSession:
 
     def _task(self, judge: str, part: JudgeTask) -> JudgeTask:
         """A judge's task as one of the group. It is skipped only if no verdict that may depend on it is missing."""
+        self._taken |= {(judge, sibling) for sibling in part.members}
         depend = self._composition.waits or judge in self._composition.comparing
         members = tuple(range(self._group.size)) if depend and part.members else part.members
         return JudgeTask(members=members, turn=part.turn, judge=judge, part=part)

@@ -21,10 +21,13 @@ class ShareBound:
 
 
 class ShareBounds:
-    """The bounds of the cascades of a composition, by name."""
+    """The bounds of the cascades of a composition, by name. limited: false lets them escalate all that they want to, so
+    that a verdict doesn't depend on those before it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limited: bool = True) -> None:
+        self._limited = limited
         self._by_cascade: dict[str, ShareBound] = {}
 
     def of(self, cascade: str, share: float) -> ShareBound:
-        return self._by_cascade.setdefault(cascade, ShareBound(share))
+        return self._by_cascade.setdefault(cascade, ShareBound(share if self._limited else 1.0))

@@ -10,11 +10,13 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
+from grmpipe.config.judging import check_names
 from grmpipe.config.key_errors import explain
 from grmpipe.config.resume_rules import changed_keys, changes_on_resume, free_on_resume
 from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from grmpipe.evaluation.held_out import EVAL_METRICS
 from scheduler.placement import place
 
 ROOT = Path(__file__).parents[3]
@@ -115,6 +117,8 @@ def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
         (("+grm@grms.learner=tiny",), "grms.learner: the name is taken"),
         (("+grm@grms.a_learner=tiny",), "grms.a_learner: the name is taken"),
         (("+judge@judges.judge=rule",), "judges.judge: the name is taken"),
+        (("+judge@judges.true=rule", "reward.judge='true'"), "judges.true: the name is taken"),
+        (("+grm@grms.train=tiny",), "grms.train: the name is taken"),
         ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "judges.second.parser: boxed can't read the format of"),
         ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "type judges.second.parser=score_line"),
         ((*TWO_MODELS, *MIXED, "grms.weak.engine=openai"), "grms.weak.path: tiny://weak_grm is a shipped tiny model"),
@@ -163,3 +167,29 @@ def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> Non
     old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.timeout_s=100")
     assert changed_keys(old, new) == []
     assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.timeout_s"]
+
+
+def test_a_jury_that_weighs_by_accuracy_needs_a_score_that_passes() -> None:
+    """Without one no accuracy is measured, and the vote is a mean."""
+    jury = ("+judge@judges.exact=rule", "reward=jury", "reward.members=[judge,exact]", "judge.score_max=5")
+    said = refused(*jury, "reward.vote=accuracy")
+    assert "labels.pass_score: must be above judge.score_min = 1 and at most judge.score_max = 5, got 8" in said
+    built(*jury, "reward.vote=accuracy", "labels.pass_score=4")
+    built(*jury, "reward.vote=mean")
+    nested = ("+judge@judges.exact=rule", "+judge@judges.short=rule", "+reward@rewards.style=jury", "judge=prometheus2",
+              "rewards.style.members=[judge,exact]", "rewards.style.vote=accuracy", "reward=mix")  # fmt: skip
+    assert "labels.pass_score" in refused(*nested, "reward.mix={style: 1, short: 1}")
+
+
+def test_a_jury_cannot_weigh_by_an_accuracy_that_no_evaluation_measures() -> None:
+    pair = ("+judge@judges.pair=pairwise", "reward=jury", "reward.members=[judge,pair]", "reward.vote=accuracy")
+    assert "reward.vote: accuracy is measured on single held-out answers, and pair compares" in refused(*pair)
+    built(*pair[:-1])
+
+
+def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None:
+    taken = {name.removesuffix("_accuracy") for name in EVAL_METRICS if name.endswith("_accuracy")}
+    assert taken == {"true", "grm"}
+    for name in taken:
+        with pytest.raises(ValueError, match=rf"^judges\.{name}: the name is taken"):
+            check_names("judges", [name])

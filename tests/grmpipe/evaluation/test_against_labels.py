@@ -163,9 +163,35 @@ def test_a_composition_is_measured_beside_its_judges() -> None:
     assert (b.overall.judged.accuracy, b.overall.judged.num_items) == (1 / 3, 3), "b was not asked about the last item"
     assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"timeout": 1}, {})
     assert a.num_tokens + b.num_tokens == 5 * (8 + 5)
-    metrics = metrics_of(replace(result, by_judge={"judge": a, "b": b}))
+    metrics = metrics_of(replace(result, by_judge={"judge": a, "b": b}), "judge")
     assert (metrics["accuracy"], metrics["grm_accuracy"], metrics["b_failed_share"]) == (3 / 4, 1.0, 1 / 3)
     assert not [name for name in metrics if "judge" in name]
+
+
+def test_what_a_judge_costs_includes_items_that_it_saw_in_part() -> None:
+    """Behind a gate that vetoes one of two responses, the inner judge sees the other one only."""
+    both = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2, b=2)), num_asked=1)
+    half = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2)), num_asked=1)
+    lost = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2)), num_asked=1)
+    result = evaluate([both, half, lost], SCALE, replace(RECOUNT, ks=()))
+    b = result.by_judge["b"]
+    assert (b.num_judgements, b.failed_judgements, b.num_tokens) == (4, {"timeout": 1}, 3 * 5)
+    assert sum(own.num_tokens for own in result.by_judge.values()) == result.num_tokens == (6 + 3) * 5
+    assert sum(own.num_judgements for own in result.by_judge.values()) == result.num_judgements
+    assert (b.overall.judged.num_items, b.overall.judged.accuracy) == (1, 1.0)
+
+
+def test_a_judge_that_saw_no_item_as_a_whole_has_costs_and_no_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2)), num_asked=1)]
+    result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
+    assert "b_accuracy" not in metrics_of(result, "judge") and "a_accuracy" in metrics_of(result, "judge")
+    show(result, 100, is_drawn=write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": SCALE}))
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["b", "0", "-", "-", "-", "-", "1", "0", "5"] in rows
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["by_judge"]["b"]["overall"]["judged"]["accuracy"] is None
 
 
 def test_two_judges_that_disagree_are_no_order_flips() -> None:

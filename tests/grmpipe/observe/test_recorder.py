@@ -103,6 +103,7 @@ VERDICTS = st.builds(
     score_std=FLOATS,
     num_judgements=COUNTS,
     absent=st.lists(TEXT, max_size=2).map(tuple),
+    normalised=st.lists(REWARDS, max_size=2).map(tuple),
 )
 OWN_REPORTS = st.builds(
     JudgeReport,

@@ -1,17 +1,28 @@
-"""The wrappers of an episode in a real run."""
+"""The wrappers of an episode in a real run, and what its evaluations measure of the judges."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from typing import Any, cast
 
 import pytest
 
+from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.config.reward import RewardConfig
+from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
-from grmpipe.run.components import freeing
-from grmpipe.types import Prompt, Rollout
+from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.rule import RuleJudge, is_right
+from grmpipe.run.components import first_of_all_answers, freeing, min_score_rise, pass_reward_of
+from grmpipe.types import Judge, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
+MATH, CHAT = (Prompt(prompt_id=source, messages=(), source=source) for source in ("math", "chat"))
+SUM = JudgeConfig(num_judgements=4, vote="sum")
 
 
 class Engines:
@@ -45,3 +56,65 @@ def test_whatever_ends_an_episode_its_engines_free_what_they_keep_of_it(end: str
             playing.exception()
 
     asyncio.run(main())
+
+
+def judged_by(reward: RewardConfig, **judges: JudgeConfig) -> tuple[RunConfig, Judge]:
+    """A run's settings and its judge, without any model behind it."""
+    first = judges.pop("judge", JudgeConfig())
+    config = RunConfig(judge=first, judges=judges, reward=reward)
+    made = {name: PointwiseAdapter(RuleJudge("exact_answer")) for name in config.all_judges}
+    return config, compose_judge(reward, {}, made, config.all_judges, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompts", "first"),
+    [
+        ({"kind": "mix", "mix": {"judge": 1, "rm": 1}}, [MATH], "judge"),
+        ({"kind": "jury", "members": ["rm", "judge"]}, [MATH], "judge"),
+        ({"kind": "gate", "gate": "judge", "inner": "rm"}, [MATH], "judge"),
+        ({"kind": "gate", "gate": "rm", "inner": "judge"}, [MATH], None),
+        ({"kind": "cascade", "first": "judge", "then": "rm", "unsure_band": [0.1, 0.9]}, [MATH], "judge"),
+        ({"kind": "cascade", "first": "rm", "then": "judge", "unsure_band": [0.1, 0.9]}, [MATH], None),
+        ({"kind": "route", "route": {"math": "judge", "chat": "rm"}}, [MATH], "judge"),
+        ({"kind": "route", "route": {"math": "judge", "chat": "rm"}}, [MATH, CHAT], None),
+        ({"judge": "rm"}, [MATH], None),
+    ],
+)
+def test_the_first_judges_scores_are_shown_where_it_sees_every_answer(
+    reward: dict[str, Any], prompts: list[Prompt], first: str | None
+) -> None:
+    config, judge = judged_by(RewardConfig(**reward), judge=SUM, rm=JudgeConfig(kind="rule"))
+    assert first_of_all_answers(config, judge, prompts) == first
+
+
+def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -> None:
+    jury = RewardConfig(kind="jury", members=["judge", "rm"], quorum=1)
+    listwise = JudgeConfig(protocol="listwise", template="listwise", parser="boxed")
+    config, judge = judged_by(jury, judge=listwise, rm=JudgeConfig(kind="rule"))
+    assert first_of_all_answers(config, judge, [MATH]) is None
+
+
+def test_the_alarm_on_hacking_is_in_the_units_of_the_score_that_it_reads() -> None:
+    """A sum of four scores goes up to 40, the score of a composition up to 10."""
+    gate = RewardConfig(kind="gate", gate="rm", inner="judge")
+    for reward, first, rise in ((gate, None, 1.0), (gate, "judge", 4.0), (RewardConfig(), None, 4.0)):
+        judges = {"judge": SUM} | ({"rm": JudgeConfig(kind="rule")} if reward is gate else {})
+        config, judge = judged_by(reward, **judges)
+        play = cast(Any, None)
+        evaluator = Evaluator(
+            prompts=[], play_sampled=play, play_greedy=play, judge=judge, is_right=is_right, seed=0, first=first
+        )
+        assert min_score_rise(config, evaluator) == rise
+
+
+def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
+    """Not on that of the section `judge`, which asks nothing in such a run."""
+    five = JudgeConfig(score_max=5)
+    config, _ = judged_by(RewardConfig(judge="five"), five=five)
+    assert (config.first_judge, config.judging.by_model) == (five, True)
+    assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
+    labels = LabelConfig(pass_score=4)
+    assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75
+    mixed = RewardConfig(kind="mix", mix={"five": 1.0})
+    (config, judge) = judged_by(mixed, five=five)
+    assert isinstance(judge, ComposedJudge) and judge.composition.scale == five.scale

@@ -181,12 +181,14 @@ def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
     def score(rollout: Rollout) -> Verdict | Failed:
         return LOST if "5" in rollout.text else verdict(9 if "4" not in rollout.text else 3)
 
-    looking = dataclasses.replace(evaluator(score, ("0", "7", None, "3", "7", "5")), pass_score=8)
+    looking = dataclasses.replace(evaluator(score, ("0", "7", None, "3", "7", "5")), pass_reward=7 / 9)
     looked = asyncio.run(
         looking.evaluate("look")
     )  # passed and right, passed and wrong, -, not played, not passed, failed
     assert looked.metrics["grm_accuracy"] == pytest.approx(2 / 3)
     assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).evaluate("look")).metrics
+    by_rule = dataclasses.replace(looking, by_model=False)
+    assert "grm_accuracy" not in asyncio.run(by_rule.evaluate("look")).metrics
 
 
 class TwoJudges:
@@ -204,14 +206,35 @@ def test_of_several_judges_the_first_ones_score_and_the_reward_of_all_are_told_a
     skill = MeasuredSkill()
     looking = dataclasses.replace(
         evaluator(lambda rollout: LOST, ("0", "7", "2")),
-        judge=PointwiseAdapter(TwoJudges()), pass_score=8, pass_reward=0.7, skill=skill,
+        judge=PointwiseAdapter(TwoJudges()), first="judge", pass_reward=0.7, skill=skill,
     )  # fmt: skip
     metrics = asyncio.run(looking.evaluate("look")).metrics
     assert metrics["grm_score"] == 4
     assert metrics["reward"] == pytest.approx(verdict(10).outcome), "the verdict of the second answer failed"
     assert metrics["grm_accuracy"] == pytest.approx(1 / 3)
-    assert metrics["rule_accuracy"] == 1.0
+    assert metrics["rule_accuracy"] == 1.0 and "judge_accuracy" not in metrics
     assert skill.weights() == {"judge": 0.0, "rule": 1.0}
+
+
+class Escalating:
+    """A rule, and behind it a judge that gives 10 to the only answer that it is asked about."""
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        good, cheap = JudgeReport(verdict=verdict(10)), JudgeReport(verdict=verdict(1))
+        own = {"rule": cheap} | ({"judge": good} if "2" in rollout.text else {})
+        return JudgeReport(verdict=(good if "judge" in own else cheap).verdict, by_judge=own)
+
+
+def test_a_judge_that_sees_a_part_of_the_answers_makes_no_score_and_no_accuracy_of_the_grm() -> None:
+    """A mean over answers that other verdicts have chosen would move with the choice, and the hacking alarm with it."""
+    looking = dataclasses.replace(
+        evaluator(lambda rollout: LOST, ("0", "7", "2")), judge=PointwiseAdapter(Escalating()), pass_reward=0.7
+    )
+    metrics = asyncio.run(looking.evaluate("look")).metrics
+    assert metrics["grm_score"] == (1 + 1 + 10) / 3
+    assert metrics["reward"] == pytest.approx(1 / 3)
+    assert metrics["grm_accuracy"] == metrics["rule_accuracy"] + 1 / 3 == pytest.approx(2 / 3)
+    assert metrics["judge_accuracy"] == 1.0
 
 
 def test_without_references_there_is_no_accuracy() -> None:

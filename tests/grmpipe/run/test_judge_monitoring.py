@@ -48,7 +48,8 @@ class Scene:
     config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2, adversarial_prompts=1))
     judge: ByLength = field(default_factory=ByLength)
     frozen: Collection[str] = ("",)
-    second: ByLength | None = None  # in a mixture with the judge
+    second: ByLength | None = None  # composed with the judge
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(kind="mix", mix={"judge": 0.9, "second": 0.1}))
     compares: bool = False
     breaker: CircuitBreaker = field(
         default_factory=lambda: CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
@@ -58,9 +59,8 @@ class Scene:
     def judge_monitor(self) -> JudgeMonitor:
         judge: Judge = PointwiseAdapter(self.judge)
         if self.second is not None:
-            mix = RewardConfig(kind="mix", mix={"judge": 0.9, "second": 0.1})
             judges = {"judge": judge, "second": PointwiseAdapter(self.second)}
-            judge = compose_judge(mix, {}, judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
+            judge = compose_judge(self.reward, {}, judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
             judge=judge,
             members=members_of(judge),
@@ -170,6 +170,23 @@ def test_the_drift_of_one_judge_is_found_and_named_also_after_a_resume(tmp_path:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, **metrics}) + "\n")
     scene.run(go_on)
     assert len(scene.alarms) == 2, "both were told before"
+
+
+def test_a_cascade_whose_judges_stand_still_has_no_drift(tmp_path: Path) -> None:
+    """It escalates the same responses at every check, however small its share is, and whatever came before."""
+    cascade = RewardConfig(kind="cascade", first="judge", then="second", unsure_band=(0.2, 0.4), share=0.25)
+    scene = Scene(tmp_path, second=ByLength(shift=2.0), reward=cascade)
+
+    async def watch(judge_monitor: JudgeMonitor) -> list[Metrics]:
+        first = await judge_monitor.first(0, SEEN)
+        return [first, *[await judge_monitor.after_step(step, {}) for step in (2, 4)]]
+
+    measured = scene.run(watch)
+    assert isinstance(measured, list)
+    assert [metrics["judge_monitor/canary_drift_abs"] for metrics in measured] == [0.0] * 3
+    assert measured[0]["judge_monitor/canary_score"] == (2 + (4 + 2) + 7) / 3, "the second response is escalated"
+    shares = {metrics["judge_monitor/attack_success_share"] for metrics in measured}
+    assert len(shares) == 1
 
 
 def test_only_a_judge_that_is_frozen_rings_when_it_drifts(tmp_path: Path) -> None:

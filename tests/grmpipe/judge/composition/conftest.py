@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,18 +67,22 @@ class Simulated:
 
 @dataclass
 class Listwise:
-    """The same, for all siblings at once: the first one's report has the judgement."""
+    """The same, for all siblings at once: the first one's report has the judgement. fewest: siblings that it compares;
+    it has no task for fewer.
+    """
 
     judge: Simulated
+    fewest: int = 1
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return ListwiseSession(self.judge, size)
+        return ListwiseSession(self.judge, size, self.fewest)
 
 
 class ListwiseSession:
-    def __init__(self, judge: Simulated, size: int) -> None:
+    def __init__(self, judge: Simulated, size: int, fewest: int) -> None:
         self._judge = judge
         self._size = size
+        self._fewest = fewest
         self._rollouts: dict[int, Rollout] = {}
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -86,7 +91,8 @@ class ListwiseSession:
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         assert rollout.sibling not in self._rollouts, "a rollout is given once"
         self._rollouts[rollout.sibling] = rollout
-        return (JudgeTask(members=tuple(range(self._size))),) if len(self._rollouts) == self._size else ()
+        is_whole = len(self._rollouts) == self._size >= self._fewest
+        return (JudgeTask(members=tuple(range(self._size))),) if is_whole else ()
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         await asyncio.sleep(self._judge.delay_s())
@@ -97,7 +103,9 @@ class ListwiseSession:
 
 @dataclass
 class Table:
-    """A composition of simulated judges, by name; a judge called `list...` sees all siblings at once."""
+    """A composition of simulated judges, by name; a judge called `list...` sees all siblings at once, one called
+    `list_pairs` needs two.
+    """
 
     judges: dict[str, Simulated]
     judge: Judge
@@ -113,7 +121,7 @@ class Table:
         return run_virtually(lambda: drive(self.judge.open(prompt, group_id, size), size, group_id, order, set(done)))
 
     def outcomes(self, size: int = 4, **how: Any) -> list[float | str]:
-        """The rewards of the siblings, or the causes of their failures."""
+        """What training gets of the siblings, or the causes of their failures."""
         return [outcome_of(report) for _, report in sorted(self.reports(size, **how).items())]
 
     def asked(self, name: str) -> list[int]:
@@ -122,7 +130,9 @@ class Table:
 
 def outcome_of(report: JudgeReport) -> float | str:
     verdict = report.verdict
-    return verdict.cause if isinstance(verdict, Failed) else round(verdict.outcome, 9)
+    if isinstance(verdict, Failed):
+        return verdict.cause
+    return round(math.fsum(span.value for span in verdict.trained_rewards), 9)
 
 
 async def drive(session: JudgeSession, size: int, group_id: str, order: int, done: set[int]) -> dict[int, JudgeReport]:
@@ -163,7 +173,8 @@ def composed(
     scales = scales or {}
     made = {name: Simulated(given, scales.get(name, Scale()), delay_s) for name, given in judges.items()}
     as_judges: dict[str, Judge] = {
-        name: Listwise(judge) if name.startswith("list") else PointwiseAdapter(judge) for name, judge in made.items()
+        name: Listwise(judge, 1 + (name == "list_pairs")) if name.startswith("list") else PointwiseAdapter(judge)
+        for name, judge in made.items()
     }
     configs = {
         name: JudgeConfig(

@@ -157,3 +157,33 @@ def test_a_crash_of_a_judge_is_raised_itself(group_bench: Any) -> None:
     with pytest.raises(ExceptionGroup) as error:
         table.reports(1)
     assert error.group_contains(ZeroDivisionError, match="a programming error", depth=1)
+
+
+ALONE = {"a": 0.9, "b": 0.3, "list_pairs": 1.0}  # judge -> its reward of a response, if it takes a single one
+
+
+@pytest.mark.parametrize(
+    ("reward", "given", "asked"),
+    [
+        ({"kind": "jury", "members": ["a", "b", "list_pairs"], "quorum": 2}, 0.6, "ab"),
+        ({"kind": "jury", "members": ["a", "b", "list_pairs"]}, "refused", "ab"),
+        ({"kind": "mix", "mix": {"a": 1, "list_pairs": 1}}, "refused", "a"),
+        ({"kind": "mix", "mix": {"a": 1, "list_pairs": 1}, "normalise": "group_std"}, "refused", "a"),
+        ({"kind": "gate", "gate": "a", "inner": "list_pairs"}, "refused", "a"),
+        ({"kind": "gate", "gate": "b", "inner": "list_pairs"}, 0.0, "b"),
+        ({**CASCADE, "first": "list_pairs", "then": "a"}, "refused", ""),
+        ({**CASCADE, "first": "a", "then": "list_pairs", "audit_share": 1.0}, "refused", "a"),
+    ],
+)
+def test_a_judge_that_compares_fails_on_a_response_without_siblings_and_the_others_are_told(
+    group_bench: Any, reward: dict[str, Any], given: float | str, asked: str
+) -> None:
+    """So an evaluation keeps the numbers of all other judges, and a jury goes on down to its quorum."""
+    judges = {name: (lambda group, sibling, one=one: one) for name, one in ALONE.items()}
+    (report,) = group_bench.composed(reward, judges, delays=1).reports(1).values()
+    assert group_bench.outcome_of(report) == given
+    own = {name: group_bench.outcome_of(one) for name, one in report.by_judge.items()}
+    assert own.pop("list_pairs", "refused") == "refused"
+    assert own == {name: ALONE[name] for name in asked}
+    if given == 0.6:
+        assert report.verdict.absent == ("list_pairs",)

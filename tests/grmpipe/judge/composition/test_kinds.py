@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Failed, Verdict
 
@@ -74,7 +75,9 @@ def test_a_failed_component_is_never_weighted_away(group_bench: Any, weight: flo
 
 
 def test_group_std_weighs_each_component_by_its_own_group(group_bench: Any) -> None:
-    """GDPO: sum of w (r - mean) / std; the judge that never varies gives 0; the score stays the plain mean."""
+    """GDPO: sum of w (r - mean) / std for training; the judge that never varies gives 0. The reward and the score stay
+    the plain mean.
+    """
     table = group_bench.composed(
         {"kind": "mix", "mix": {"judge": 3, "flat": 1}, "normalise": "group_std"},
         {"judge": ladder, "flat": always(0.8)},
@@ -83,8 +86,10 @@ def test_group_std_weighs_each_component_by_its_own_group(group_bench: Any) -> N
     mean, std = statistics.fmean(LADDER), statistics.stdev(LADDER)
     for sibling, report in table.reports().items():
         verdict = verdict_of(report)
-        assert verdict.outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
-        assert verdict.score == pytest.approx(1 + 9 * (0.75 * LADDER[sibling] + 0.25 * 0.8))
+        plain = 0.75 * LADDER[sibling] + 0.25 * 0.8
+        assert (verdict.outcome, verdict.score) == (pytest.approx(plain), pytest.approx(1 + 9 * plain))
+        rollout = rollout_of_text("g000000", sibling, "")
+        assert rewards_of(rollout, verdict).outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
 
 
 def test_group_std_leaves_failed_siblings_out_of_every_mean(group_bench: Any) -> None:
@@ -102,10 +107,22 @@ def test_group_std_leaves_failed_siblings_out_of_every_mean(group_bench: Any) ->
     assert rewards(0.0) == rewards(1.0) == [*three, "refused"]
 
 
-def test_group_std_of_one_response_is_zero(group_bench: Any) -> None:
+def test_a_response_without_siblings_has_its_plain_reward_and_trains_nothing_by_group_std(group_bench: Any) -> None:
+    """An evaluation, a labelled response and an adversarial reply are judged alone."""
     table = group_bench.composed({"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}, {"judge": ladder})
     (report,) = table.reports(1).values()
-    assert (verdict_of(report).outcome, verdict_of(report).score) == (0.0, pytest.approx(1 + 9 * 0.1))
+    verdict = verdict_of(report)
+    assert (verdict.outcome, verdict.score) == (pytest.approx(0.1), pytest.approx(1 + 9 * 0.1))
+    assert rewards_of(rollout_of_text("g000000", 0, ""), verdict).outcome == 0.0
+
+
+def test_a_normalised_part_of_a_route_is_shown_by_its_plain_reward(group_bench: Any) -> None:
+    table = group_bench.composed(
+        {"kind": "route", "route": {"math": "a"}, "default": "both"},
+        {"a": always(0.0), "judge": ladder},
+        rewards={"both": {"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}},
+    )
+    assert [verdict_of(report).breakdown["both"] for report in table.reports().values()] == pytest.approx(LADDER)
 
 
 # -- route -----------------------------------------------------------------------------------------------------------

@@ -115,6 +115,13 @@ def test_the_probes_of_a_composition_are_counted_by_judge() -> None:
     assert metrics["judge_monitor/strict/adversarial_failed_share"] == 0.0
 
 
+def test_a_mix_normalised_by_its_group_is_fooled_like_a_plain_one() -> None:
+    """A reply is judged without siblings, where a normalised reward says nothing."""
+    judge = composed({"judge": ByLength(shift=9.0)}, RewardConfig(kind="mix", mix={"judge": 1}, normalise="group_std"))
+    metrics = asyncio.run(probe_judge(judge, [AdversarialProbe(prompt=ASKED)]))
+    assert metrics["judge_monitor/attack_success_share"] == 1.0
+
+
 def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same() -> None:
     sure, late = ByLength(), ByLength()
     cascade = RewardConfig(kind="cascade", first="judge", then="late", unsure_band=(0.45, 0.55), audit_share=1e-9)
