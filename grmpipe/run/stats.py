@@ -24,6 +24,7 @@ from grmpipe.observe.summary import (
     JudgingSummary,
     Status,
     Summary,
+    VoidedWork,
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.counters import Counters, JudgeCounts
@@ -52,6 +53,7 @@ class RunProgress:
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
     stalls: StallTimes = field(default_factory=StallTimes)
+    voided: VoidedWork = field(default_factory=VoidedWork)
 
 
 class RunStats:
@@ -208,6 +210,7 @@ class RunStats:
             judging=progress.judging,
             envs=self._with_counts(progress.envs),
             groups=progress.groups,
+            voided_by_resumes=progress.voided,
             max_staleness_trained=progress.max_staleness_trained,
             engines_replaced=self.engines_replaced,
             moves=self.moves,
@@ -257,6 +260,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
         ),
         max_staleness_trained=pipeline.buffer.max_staleness_trained,
         stalls=total.stalls,
+        voided=voided_work(total),
     )
 
 
@@ -264,6 +268,8 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
     """The progress of a resumed run that has no pipeline yet, and may fail before it has one."""
     pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
     total = Counters.restored(state.totals)
+    if state.open_counts:
+        total.add(Counters.restored(state.open_counts))
     return RunProgress(
         version=pipeline_state.version,
         judging=judging(total),
@@ -276,6 +282,16 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
         ),
         max_staleness_trained=pipeline_state.max_staleness_trained,
         stalls=total.stalls,
+        voided=voided_work(total),
+    )
+
+
+def voided_work(total: Counters) -> VoidedWork:
+    return VoidedWork(
+        rollouts=total.void_rollouts,
+        rollout_tokens=total.void_policy_tokens,
+        judgements=total.void_asked,
+        judgement_tokens=total.void_judge_tokens,
     )
 
 
