@@ -51,6 +51,10 @@ FILES = {
 }
 
 
+def holds_anything(path: Path) -> bool:
+    return path.is_dir() or (path.exists() and path.stat().st_size > 0)
+
+
 def files_of(config: RunConfig) -> dict[str, str]:
     """The files of a run and what they hold; each GRM in training has a directory of its own name."""
     *before, last = FILES.items()
@@ -120,7 +124,7 @@ class Observers:
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             self.console.print_files(
-                run_dir, {name: what for name, what in self.files.items() if (run_dir / name).exists()}
+                run_dir, {name: what for name, what in self.files.items() if holds_anything(run_dir / name)}
             )
 
     def close(self) -> None:

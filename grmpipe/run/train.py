@@ -166,7 +166,8 @@ class TrainingRun(Run[Prepared]):
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
         metrics |= await running.policy_updates.after_step(report.step, pipeline.producer.change_judge)
-        metrics["alarm/hacking"] = float(periodic_eval.ringing)
+        if periodic_eval.readings:
+            metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
             periodic_eval.report_alarm(alarm)
         metrics |= self._cascade_alarm.metrics()
@@ -242,7 +243,7 @@ class TrainingRun(Run[Prepared]):
             show_thoughts=judge.show_thoughts,
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
-        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)
+        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm, self._observers.note)
 
     async def _export(self, running: RunComponents) -> None:
         """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
