@@ -68,10 +68,24 @@ class JudgingSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSummary:
-    """Episodes of the whole run; all zero in a run of single turns."""
+class HeldOutEpisodes:
+    """Episodes of held-out evaluations, of the whole run."""
 
-    opened: int = 0  # environments, by the last process of the run; all of them were closed or killed
+    episodes: int = 0  # played to their end
+    turns: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode
+    failed_episodes: int = 0  # prompts whose episodes all failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSummary:
+    """Episodes of the whole run; all zero in a run of single turns. Those that train, but for `opened`, `closed`,
+    `killed` and `held_out`.
+    """
+
+    # Environments of all episodes, also held-out, failed and cut-off ones, by the last process of the run; all of them
+    # were closed or killed.
+    opened: int = 0
     closed: int = 0
     killed: int = 0
     episodes: int = 0  # played to their end
@@ -81,6 +95,7 @@ class EnvSummary:
     policy_faults: Mapping[str, int] = field(default_factory=dict)  # what the policy did wrong, by kind
     truncated: Mapping[str, int] = field(default_factory=dict)  # episodes, by what truncated them
     time_share: float = 0.0  # the environments' share of the time of all episodes
+    held_out: HeldOutEpisodes = field(default_factory=HeldOutEpisodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from grmpipe.observe.summary import (
     EnvSummary,
     EvalSummary,
     GroupsSummary,
+    HeldOutEpisodes,
     JudgeSummary,
     JudgingSummary,
     Status,
@@ -69,6 +70,7 @@ class RunStats:
         self.elastic: tuple[ElasticPool, ...] = ()
         self.members: tuple[ScorerPool | EnvHosts, ...] = ()
         self.env_counts = SeatCounts()
+        self.held_out = EnvCounts()  # episodes of evaluations
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -103,6 +105,7 @@ class RunStats:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
         self._replaced_before, self._moves_before = state.engines_replaced, state.moves
         self._grm_versions_before = {role: one.version for role, one in state.grm_pipeline_states.items()}
+        self.held_out = EnvCounts.restored(state.held_out_envs)
         self.before = progress_at(state, groups_per_batch)
 
     @property
@@ -186,9 +189,15 @@ class RunStats:
         return versions
 
     def _with_counts(self, envs: EnvSummary) -> EnvSummary:
-        """With what became of the environments that this process opened."""
-        counts = self.env_counts
-        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed)
+        """With held-out episodes, and with what became of the environments that this process opened."""
+        counts, held_out = self.env_counts, self.held_out
+        episodes = HeldOutEpisodes(
+            episodes=held_out.episodes,
+            turns=held_out.turns,
+            faults=dict(held_out.faults),
+            failed_episodes=held_out.failed,
+        )
+        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed, held_out=episodes)
 
     def summary(
         self,

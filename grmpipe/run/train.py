@@ -209,9 +209,11 @@ class TrainingRun(Run[Prepared]):
             raise ConfigError(problem)
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
-        judge = self._config.judge
+        judge, evaluator = self._config.judge, make_evaluator(self._prepared, running)
+        evaluator.episodes.add(self._stats.held_out)
+        self._stats.held_out = evaluator.episodes
         self._periodic_eval = PeriodicEval(
-            make_evaluator(self._prepared, running),
+            evaluator,
             RewardHackingDetector(
                 min_score_rise=judge.shown_score(judge.anchor_min_score_rise), min_gold_fall=judge.anchor_min_gold_fall
             ),
@@ -285,6 +287,7 @@ class TrainingRun(Run[Prepared]):
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
+            held_out_envs=self._stats.held_out.saved(),
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(periodic_eval.alarms),
             wandb_run_id=self._observers.wandb.run_id,

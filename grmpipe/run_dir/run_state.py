@@ -58,6 +58,7 @@ class RunState:
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
     open_counts: Mapping[str, object] = field(default_factory=dict)  # counts of the step after these
+    held_out_envs: Mapping[str, object] = field(default_factory=dict)  # counts of the episodes of evaluations
     counted_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> its end when the counts were taken
 
     def to_json(self) -> str:

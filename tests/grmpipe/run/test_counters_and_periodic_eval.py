@@ -11,6 +11,7 @@ import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -139,6 +140,20 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert looked.metrics["true_accuracy"] == 0.5  # over two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
+
+
+def test_an_evaluation_counts_its_episodes_and_those_that_its_environment_failed() -> None:
+    async def episode(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        if request.group_id.endswith("-1"):
+            raise EpisodeFailed((Failed(stage="env", cause="died", attempts=1),) * 2)
+        return dataclasses.replace(rollout(0, text="Answer: 0"), took_s=1.0)
+
+    looker = dataclasses.replace(
+        evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=episode, play_greedy=episode
+    )
+    asyncio.run(looker.evaluate("look"))
+    counts = looker.episodes
+    assert (counts.episodes, counts.turns, counts.failed, counts.faults) == (6, 6, 2, {"died": 4})
 
 
 async def hanging_play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:

@@ -54,6 +54,7 @@ def state(version: int = 2) -> RunState:
         eval_initial={"a": 0.5},
         totals={},
         open_counts={"rollouts": 3},
+        held_out_envs={"episodes": 2},
         counted_marks=marks,
         busy_s={"policy": 1.0},
         alarms=("x",),
