@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -173,6 +174,35 @@ def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_an
         return asyncio.get_running_loop().time()
 
     assert run_virtually(go) == pytest.approx(160.0)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_played"), [(0, 0), (1, 2)])
+def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
+    caplog: pytest.LogCaptureFixture, num_prompts: int, num_played: int
+) -> None:
+    asked: list[str] = []
+
+    async def refused(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        asked.append(request.group_id)
+        raise EngineRefused("not now")
+
+    looker = dataclasses.replace(
+        evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
+    )
+    observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
+    alarm = RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1)
+    periodic_eval = PeriodicEval(looker, alarm, observers, anchors=4, every=10)  # type: ignore[arg-type]
+
+    async def end() -> None:
+        assert await periodic_eval.after_step(2, last=True) == {}
+        await periodic_eval.last(2)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(end())
+    assert len(asked) == num_played
+    assert [record.message for record in caplog.records if "held-out at step" in record.message] == (
+        ["held-out at step 2: {}"] * num_prompts
+    )
 
 
 def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:
