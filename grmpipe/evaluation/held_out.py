@@ -18,6 +18,7 @@ from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.rule import Rule
+from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
@@ -58,6 +59,7 @@ class Evaluator:
     by_model:   whether a model judges, so that there is an accuracy of the GRM.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
+    episodes:   gets what was played.
     """
 
     prompts: Sequence[Prompt]
@@ -72,6 +74,7 @@ class Evaluator:
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
+    episodes: EnvCounts = field(default_factory=EnvCounts)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
@@ -131,10 +134,14 @@ class Evaluator:
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
         request = RolloutRequest(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
         try:
-            return await play(request, prompt, ignore_first_token)
+            rollout = await play(request, prompt, ignore_first_token)
         except (EngineRefused, RolloutAborted, EpisodeFailed) as error:
             log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
+            if isinstance(error, EpisodeFailed):
+                self.episodes.episode_failed(error.failures)
             return None
+        self.episodes.rollout(rollout)
+        return rollout
 
     async def _judged(self, group_id: str, prompt: Prompt) -> JudgedRollout | None:
         rollout = await self._played(group_id, prompt, self.play_sampled)

@@ -27,6 +27,7 @@ from grmpipe.observe.gauges import (
     failures_by_cause,
     failures_text,
     judge_texts,
+    missing_signal_text,
     step_lines,
     written,
 )
@@ -96,6 +97,10 @@ class ConsoleSink:
         """Print the bottleneck of the run."""
         self._print(Text(f"bottleneck  {readable(text)}", style="yellow"))
 
+    def missing_signal(self, text: str) -> None:
+        """Print how much of the run had no signal to learn from."""
+        self._print(Text(f"no signal  {readable(text)}", style="yellow"))
+
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Print three rollouts with the GRM's critiques, so that no score is shown without its critique."""
         self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))
@@ -126,6 +131,8 @@ class ConsoleSink:
         progress.add_row(Text(f"step {step}/{self._num_steps}", style="bold"), bar)
         failures = failures_text(self._failed)
         failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
+        if signal := missing_signal_text(self._latest):
+            failed.append(f"  {signal}", "yellow")
         judges: list[RenderableType] = [Text(), judge_grid(self._latest)] if any(judge_texts(self._latest)) else []
         body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), *judges, failed)
         return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=self._width)

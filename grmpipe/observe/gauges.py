@@ -66,6 +66,8 @@ HELD_OUT_REWARD = (
     Gauge(metric="eval/reward", title="reward", brief="reward", decimals=2, width=4),
     Gauge(metric="eval/grm_score", title="score by the first judge", brief="first judge", decimals=1, width=4),
 )
+ZERO_ADVANTAGE = "train/zero_advantage_share"
+MANY = 0.5  # above this share of groups without a signal a step, or a run, says so
 TURNS = Gauge(metric="env/turns_mean", title="turns", brief="turns", decimals=1, width=4)  # of an episode
 LINE = (PACE[0], ACCURACY, SCORE, TURNS, PACE[1], PACE[4], WAITS[4], PACE[3], *WAITS[1:4])  # of a step, without a panel
 OF_JUDGE = (
@@ -130,6 +132,31 @@ def judge_texts(metrics: Metrics) -> Iterator[tuple[str, str]]:
         yield f"cascade {name}", "  ".join(written(OF_CASCADE, own))
 
 
+def missing_signal_text(metrics: Metrics) -> str:
+    """How many groups of a step have equal rewards, if most do; otherwise empty."""
+    share = metrics.get(ZERO_ADVANTAGE, 0.0)
+    if share <= MANY:
+        return ""
+    return "in no group rewards differ" if share == 1.0 else f"in {share:.0%} of groups rewards don't differ"
+
+
+def missing_signal_of_run(steps: Sequence[Metrics]) -> str | None:
+    """A sentence on the groups of a run whose siblings had equal rewards. None if these were few in the run and no
+    step had only such groups.
+    """
+    shares = [step[ZERO_ADVANTAGE] for step in steps if ZERO_ADVANTAGE in step]
+    without = sum(share == 1.0 for share in shares)
+    mean = math.fsum(shares) / max(1, len(shares))
+    if not without and mean <= MANY:
+        return None
+    return (
+        f"in {mean:.0%} of the groups the rewards of all siblings were equal, and {without} of {len(shares)} steps had "
+        "no other groups; an algorithm that compares siblings learns nothing from them. See in judgements.jsonl "
+        "whether the judge separates good answers from bad ones; or take prompts that are neither too easy nor too "
+        "hard (algorithm.dynamic_sampling_batches replaces such groups)"
+    )
+
+
 def failures_text(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
 
@@ -142,6 +169,8 @@ def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ON
     if any(gauge.metric in metrics for gauge in shown.line):
         # Failures come last: their text has no fixed width.
         failed = [f"failed {failures_text(failures_by_cause(metrics))}"]
+        if signal := missing_signal_text(metrics):
+            failed.append(signal)
         if faults := env_faults(metrics):
             failed.append(f"env failed {failures_text(faults)}")
         yield "  ".join([place, *written(shown.line, metrics), *failed])

@@ -87,11 +87,21 @@ def read_journal(path: Path, *, run_id: str = "", since: Mark | None = None) -> 
 
 
 def read_records(
-    path: Path, decode: Callable[[dict[str, Any]], T], *, run_id: str = "", since: Mark | None = None
+    path: Path,
+    decode: Callable[[dict[str, Any]], T],
+    *,
+    run_id: str = "",
+    since: Mark | None = None,
+    until: Mark | None = None,
 ) -> Iterator[T]:
-    """Like `read_journal`, decoded. ValueError also names file and line of a record that `decode` can't read."""
+    """Like `read_journal`, decoded. ValueError also names file and line of a record that `decode` can't read.
+
+    until: end there; a mark that holds.
+    """
     num_foreign, checked = 0, False
     for begin, line in lines_of(path, since):
+        if until is not None and begin >= until.offset:
+            break
         try:
             record, run, has_checksum = parsed(line)
             if checked and not has_checksum:

@@ -48,6 +48,14 @@ class Recorder:
                 )
         return found
 
+    def ends(self) -> dict[str, Mark]:
+        """Journal of rollouts or judgements -> the mark after its last line. A journal that can't be read has none."""
+        found: dict[str, Mark] = {}
+        for journal in (self._rollouts, self._judgements):
+            with self._guard.watch(journal.path.name):
+                found[journal.path.name] = journal.mark()
+        return found
+
     def go_on(self, marks: Mapping[str, Mark], group_ids: Iterable[str]) -> None:
         """Continue after a resume that read from `marks`: the lines of these groups may be anywhere after them."""
         for name, begins in self._begins.items():
@@ -94,18 +102,20 @@ class RecordedRollout:
     rollout: Rollout
 
 
-def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
+def load_rollouts(
+    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
+) -> Iterator[RecordedRollout]:
     """Rollouts in the order they ended, read lazily: a long run's journal exceeds the memory. Otherwise like
-    `read_journal`.
+    `read_records`.
     """
-    return read_records(path, decode_recorded, run_id=run_id, since=since)
+    return read_records(path, decode_recorded, run_id=run_id, since=since, until=until)
 
 
 def load_verdicts(
-    path: Path, *, run_id: str = "", since: Mark | None = None
+    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
 ) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
     """((group_id, sibling), report) for each verdict. A rollout may be judged again: the later report counts."""
-    return read_records(path, decode_judged, run_id=run_id, since=since)
+    return read_records(path, decode_judged, run_id=run_id, since=since, until=until)
 
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:

@@ -52,7 +52,7 @@ class CascadeSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingSummary:
-    """Judgements of the whole run."""
+    """Judgements of the whole run, resumes included: of training, those that `VoidedWork` lists excepted."""
 
     asked: int = 0
     counted: int = 0  # in a vote
@@ -68,10 +68,24 @@ class JudgingSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSummary:
-    """Episodes of the whole run; all zero in a run of single turns."""
+class HeldOutEpisodes:
+    """Episodes of held-out evaluations, of the whole run."""
 
-    opened: int = 0  # environments; all of them were closed or killed
+    episodes: int = 0  # played to their end
+    turns: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode
+    failed_episodes: int = 0  # prompts whose episodes all failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSummary:
+    """Episodes of the whole run; all zero in a run of single turns. Those that train, but for `opened`, `closed`,
+    `killed` and `held_out`.
+    """
+
+    # Environments of all episodes, also held-out, failed and cut-off ones, by the last process of the run; all of them
+    # were closed or killed.
+    opened: int = 0
     closed: int = 0
     killed: int = 0
     episodes: int = 0  # played to their end
@@ -81,6 +95,7 @@ class EnvSummary:
     policy_faults: Mapping[str, int] = field(default_factory=dict)  # what the policy did wrong, by kind
     truncated: Mapping[str, int] = field(default_factory=dict)  # episodes, by what truncated them
     time_share: float = 0.0  # the environments' share of the time of all episodes
+    held_out: HeldOutEpisodes = field(default_factory=HeldOutEpisodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,26 +109,45 @@ class GroupsSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VoidedWork:
+    """Finished work that no other total has: it came after a checkpoint, and a resume from that checkpoint can't use
+    it.
+    """
+
+    rollouts: int = 0
+    rollout_tokens: int = 0  # sampled
+    judgements: int = 0  # asked
+    judgement_tokens: int = 0  # sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The content of summary.json, with its fields in this order."""
+    """The content of summary.json, with its fields in this order.
+
+    Counts are of the steps that stand, resumes included. Of a process that was killed, times and replaced engines are
+    those up to its last checkpoint: no file has the rest.
+    """
 
     status: Status
     steps: int
     versions: Mapping[str, int]  # by model name
-    wall_s: float
+    wall_s: float  # of all processes of the run; of a killed one up to its last checkpoint
     objective: float | None = None
     eval: EvalSummary = field(default_factory=EvalSummary)
-    busy_s: Mapping[str, float] = field(default_factory=dict)  # by role
+    busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s
     judging: JudgingSummary = field(default_factory=JudgingSummary)
     envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
+    voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
     bottleneck: str | None = None  # None if nothing dominated
     alarms: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()  # of the configuration, by resumes
-    journal_failures: Mapping[str, int] = field(default_factory=dict)  # by file: lines that could not be written
+    journal_failures: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by file: lines that the last process could not write
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:

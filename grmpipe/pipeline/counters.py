@@ -14,7 +14,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
-from grmpipe.pipeline.interfaces import StepReport
+from grmpipe.pipeline.interfaces import StepReport, UncountedWork
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import Failed, FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
@@ -29,6 +29,7 @@ class JudgeCounts:
     counted: int = 0  # judgements that entered a vote
     forced: int = 0  # of these, judgements whose thought the budget ended
     judge_tokens: int = 0
+    kept_tokens: int = 0  # of these, tokens from before a resume
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
     audits: int = 0  # rollouts judged in full to check the early stop
@@ -83,13 +84,24 @@ class Counters:
     rollouts: int = 0
     truncated: int = 0
     policy_tokens: int = 0
+    kept_policy_tokens: int = 0  # of these, tokens from before a resume
     aborted: int = 0  # judge tasks aborted because a new version of the judge came
     voided: int = 0  # verdicts that a new version of the judge had to give again
+    void_rollouts: int = 0  # finished after a checkpoint and made void by a resume from it; in no other count
+    void_policy_tokens: int = 0
+    void_asked: int = 0
+    void_judge_tokens: int = 0
     judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
     by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
     cascades: dict[str, CascadeCounts] = field(default_factory=dict)
     envs: EnvCounts = field(default_factory=EnvCounts)
     stalls: StallTimes = field(default_factory=StallTimes)
+
+    def rollout(self, rollout: Rollout) -> None:
+        self.rollouts += 1
+        self.truncated += rollout.status == "truncated"
+        self.policy_tokens += rollout.num_sampled_tokens
+        self.envs.rollout(rollout)
 
     def report(self, report: JudgeReport) -> None:
         """Count a report: as a whole, by judge if there are several, and what its cascades did."""
@@ -99,6 +111,23 @@ class Counters:
                 self.by_judge.setdefault(name, JudgeCounts()).report(own)
         for event in report.cascades:
             self.cascades.setdefault(event.cascade, CascadeCounts()).count(event)
+
+    def void(self, rollouts: Sequence[Rollout], reports: Sequence[JudgeReport]) -> None:
+        """Count work that a resume made void."""
+        void = Counters()
+        for report in reports:
+            void.report(report)
+        self.void_rollouts += len(rollouts)
+        self.void_policy_tokens += sum(rollout.num_sampled_tokens for rollout in rollouts)
+        self.void_asked += void.judging.asked
+        self.void_judge_tokens += void.judging.judge_tokens
+
+    def as_kept(self) -> Counters:
+        """The same counts, of work from before a resume: its tokens took none of this process's time."""
+        self.kept_policy_tokens = self.policy_tokens
+        for judge in (self.judging, *self.by_judge.values()):
+            judge.kept_tokens = judge.judge_tokens
+        return self
 
     def add(self, other: Counters) -> None:
         for name in PLAIN:
@@ -125,7 +154,7 @@ class Counters:
     def restored(saved: Mapping[str, Any]) -> Counters:
         """Counters from what `saved` wrote. Older checkpoints have no counts by judge."""
         return Counters(
-            **{name: saved[name] for name in PLAIN},
+            **{name: saved.get(name, 0) for name in PLAIN},
             judging=JudgeCounts.restored(saved.get("judging", saved)),
             by_judge={name: JudgeCounts.restored(counts) for name, counts in saved.get("by_judge", {}).items()},
             cascades={name: CascadeCounts(**cascade) for name, cascade in saved.get("cascades", {}).items()},
@@ -134,7 +163,10 @@ class Counters:
         )
 
 
-PLAIN = ("rollouts", "truncated", "policy_tokens", "aborted", "voided")  # counts that are one number
+PLAIN = (
+    "rollouts", "truncated", "policy_tokens", "kept_policy_tokens", "aborted", "voided", "void_rollouts",
+    "void_policy_tokens", "void_asked", "void_judge_tokens",
+)  # counts that are one number  # fmt: skip
 
 
 class FlowCounters:
@@ -145,10 +177,17 @@ class FlowCounters:
         self.total = Counters()
 
     def rollout(self, rollout: Rollout) -> None:
-        self.step.rollouts += 1
-        self.step.truncated += rollout.status == "truncated"
-        self.step.policy_tokens += rollout.num_sampled_tokens
-        self.step.envs.rollout(rollout)
+        self.step.rollout(rollout)
+
+    def recovered(self, work: UncountedWork) -> None:
+        """Count what was finished after the checkpoint that a resume continues from, in the first step after it."""
+        kept = Counters()
+        for rollout in work.rollouts:
+            kept.rollout(rollout)
+        for report in work.reports:
+            kept.report(report)
+        kept.void(work.void_rollouts, work.void_reports)
+        self.step.add(kept.as_kept())
 
     def episode_failed(self, failures: Sequence[Failed]) -> None:
         """Count a sibling whose environment failed in every attempt."""
@@ -180,12 +219,18 @@ class FlowCounters:
         return counts
 
     def saved(self) -> dict[str, object]:
-        """Totals for a checkpoint."""
+        """The counts of all closed steps for a checkpoint."""
         return self.total.saved()
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Totals from a checkpoint."""
+    def saved_step(self) -> dict[str, object]:
+        """The counts of the open step for a checkpoint, so that the metrics of its end lack nothing."""
+        return self.step.saved()
+
+    def restore(self, saved: Mapping[str, Any], saved_step: Mapping[str, Any] | None = None) -> None:
+        """Counts from a checkpoint. Older ones have none of the open step."""
         self.total = Counters.restored(saved)
+        if saved_step:
+            self.step = Counters.restored(saved_step).as_kept()
 
 
 def step_metrics(
@@ -239,11 +284,11 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "rollout/finished": float(counts.rollouts),
         "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
         "rollout/tokens": float(counts.policy_tokens),
-        "rollout/tokens_per_s": counts.policy_tokens / seconds,
+        "rollout/tokens_per_s": (counts.policy_tokens - counts.kept_policy_tokens) / seconds,
         "judge/asked": float(counts.judging.asked),
         "judge/counted": float(counts.judging.counted),
         "judge/tokens": float(counts.judging.judge_tokens),
-        "judge/tokens_per_s": counts.judging.judge_tokens / seconds,
+        "judge/tokens_per_s": (counts.judging.judge_tokens - counts.judging.kept_tokens) / seconds,
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
         **counts.envs.metrics(),
@@ -275,7 +320,7 @@ def judge_metrics(counts: JudgeCounts, seconds: float) -> Metrics:
         "asked": float(counts.asked),
         "counted": float(counts.counted),
         "tokens": float(counts.judge_tokens),
-        "tokens_per_s": counts.judge_tokens / seconds,
+        "tokens_per_s": (counts.judge_tokens - counts.kept_tokens) / seconds,
         **{f"failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())},
     }
     if counts.forced:

@@ -24,7 +24,7 @@ class EnvCounts:
     truncated:     episodes by what truncated them; of single turns too.
     tokens:        prompts, completions and observations, each counted once.
     prefilled:     tokens of prompts that engines computed; more than `tokens` if they compute turns again.
-    boot_s, step_s: times of this step only, to take quantiles of.
+    boot_s, step_s: times of this step and process only, to take quantiles of.
     """
 
     episodes: int = 0
@@ -103,6 +103,7 @@ class EnvCounts:
             metrics["env/prefilled_share"] = self.prefilled / self.tokens
             if self.rewritten:
                 metrics["env/rewritten_share"] = self.rewritten / self.turns
+        if self.boot_s:
             metrics["env/boot_s_mean"] = statistics.fmean(self.boot_s)
             metrics["env/step_s_p50"], metrics["env/step_s_p95"] = np.quantile(self.step_s, [0.5, 0.95]).tolist()
         return metrics

@@ -75,6 +75,7 @@ class Producer:
         self._clock = clock
         self._counters = counters
         self._num_judging = 0  # judge tasks in progress
+        self._skipped: set[str] = set()  # prompt_ids that were reported as too long
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,10 @@ class Producer:
         group, kept = self._buffer.open(prompt_index, prompt)
         self._seats[group.group_id] = seats
         if self._parts.too_long(prompt):
-            log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
+            # The first time is for the console, those of later epochs are for run.log.
+            level = logging.INFO if prompt.prompt_id in self._skipped else logging.WARNING
+            log.log(level, "prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
+            self._skipped.add(prompt.prompt_id)
             self._fail(group, "prompt_too_long")
             return
         if kept.killed_engines:

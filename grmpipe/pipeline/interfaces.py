@@ -152,6 +152,18 @@ class FlowConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UncountedWork:
+    """Work of a group that was finished after the counts of a checkpoint were taken: what a resume keeps, and what it
+    makes void.
+    """
+
+    rollouts: tuple[Rollout, ...] = ()
+    reports: tuple[JudgeReport, ...] = ()
+    void_rollouts: tuple[Rollout, ...] = ()
+    void_reports: tuple[JudgeReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredGroup:
     """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
 
@@ -164,6 +176,7 @@ class RecoveredGroup:
     killed_engines: bool = False
     rollouts: tuple[Rollout, ...] = ()
     reports: Mapping[int, JudgeReport] = field(default_factory=dict)
+    uncounted: UncountedWork = field(default_factory=UncountedWork)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

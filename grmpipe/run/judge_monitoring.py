@@ -28,6 +28,14 @@ log = logging.getLogger(__name__)
 
 CANARIES = "canaries.jsonl"
 DRIFT = "canary_drift"
+NO_CHECKS = (
+    "there are no held-out rollouts to take canaries and adversarial replies from; set data.eval_path, or "
+    "judge_monitor.canaries_path to labelled responses"
+)
+NO_CHECKS_COMPARING = (
+    "a judge that compares needs labelled responses as canaries and beside adversarial replies; set "
+    "judge_monitor.canaries_path to them"
+)
 SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
 
 
@@ -49,19 +57,33 @@ class MonitoredJudge:
 
 
 class JudgeMonitor:
-    """The monitor of a run's judges. `report_alarm` receives alarms. Its state for a resume is in the run's files."""
+    """The monitor of a run's judges. Its state for a resume is in the run's files.
+
+    `report_alarm` receives alarms, `note` what a user should know at the start.
+    """
 
     def __init__(
-        self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, report_alarm: Callable[[str], None]
+        self,
+        monitored: MonitoredJudge,
+        config: JudgeMonitorConfig,
+        run_dir: Path,
+        report_alarm: Callable[[str], None],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         past = list(read_what_can_be(run_dir / "metrics.jsonl"))
         self._monitored = replace(monitored, judge=without_bounds(monitored.judge))
         self._config = config
         self._path = run_dir / CANARIES
         self._report_alarm = report_alarm
+        self._note = note
+        self._why_unchecked = ""
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
-        self._limits = Limits(config.limits, [name for name in config.limits if was_ringing(past, name)])
+        self._limits = Limits(
+            config.limits,
+            exceeded=[name for name in config.limits if was_ringing(past, name)],
+            read_before=[name for name in config.limits if any(f"alarm/{name}" in line for line in past)],
+        )
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
         self._exceeded: list[Exceeded] = []
@@ -72,8 +94,7 @@ class JudgeMonitor:
         """
         if not self._config.every:
             return {}
-        if not self._canaries:
-            found = self._find_canaries(seen)
+        if not self._canaries and (found := self._find_canaries(seen)):
             self._canaries = (await self._judge_canaries(found)).as_first(found)
             write_canaries(self._path, self._canaries)
         metrics = await self._check(step)
@@ -98,7 +119,7 @@ class JudgeMonitor:
             if one.action == "pause":
                 self._monitored.fitness.trip(one.text)
         if last:
-            for text in self._limits.never_read():
+            for text in self._limits.never_read(checks=self._config.every > 0, why_unchecked=self._why_unchecked):
                 self._report_alarm(text)
 
     # -- checks ------------------------------------------------------------------------------------------------------
@@ -107,17 +128,18 @@ class JudgeMonitor:
         metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
             metrics |= await self._check_canaries(step)
-        log.info("the judge at step %d: %s", step, metrics)
+        if metrics:
+            log.info("the judge at step %d: %s", step, metrics)
         return metrics
 
     async def _check_canaries(self, step: int) -> Metrics:
         metrics: Metrics = {}
         for name, drift in (await self._judge_canaries(self._canaries)).drifts(self._canaries).items():
             metrics |= drift.metrics(name)
-            if name in self._monitored.frozen:
+            if name in self._monitored.frozen and drift.differences:
                 self._sound_drift(step, name, drift)
                 metrics[f"alarm/{drift_alarm(name)}"] = float(name in self._drifting)
-        if self._monitored.frozen:
+        if any(f"alarm/{drift_alarm(name)}" in metrics for name in self._monitored.frozen):
             metrics[f"alarm/{DRIFT}"] = float(bool(self._drifting))
         return metrics
 
@@ -167,9 +189,9 @@ class JudgeMonitor:
         else:
             found = [canary_of_rollout(*one, thoughts=self._monitored.show_thoughts) for one in seen]
         if count and not found:
-            log.info(
-                "no canaries and no adversarial replies: no held-out rollouts for them; see judge_monitor.canaries_path"
-            )
+            self._why_unchecked = NO_CHECKS_COMPARING if self._monitored.compares else NO_CHECKS
+            log.info("%s", self._why_unchecked)
+            self._note(f"the judge is not checked for drift and attacks: {self._why_unchecked}")
         return tuple(found[:count])
 
 

@@ -12,7 +12,8 @@ from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import without_secrets
 from grmpipe.observe.console import ConsoleSink
-from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES
+from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run
+from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
@@ -49,6 +50,10 @@ FILES = {
     "cotrain/": "the judging tasks of each GRM in training, with its judgements",
     "run.log": "everything else",
 }
+
+
+def holds_anything(path: Path) -> bool:
+    return path.is_dir() or (path.exists() and path.stat().st_size > 0)
 
 
 def files_of(config: RunConfig) -> dict[str, str]:
@@ -111,16 +116,23 @@ class Observers:
         return {**self.recorder.failures, **{k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
-        """Write the report; show some rollouts with their critiques, the bottleneck, and where the files are."""
+        """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, and where
+        the files are.
+        """
         write_report(run_dir)
+        signal = missing_signal_of_run(list(read_what_can_be(run_dir / "metrics.jsonl")))
+        if signal is not None:
+            log.info("%s", signal)
         if self.console:
             self.console.print_samples(rows)
             if bottleneck is not None:
                 self.console.bottleneck(bottleneck)
+            if signal is not None:
+                self.console.missing_signal(signal)
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             self.console.print_files(
-                run_dir, {name: what for name, what in self.files.items() if (run_dir / name).exists()}
+                run_dir, {name: what for name, what in self.files.items() if holds_anything(run_dir / name)}
             )
 
     def close(self) -> None:

@@ -18,7 +18,9 @@ Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
 
 
 class PeriodicEval:
-    """Runs held-out evaluations: the first and the last on all problems, those between only on the anchors."""
+    """Runs held-out evaluations: the first and the last on all problems, those between only on the anchors; none
+    without problems.
+    """
 
     def __init__(
         self, evaluator: Evaluator, alarm: RewardHackingDetector, observers: Observers, *, anchors: int, every: int
@@ -34,6 +36,7 @@ class PeriodicEval:
         self._observers = observers
         self._anchors = anchors
         self._every = every
+        self._has_ended = False  # the last evaluation took place
         self.interrupted = False
         self._evaluating: asyncio.Task[HeldOutEvaluation] | None = None
         self.ringing = False  # reported once, until an evaluation finds nothing
@@ -48,15 +51,13 @@ class PeriodicEval:
     async def after_step(self, step: int, last: bool) -> Metrics:
         """The metrics of an evaluation after a step, if one is due."""
         if last:
-            self.final = await self._evaluate(step, None)
-            return named(self.final)
+            return named(await self._evaluate_at_the_end(step))
         return named(await self._evaluate(step, self._anchors)) if step % self._every == 0 else {}
 
     async def last(self, step: int) -> None:
         """Evaluate a run that ended before its last step."""
-        if not self.final:
-            self.final = await self._evaluate(step, None)
-            self._log(step, named(self.final))
+        if not self._has_ended:
+            self._log(step, named(await self._evaluate_at_the_end(step)))
 
     def interrupt(self) -> None:
         """Stop evaluations; one in progress ends now and isn't counted."""
@@ -75,7 +76,14 @@ class PeriodicEval:
         for step, score, gold in readings:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
 
+    async def _evaluate_at_the_end(self, step: int) -> Metrics:
+        self.final = await self._evaluate(step, None)
+        self._has_ended = not self.interrupted
+        return self.final
+
     async def _evaluate(self, step: int, limit: int | None) -> Metrics:
+        if not self._evaluator.prompts or self.interrupted:
+            return {}
         self._evaluating = asyncio.create_task(self._evaluator.evaluate(f"held-out-{step}", limit))
         try:
             await asyncio.wait([self._evaluating])

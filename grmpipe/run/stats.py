@@ -20,10 +20,12 @@ from grmpipe.observe.summary import (
     EnvSummary,
     EvalSummary,
     GroupsSummary,
+    HeldOutEpisodes,
     JudgeSummary,
     JudgingSummary,
     Status,
     Summary,
+    VoidedWork,
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.counters import Counters, JudgeCounts
@@ -52,6 +54,7 @@ class RunProgress:
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
     stalls: StallTimes = field(default_factory=StallTimes)
+    voided: VoidedWork = field(default_factory=VoidedWork)
 
 
 class RunStats:
@@ -67,6 +70,7 @@ class RunStats:
         self.elastic: tuple[ElasticPool, ...] = ()
         self.members: tuple[ScorerPool | EnvHosts, ...] = ()
         self.env_counts = SeatCounts()
+        self.held_out = EnvCounts()  # episodes of evaluations
         self._grms = config.judging.roles
         self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
@@ -101,6 +105,7 @@ class RunStats:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
         self._replaced_before, self._moves_before = state.engines_replaced, state.moves
         self._grm_versions_before = {role: one.version for role, one in state.grm_pipeline_states.items()}
+        self.held_out = EnvCounts.restored(state.held_out_envs)
         self.before = progress_at(state, groups_per_batch)
 
     @property
@@ -184,9 +189,15 @@ class RunStats:
         return versions
 
     def _with_counts(self, envs: EnvSummary) -> EnvSummary:
-        """With what became of the environments that this process opened."""
-        counts = self.env_counts
-        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed)
+        """With held-out episodes, and with what became of the environments that this process opened."""
+        counts, held_out = self.env_counts, self.held_out
+        episodes = HeldOutEpisodes(
+            episodes=held_out.episodes,
+            turns=held_out.turns,
+            faults=dict(held_out.faults),
+            failed_episodes=held_out.failed,
+        )
+        return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed, held_out=episodes)
 
     def summary(
         self,
@@ -208,6 +219,7 @@ class RunStats:
             judging=progress.judging,
             envs=self._with_counts(progress.envs),
             groups=progress.groups,
+            voided_by_resumes=progress.voided,
             max_staleness_trained=progress.max_staleness_trained,
             engines_replaced=self.engines_replaced,
             moves=self.moves,
@@ -257,6 +269,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
         ),
         max_staleness_trained=pipeline.buffer.max_staleness_trained,
         stalls=total.stalls,
+        voided=voided_work(total),
     )
 
 
@@ -264,6 +277,8 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
     """The progress of a resumed run that has no pipeline yet, and may fail before it has one."""
     pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
     total = Counters.restored(state.totals)
+    if state.open_counts:
+        total.add(Counters.restored(state.open_counts))
     return RunProgress(
         version=pipeline_state.version,
         judging=judging(total),
@@ -276,6 +291,16 @@ def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
         ),
         max_staleness_trained=pipeline_state.max_staleness_trained,
         stalls=total.stalls,
+        voided=voided_work(total),
+    )
+
+
+def voided_work(total: Counters) -> VoidedWork:
+    return VoidedWork(
+        rollouts=total.void_rollouts,
+        rollout_tokens=total.void_policy_tokens,
+        judgements=total.void_asked,
+        judgement_tokens=total.void_judge_tokens,
     )
 
 

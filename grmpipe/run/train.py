@@ -33,7 +33,7 @@ from grmpipe.run.start import RunComponents, start
 from grmpipe.run.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import run_id_of
-from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
+from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
 from scheduler.gc_tuning import infrequent_gc
@@ -107,8 +107,10 @@ class TrainingRun(Run[Prepared]):
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
-            pipeline.counters.restore(self._state.totals)
+            pipeline.counters.restore(self._state.totals, self._state.open_counts)
             self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
+        for work in kept.values():
+            pipeline.counters.recovered(work.uncounted)
         if not periodic_eval.initial:
             await periodic_eval.first(
                 pipeline_state.version, lambda: judge_monitor.first(pipeline_state.version, periodic_eval.seen)
@@ -164,7 +166,8 @@ class TrainingRun(Run[Prepared]):
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
         metrics |= await running.policy_updates.after_step(report.step, pipeline.producer.change_judge)
-        metrics["alarm/hacking"] = float(periodic_eval.ringing)
+        if periodic_eval.readings:
+            metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
             periodic_eval.report_alarm(alarm)
         metrics |= self._cascade_alarm.metrics()
@@ -207,6 +210,8 @@ class TrainingRun(Run[Prepared]):
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge, evaluator = self._config.judge, make_evaluator(self._prepared, running)
+        evaluator.episodes.add(self._stats.held_out)
+        self._stats.held_out = evaluator.episodes
         self._periodic_eval = PeriodicEval(
             evaluator,
             RewardHackingDetector(
@@ -240,7 +245,7 @@ class TrainingRun(Run[Prepared]):
             show_thoughts=first.show_thoughts,
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
-        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)
+        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm, self._observers.note)
 
     async def _export(self, running: RunComponents) -> None:
         """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
@@ -253,7 +258,8 @@ class TrainingRun(Run[Prepared]):
         """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
         run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
-        kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks)
+        counted = self._state.counted_marks if self._state else NOTHING_COUNTED
+        kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
         self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
         self._observers.metrics.truncate_after(pipeline_state.version if self._state else -1)
@@ -273,11 +279,15 @@ class TrainingRun(Run[Prepared]):
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
             pipeline_state=pipeline.state(),
-            journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
+            # Taken at the same moment as the pipeline's state:
+            journal_marks=self._observers.recorder.marks(),
+            counted_marks=self._observers.recorder.ends(),
+            totals=pipeline.counters.saved(),
+            open_counts=pipeline.counters.saved_step(),
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
-            totals=pipeline.counters.saved(),
+            held_out_envs=self._stats.held_out.saved(),
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(periodic_eval.alarms),
             wandb_run_id=self._observers.wandb.run_id,

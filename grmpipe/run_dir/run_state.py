@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
@@ -20,9 +21,23 @@ from grmpipe.observe.recorder import (
     load_rollouts,
     load_verdicts,
 )
-from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
+from grmpipe.run_dir.uncounted_work import Counted, Key, Reports, key_of, uncounted_work
 from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
 from models.seeds import repeated_as
+
+NOTHING_COUNTED = {ROLLOUTS: Mark(), JUDGEMENTS: Mark()}  # the marks of a run without a checkpoint
+
+T = TypeVar("T")
+Line = TypeVar("Line", covariant=True)
+
+
+class Load(Protocol[Line]):
+    """A reader of one journal."""
+
+    def __call__(
+        self, path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
+    ) -> Iterator[Line]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +47,7 @@ class RunState:
     pipeline_state: PipelineState
     wall_s: float  # so far, including before resumes
     eval_initial: Metrics
-    totals: Mapping[str, object]  # of the counters
+    totals: Mapping[str, object]  # counts of all closed steps
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
@@ -42,6 +57,9 @@ class RunState:
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
+    open_counts: Mapping[str, object] = field(default_factory=dict)  # counts of the step after these
+    held_out_envs: Mapping[str, object] = field(default_factory=dict)  # counts of the episodes of evaluations
+    counted_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> its end when the counts were taken
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -56,8 +74,8 @@ class RunState:
         values["pipeline_state"] = PipelineState(**pipeline_state)
         grm_states = values.get("grm_pipeline_states", {})
         values["grm_pipeline_states"] = {role: PipelineState(**state) for role, state in grm_states.items()}
-        marks = values.get("journal_marks", {})
-        values["journal_marks"] = {name: Mark(**mark) for name, mark in marks.items()}
+        for key in ("journal_marks", "counted_marks"):
+            values[key] = {name: Mark(**mark) for name, mark in values.get(key, {}).items()}
         values["alarms"] = tuple(values["alarms"])
         values["hacking_readings"] = tuple((int(s), float(a), float(b)) for s, a, b in values["hacking_readings"])
         return RunState(**values)
@@ -69,30 +87,57 @@ def find_kept(
     prompts: Prompts,
     run_id: str = "",
     marks: Mapping[str, Mark] | None = None,
+    counted_marks: Mapping[str, Mark] | None = None,
 ) -> dict[int, RecoveredGroup]:
     """Finished work in the journals that is valid at a checkpoint, by prompt index.
 
     Rollouts sampled by versions up to the checkpoint are kept, with their verdicts. Later ones are void, and so are
     those of another prompt than the one at the index. A group with void work continues under a new group_id, so that no
     id has two meanings. run_id: lines of other runs don't count. marks: where groups in flight begin in the journals.
+    counted_marks: where the checkpoint's counts end in them; without a mark, its counts have all lines.
     """
-    marks = marks or {}
-    recorded: dict[int, list[RecordedRollout]] = {}
-    for line in load_rollouts(run_dir / ROLLOUTS, run_id=run_id, since=marks.get(ROLLOUTS)):
+    marks, counted_marks = marks or {}, counted_marks or {}
+    recorded: dict[int, list[Counted[RecordedRollout]]] = {}
+    rollouts = _counted(load_rollouts, run_dir / ROLLOUTS, run_id, marks, counted_marks)
+    for line, is_counted in rollouts:
         if line.prompt_index in pipeline_state.in_flight or line.prompt_index >= pipeline_state.next_prompt_index:
-            recorded.setdefault(line.prompt_index, []).append(line)
-    wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
-    verdicts = load_verdicts(run_dir / JUDGEMENTS, run_id=run_id, since=marks.get(JUDGEMENTS))
-    reports = {key: report for key, report in verdicts if key[0] in wanted}
+            recorded.setdefault(line.prompt_index, []).append((line, is_counted))
+    wanted = {line.rollout.group_id for lines in recorded.values() for line, _ in lines}
+    reports: dict[Key, list[Counted[JudgeReport]]] = {}
+    for (key, report), is_counted in _counted(load_verdicts, run_dir / JUDGEMENTS, run_id, marks, counted_marks):
+        if key[0] in wanted:
+            reports.setdefault(key, []).append((report, is_counted))
     kept = {
         prompt_index: _kept(recorded[prompt_index], reports, pipeline_state, _drawn(prompts, prompt_index))
         for prompt_index in sorted(recorded)
     }
     ends = load_group_ends(run_dir / GROUPS, run_id=run_id, since=marks.get(GROUPS))
     return kept | {
-        end.prompt_index: RecoveredGroup(group_id=end.group_id, killed_engines=True)
+        end.prompt_index: RecoveredGroup(
+            group_id=end.group_id,
+            killed_engines=True,
+            uncounted=kept[end.prompt_index].uncounted if end.prompt_index in kept else UncountedWork(),
+        )
         for end in _killers(ends, pipeline_state)
     }
+
+
+def _counted(
+    load: Load[T],
+    path: Path,
+    run_id: str,
+    marks: Mapping[str, Mark],
+    counted_marks: Mapping[str, Mark],
+) -> Iterator[Counted[T]]:
+    """The lines of a journal, each with whether the checkpoint has counted it."""
+    since, counted = marks.get(path.name), counted_marks.get(path.name)
+    if counted is not None and not mark_holds(path, counted):
+        counted = None
+    for line in load(path, run_id=run_id, since=since, until=counted):
+        yield line, True
+    if counted is not None:
+        for line in load(path, run_id=run_id, since=counted):
+            yield line, False
 
 
 def _killers(ends: Iterable[GroupEnd], pipeline_state: PipelineState) -> list[GroupEnd]:
@@ -134,16 +179,16 @@ def _drawn(prompts: Prompts, prompt_index: int) -> Prompt | None:
 
 
 def _kept(
-    lines: list[RecordedRollout],
-    reports: Mapping[tuple[str, int], JudgeReport],
+    lines: Sequence[Counted[RecordedRollout]],
+    reports: Reports,
     pipeline_state: PipelineState,
     prompt: Prompt | None,
 ) -> RecoveredGroup:
     valid: dict[int, RecordedRollout] = {}
-    for line in lines:
+    for line, _ in lines:
         if _newest_version(line) <= pipeline_state.version and line.prompt == prompt:
             valid.setdefault(line.rollout.sibling, line)
-    names = list(dict.fromkeys(line.rollout.group_id for line in lines))
+    names = list(dict.fromkeys(line.rollout.group_id for line, _ in lines))
     renamed = len(valid) < len(lines)
     group_id = repeated_as(names[0], len(names)) if renamed else names[0]
     return RecoveredGroup(
@@ -153,9 +198,16 @@ def _kept(
         reports={
             sibling: report
             for sibling, line in valid.items()
-            if (report := reports.get((line.rollout.group_id, sibling))) is not None and only_finite(report) is report
+            if (report := _last_report(reports, line)) is not None and only_finite(report) is report
         },
+        uncounted=uncounted_work(lines, valid, reports),
     )
+
+
+def _last_report(reports: Reports, line: RecordedRollout) -> JudgeReport | None:
+    """The last report on a rollout: it may have been judged again."""
+    judged = reports.get(key_of(line), ())
+    return judged[-1][0] if judged else None
 
 
 def _newest_version(line: RecordedRollout) -> int:

@@ -89,7 +89,9 @@ def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(run
     files = run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="whole")
     assert len(users_env.OPENED) == len(users_env.CLOSED) > 0
     envs = files.summary["envs"]
-    assert (envs["opened"], envs["killed"]) == (envs["closed"], 0) and envs["opened"] > envs["episodes"] > 0
+    assert (envs["opened"], envs["killed"]) == (envs["closed"], 0) and envs["episodes"] > 0
+    assert envs["held_out"]["episodes"] > 0 and envs["held_out"]["faults"] == {}
+    assert envs["opened"] == envs["episodes"] + envs["held_out"]["episodes"]
     timeline = json.loads((files.run_dir / "timeline.json").read_text())
     spans = [event for event in timeline if event["name"] == "step"]
     assert len(spans) >= envs["turns"]

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import logging
 import math
 import random
 import re
@@ -189,6 +190,7 @@ class Bench:
     trainer: Trainer = field(default_factory=Trainer)
     prompts: Prompts = field(default_factory=Prompts)
     lengths: Callable[[RequestContext], int] = lambda context: 20
+    too_long: Callable[[Prompt], bool] = lambda prompt: False
     sync_s: float = 0.05
     pipeline_state: PipelineState | None = None
     kept: dict[int, RecoveredGroup] | None = None
@@ -211,7 +213,7 @@ class Bench:
         breaker = CircuitBreaker(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
         parts = PipelineComponents(
             prompts=self.prompts,
-            too_long=lambda prompt: False,
+            too_long=self.too_long,
             play=self.play,
             judge=self.group_judge or PointwiseAdapter(self.judge),
             judge_guard=JudgeFitness(breaker),
@@ -479,6 +481,19 @@ def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked
     resumed.lengths = lambda context: asked.append(context.group_id) or 20
     assert resumed.run().ledger.dropped == {"rollout_killed_engines": 1}
     assert "g000002" not in asked
+
+
+def test_a_prompt_that_is_too_long_warns_in_its_first_epoch_only(caplog: pytest.LogCaptureFixture) -> None:
+    class Epochs(Prompts):
+        def at(self, prompt_index: int) -> Prompt:
+            return Prompts.at(self, prompt_index % 3)
+
+    bench = Bench(flow(), prompts=Epochs(), too_long=lambda prompt: prompt.prompt_id == "p1")
+    with caplog.at_level(logging.INFO):
+        ledger = bench.run().ledger
+    assert ledger.dropped["prompt_too_long"] > 1
+    levels = [record.levelname for record in caplog.records if "prompt p1 is longer than" in record.message]
+    assert levels == ["WARNING"] + ["INFO"] * (ledger.dropped["prompt_too_long"] - 1)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

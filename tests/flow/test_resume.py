@@ -55,6 +55,7 @@ def check_lineage(run: Path) -> None:
     assert ledger["submitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
     assert ledger["trained"] == 4 * STEPS
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(STEPS + 1))
+    check_totals(run, summary)
     ends = lines(run / "groups.jsonl")
     assert max(Counter(end["prompt_index"] for end in ends).values()) == 1, "a draw ended twice"
     assert {end["prompt_index"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
@@ -67,6 +68,19 @@ def check_lineage(run: Path) -> None:
         trained_at = {end["group_id"]: end["step"] for end in ends if end["outcome"] == "trained"}
         if (step := trained_at.get(line.rollout.group_id)) is not None:
             assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
+
+
+def check_totals(run: Path, summary: dict) -> None:
+    """The totals have the work of every trained group once, kept work included, and the steps add up to them."""
+    steps, judging = lines(run / "metrics.jsonl")[1:], summary["judging"]
+    trained = {end["group_id"] for end in lines(run / "groups.jsonl") if end["outcome"] == "trained"}
+    judged = [line for line in lines(run / "judgements.jsonl") if line["group_id"] in trained]
+    assert summary["groups"]["dropped"] == {}, "then only trained groups count"
+    assert sum(step["rollout/finished"] for step in steps) == 4 * len(trained)
+    assert judging["counted"] == sum(len(line["judgements"]) for line in judged)
+    assert judging["asked"] == judging["counted"] + sum(len(line["failures"]) for line in judged)
+    for name in ("asked", "counted", "tokens"):
+        assert sum(step[f"judge/{name}"] for step in steps) == judging[name], name
 
 
 def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> None:

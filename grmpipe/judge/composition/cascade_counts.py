@@ -85,22 +85,29 @@ class CascadeAlarm:
         """limits: cascade -> `max_error`, in reward units."""
         self._limits = limits
         self._ringing: set[str] = set()
+        self._has_checked = False
 
     def check(self, counts: Mapping[str, CascadeCounts]) -> list[str]:
         """New alarms, in words. counts: of the whole run, by cascade."""
+        self._has_checked |= any(name in self._limits and is_known(one) for name, one in counts.items())
         exceeded = {name for name, one in counts.items() if exceeds(one, self._limits.get(name, math.inf))}
         new, self._ringing = exceeded - self._ringing, exceeded
         return [alarm_text(name, counts[name], self._limits[name]) for name in sorted(new)]
 
     def metrics(self) -> Metrics:
-        """Whether the alarm is on; empty without a cascade."""
-        return {"alarm/cascade": float(bool(self._ringing))} if self._limits else {}
+        """Whether the alarm is on; empty as long as no cascade has enough audits to know its error."""
+        return {"alarm/cascade": float(bool(self._ringing))} if self._has_checked else {}
+
+
+def is_known(counts: CascadeCounts) -> bool:
+    """Whether the error of a cascade is known well enough to compare it with a limit."""
+    return counts.standard_error is not None and counts.audits >= FEWEST_AUDITS
 
 
 def exceeds(counts: CascadeCounts, max_error: float) -> bool:
     """Whether the error is above the limit beyond doubt."""
     mean, error = counts.mean_error, counts.standard_error
-    if mean is None or error is None or counts.audits < FEWEST_AUDITS:
+    if mean is None or error is None or not is_known(counts):
         return False
     return mean - ONE_SIDED_95 * error > max_error
 

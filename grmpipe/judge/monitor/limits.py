@@ -28,11 +28,13 @@ class Exceeded:
 class Limits:
     """Compares every step's metrics with their limits. A metric that a step lacks leaves its limit as it was."""
 
-    def __init__(self, limits: Mapping[str, LimitConfig], exceeded: Iterable[str] = ()) -> None:
-        """`exceeded`: names of the limits exceeded before a resume."""
+    def __init__(
+        self, limits: Mapping[str, LimitConfig], exceeded: Iterable[str] = (), read_before: Iterable[str] = ()
+    ) -> None:
+        """exceeded, read_before: names of the limits exceeded before a resume, and of those whose metric was there."""
         self._limits = dict(limits)
         self._exceeded = set(exceeded) & self._limits.keys()
-        self._never_read = set(self._limits)
+        self._never_read = set(self._limits) - set(read_before)
         self._known: set[str] = set()
 
     def read(self, step: int, metrics: Metrics) -> list[Exceeded]:
@@ -52,21 +54,27 @@ class Limits:
         return found
 
     def metrics(self) -> Metrics:
-        return {f"alarm/{name}": float(name in self._exceeded) for name in self._limits}
+        """Whether each limit is exceeded; a limit whose metric was never there has no alarm."""
+        return {f"alarm/{name}": float(name in self._exceeded) for name in self._limits if name not in self._never_read}
 
-    def never_read(self) -> list[str]:
-        """A sentence on the limits whose metric no step had, except those of checks that may be switched off."""
-        messages = []
-        for name in sorted(self._never_read):
-            metric = self._limits[name].metric
-            if is_of_check(metric):
-                continue
-            near = difflib.get_close_matches(metric, sorted(self._known), n=1)
-            messages.append(
-                f"judge_monitor.limits.{name}: no step reported the metric {metric}"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
-        return messages
+    def never_read(self, *, checks: bool, why_unchecked: str = "") -> list[str]:
+        """A sentence on each limit whose metric no step had.
+
+        checks: whether canaries and adversarial replies are switched on; why_unchecked: why there were none.
+        """
+        return [
+            self._why_unread(name, why_unchecked)
+            for name in sorted(self._never_read)
+            if checks or not is_of_check(self._limits[name].metric)
+        ]
+
+    def _why_unread(self, name: str, why_unchecked: str) -> str:
+        metric = self._limits[name].metric
+        text = f"judge_monitor.limits.{name}: no step reported the metric {metric}"
+        if why_unchecked and is_of_check(metric):
+            return f"{text}: {why_unchecked}"
+        near = difflib.get_close_matches(metric, sorted(self._known), n=1)
+        return f"{text}; did you mean {near[0]}?" if near else text
 
 
 def is_of_check(metric: str) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
-from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause
+from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.run.observers import Observers, files_of
@@ -294,3 +294,38 @@ def test_a_step_with_episodes_says_their_turns_and_what_their_environments_faile
     (line,) = text_of(console).splitlines()
     assert "score  6.0  turns  3.2  tok/s" in line
     assert line.endswith("failed 2 timeout  env failed 2 died")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_whose_groups_teach_nothing_says_so(terminal: bool) -> None:
+    console = recorded(terminal=terminal)
+    sink = ConsoleSink(num_steps=3, console=console)
+    sink.log(1, {**METRICS, "train/zero_advantage_share": 0.5})
+    assert "differ" not in text_of(console)
+    sink.log(2, {**METRICS, "train/zero_advantage_share": 0.625})
+    sink.log(3, {**METRICS, "train/zero_advantage_share": 1.0})
+    sink.close()
+    assert "in 62% of groups rewards don't differ" in text_of(console)
+    assert "in no group rewards differ" in text_of(console)
+
+
+def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
+    tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observers = Observers.open(RunConfig(tracking=TrackingConfig(wandb_mode="disabled")), tmp_path, None, gauges=False)
+    for step in (1, 2):
+        observers.tracker.log(step, {"train/zero_advantage_share": step / 2})
+    observers.close()
+    (tmp_path / "canaries.jsonl").touch()
+    observers.show_end(tmp_path, [], None)
+    shown = capsys.readouterr().out
+    assert (
+        "no signal  in 75% of the groups the rewards of all siblings were equal, and 1 of 2 steps had no other" in shown
+    )
+    assert "canaries.jsonl" not in shown, "an empty file holds nothing"
+    assert "in 75% of the groups the rewards" in (tmp_path / "run.log").read_text()
+
+
+def test_a_few_groups_without_a_signal_are_no_news() -> None:
+    assert missing_signal_of_run([{"train/zero_advantage_share": 0.4}, {"eval/true_accuracy": 0.5}]) is None
+    assert missing_signal_of_run([]) is None

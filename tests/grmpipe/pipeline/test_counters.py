@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from grmpipe.pipeline.counters import Counters, FlowCounters, flow_metrics
-from grmpipe.types import CascadeEvent, Failed, Judgement, JudgeReport, StopAudit, Verdict
+from grmpipe.pipeline.interfaces import UncountedWork
+from grmpipe.types import CascadeEvent, Failed, Judgement, JudgeReport, Rollout, StopAudit, Turn, Verdict
 from models.types import Completion, VersionSpan
 
 VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
@@ -17,6 +19,10 @@ def completion(num_tokens: int) -> Completion:
     span = VersionSpan(model="grm", version=0, start=0, end=num_tokens)
     ids = tuple(range(num_tokens))
     return Completion(token_ids=ids, logprobs=(-1.0,) * num_tokens, text="x", finish_reason="stop", versions=(span,))
+
+
+def rollout() -> Rollout:
+    return Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=completion(5)),), status="finished")
 
 
 def judgement(num_tokens: int) -> Judgement:
@@ -96,6 +102,33 @@ def test_counts_by_judge_outlive_a_checkpoint_as_json() -> None:
     restored.report(of_two_judges())
     total = restored.total_so_far()
     assert (total.by_judge["good"].asked, total.cascades["reward"].audited) == (6, 8)
+
+
+def test_kept_work_is_counted_in_the_first_step_and_its_tokens_took_none_of_its_time() -> None:
+    counters, restored = FlowCounters(), FlowCounters()
+    counters.report(of_two_judges())
+    counters.close_step()
+    counters.report(of_two_judges())  # between the step and its checkpoint
+    restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.saved(), counters.saved_step())))
+    report, void = of_two_judges(), JudgeReport(verdict=VERDICT, judgements=(judgement(9),))
+    restored.recovered(UncountedWork(rollouts=(rollout(),), reports=(report,), void_reports=(void,)))
+    assert flow_metrics(restored.step, seconds=2.0).items() >= {
+        "rollout/finished": 1, "rollout/tokens": 5, "rollout/tokens_per_s": 0, "judge/asked": 10, "judge/tokens": 104,
+        "judge/tokens_per_s": 0, "judge/cheap/tokens": 74, "judge/cheap/tokens_per_s": 0,
+    }.items()  # fmt: skip
+    restored.rollout(rollout())
+    restored.report(report)
+    metrics = flow_metrics(restored.step, seconds=2.0)
+    assert (metrics["rollout/tokens_per_s"], metrics["judge/tokens_per_s"]) == (2.5, 26)
+    total = restored.total_so_far()
+    assert (total.judging.asked, total.void_asked, total.void_judge_tokens) == (20, 1, 9)
+
+
+def test_an_episode_from_before_a_resume_has_no_times_of_this_process() -> None:
+    counters = FlowCounters()
+    counters.recovered(UncountedWork(rollouts=(dataclasses.replace(rollout(), took_s=2.0, boot_s=1.0),)))
+    metrics = flow_metrics(counters.step, seconds=1.0)
+    assert metrics["env/turns_mean"] == 1 and "env/boot_s_mean" not in metrics
 
 
 def test_a_checkpoint_from_before_there_were_several_judges_is_read() -> None:

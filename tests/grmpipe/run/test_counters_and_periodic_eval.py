@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -141,6 +143,20 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert len(looked.rollouts) == 3
 
 
+def test_an_evaluation_counts_its_episodes_and_those_that_its_environment_failed() -> None:
+    async def episode(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        if request.group_id.endswith("-1"):
+            raise EpisodeFailed((Failed(stage="env", cause="died", attempts=1),) * 2)
+        return dataclasses.replace(rollout(0, text="Answer: 0"), took_s=1.0)
+
+    looker = dataclasses.replace(
+        evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=episode, play_greedy=episode
+    )
+    asyncio.run(looker.evaluate("look"))
+    counts = looker.episodes
+    assert (counts.episodes, counts.turns, counts.failed, counts.faults) == (6, 6, 2, {"died": 4})
+
+
 async def hanging_play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
     await asyncio.sleep(int(request.group_id.rsplit("-", 1)[1]) * 50.0 if "-3" not in request.group_id else 1e9)
     return rollout(0, text="Answer: 0")
@@ -158,6 +174,35 @@ def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_an
         return asyncio.get_running_loop().time()
 
     assert run_virtually(go) == pytest.approx(160.0)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_played"), [(0, 0), (1, 2)])
+def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
+    caplog: pytest.LogCaptureFixture, num_prompts: int, num_played: int
+) -> None:
+    asked: list[str] = []
+
+    async def refused(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        asked.append(request.group_id)
+        raise EngineRefused("not now")
+
+    looker = dataclasses.replace(
+        evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
+    )
+    observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
+    alarm = RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1)
+    periodic_eval = PeriodicEval(looker, alarm, observers, anchors=4, every=10)  # type: ignore[arg-type]
+
+    async def end() -> None:
+        assert await periodic_eval.after_step(2, last=True) == {}
+        await periodic_eval.last(2)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(end())
+    assert len(asked) == num_played
+    assert [record.message for record in caplog.records if "held-out at step" in record.message] == (
+        ["held-out at step 2: {}"] * num_prompts
+    )
 
 
 def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:

@@ -25,7 +25,7 @@ from grmpipe.run.judge_monitoring import (
     read_canaries,
     write_canaries,
 )
-from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.types import Failed, Judge, JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")
@@ -35,8 +35,11 @@ SEEN = [(ASKED, rollout_of_text("look", 0, text)) for text in ("42", "four", "12
 @dataclass
 class ByLength:
     shift: float = 0.0
+    fails: bool = False
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        if self.fails:
+            return JudgeReport(verdict=Failed(stage="judge", cause="refused", attempts=1))
         return JudgeReport(verdict=voted("g", rollout, (min(len(rollout.text), 10) + self.shift,), mean, Scale()))
 
 
@@ -55,6 +58,7 @@ class Scene:
         default_factory=lambda: CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
     )
     alarms: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def judge_monitor(self) -> JudgeMonitor:
         judge: Judge = PointwiseAdapter(self.judge)
@@ -69,7 +73,7 @@ class Scene:
             frozen=self.frozen,
             scale=(1, 10),
         )
-        return JudgeMonitor(watched, self.config, self.folder, self.alarms.append)
+        return JudgeMonitor(watched, self.config, self.folder, self.alarms.append, self.notes.append)
 
     def run(self, act: Callable[[JudgeMonitor], object]) -> object:
         async def acted() -> object:
@@ -322,3 +326,41 @@ def test_a_check_that_is_switched_off_makes_no_alarm_of_its_limit(tmp_path: Path
 
     scene.run(watch)
     assert [alarm.split(":")[0] for alarm in scene.alarms] == ["judge_monitor.limits.typo"]
+
+
+@pytest.mark.parametrize(
+    ("compares", "way_out"),
+    [(False, "set data.eval_path, or judge_monitor.canaries_path"), (True, "set judge_monitor.canaries_path")],
+)
+def test_a_monitor_without_anything_to_check_says_so_at_the_start_and_at_the_end(
+    tmp_path: Path, compares: bool, way_out: str
+) -> None:
+    limits = {"fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1)}
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=1, limits=limits), compares=compares)
+
+    async def watch(judge_monitor: JudgeMonitor) -> list[Metrics]:
+        measured = [await judge_monitor.first(0, []), await judge_monitor.after_step(1, {})]
+        judge_monitor.act(last=True)
+        return measured
+
+    assert scene.run(watch) == [{}, {}], "no alarm of what was not measured"
+    (note,), (alarm,) = scene.notes, scene.alarms
+    assert note.startswith("the judge is not checked for drift and attacks: ") and way_out in note
+    assert alarm.startswith(
+        "judge_monitor.limits.fooled: no step reported the metric judge_monitor/attack_success_share"
+    )
+    assert way_out in alarm
+    assert not (tmp_path / "canaries.jsonl").exists()
+
+
+def test_a_drift_that_no_verdict_shows_is_no_alarm_that_is_off(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        await judge_monitor.first(0, SEEN)
+        scene.judge.fails = True
+        return await judge_monitor.after_step(2, {})
+
+    metrics = scene.run(watch)
+    assert isinstance(metrics, dict) and metrics["judge_monitor/canaries_failed"] == 3
+    assert "alarm/canary_drift" not in metrics

@@ -9,8 +9,8 @@ from pathlib import Path
 from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import Recorder, load_group_ends
-from grmpipe.pipeline.interfaces import PipelineState
-from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
+from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
+from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
@@ -53,6 +53,9 @@ def state(version: int = 2) -> RunState:
         wall_s=1.0,
         eval_initial={"a": 0.5},
         totals={},
+        open_counts={"rollouts": 3},
+        held_out_envs={"episodes": 2},
+        counted_marks=marks,
         busy_s={"policy": 1.0},
         alarms=("x",),
         judge_accuracy={"judge": 0.75},
@@ -120,6 +123,35 @@ def test_work_beyond_the_cut_is_void_and_its_group_goes_on_under_a_new_name(tmp_
     assert kept.group_id != "g000002"
     assert [(r.sibling, r.group_id) for r in kept.rollouts] == [(0, kept.group_id)]
     assert kept.reports[0].verdict == VERDICT
+
+
+def test_work_after_the_counts_of_a_checkpoint_is_uncounted_once_and_void_work_is_not_kept_work(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.rollout(2, PROMPT, rollout("g000002", 0, 1))
+    journal.judged(rollout("g000002", 0, 1), JudgeReport(verdict=VERDICT))
+    ends = journal.ends()
+    late, void, report = rollout("g000002", 1, 2), rollout("g000002", 2, 3), JudgeReport(verdict=VERDICT)
+    for one in (late, void):
+        journal.rollout(2, PROMPT, one)
+        journal.judged(one, report)
+    for sibling, version in enumerate((1, 2)):  # a resume wrote the kept ones again under the group's new name
+        journal.rollout(2, PROMPT, rollout("g000002~1", sibling, version))
+        journal.judged(rollout("g000002~1", sibling, version), report)
+    journal.close()
+    uncounted = UncountedWork(rollouts=(late,), reports=(report,), void_rollouts=(void,), void_reports=(report,))
+    kept = find_kept(tmp_path, state().pipeline_state, Drawn(), counted_marks=ends)[2]
+    assert [one.sibling for one in kept.rollouts] == [0, 1] and kept.reports.keys() == {0, 1}
+    assert kept.uncounted == uncounted
+    assert find_kept(tmp_path, state().pipeline_state, Drawn())[2].uncounted == UncountedWork(), "an older checkpoint"
+
+
+def test_without_a_checkpoint_all_kept_work_is_uncounted(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.rollout(0, PROMPT, rollout("g000000", 0, 0))
+    journal.judged(rollout("g000000", 0, 0), JudgeReport(verdict=VERDICT))
+    journal.close()
+    (kept,) = find_kept(tmp_path, PipelineState(), Drawn(), counted_marks=NOTHING_COUNTED).values()
+    assert len(kept.uncounted.rollouts) == len(kept.uncounted.reports) == 1
 
 
 def test_what_was_sampled_for_another_prompt_than_the_draws_is_void(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def audits(errors: list[float]) -> CascadeCounts:
 def test_the_alarm_needs_an_error_that_is_surely_above_its_limit() -> None:
     alarm = CascadeAlarm({"reward": 0.1})
     assert alarm.check({"reward": audits([0.2] * 9)}) == [], "too few audits"
+    assert alarm.metrics() == {}, "nothing is known of the error"
     assert alarm.check({"reward": audits([0.0, 0.25] * 8)}) == [], "the mean is above, but not surely"
     (text,) = alarm.check({"reward": audits([0.2, 0.3] * 8)})
     assert "cascade reward" in text and "0.250 on average" in text and "25%" in text

@@ -189,10 +189,18 @@ def test_a_resumed_limit_knows_that_it_was_exceeded() -> None:
     assert [one.new for one in limits.read(7, {"judge/x": 0.9})] == [False]
 
 
+def test_a_limit_whose_metric_was_never_there_has_no_alarm() -> None:
+    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5), "low": LimitConfig(metric="judge/y", below=0.5)})
+    limits.read(1, {"judge/x": 0.1})
+    assert limits.metrics() == {"alarm/long": 0.0}
+    resumed = Limits({"low": LimitConfig(metric="judge/y", below=0.5)}, read_before=["low"])
+    assert (resumed.metrics(), resumed.never_read(checks=True)) == ({"alarm/low": 0.0}, [])
+
+
 def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> None:
     limits = Limits({"long": LimitConfig(metric="judge/length_correlation", above=0.5)})
     limits.read(1, {"judge/score_length_correlation": 0.1})
-    (told,) = limits.never_read()
+    (told,) = limits.never_read(checks=True)
     assert "no step reported the metric judge/length_correlation; did you mean judge/score_length_correlation?" in told
 
 
