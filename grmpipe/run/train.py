@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from grmpipe.config.judging import POLICY
@@ -85,7 +85,7 @@ class TrainingRun(Run[Prepared]):
         if self._state is None and self._config.judged_by_model:
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
-        periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running)
+        periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running, kept)
         parts = make_parts(self._prepared, running, self._observers, cotrainings)
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
@@ -177,8 +177,10 @@ class TrainingRun(Run[Prepared]):
             await self._checkpoint(running, pipeline, periodic_eval)
         self._stats.step_begins()
 
-    def _make_cotrainings(self, running: RunComponents) -> CoTrainings:
-        """The training of GRMs next to the policy."""
+    def _make_cotrainings(self, running: RunComponents, kept: Mapping[int, RecoveredGroup]) -> CoTrainings:
+        """The training of GRMs next to the policy, with the rollouts that a resume found."""
+        prompts = self._prepared.prompts
+        rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
         before = self._state.grm_pipeline_states if self._state is not None else {}
         self._stats.cotrainings = CoTrainings(
             [
@@ -189,6 +191,7 @@ class TrainingRun(Run[Prepared]):
                     self._observers.timeline,
                     running.maintenance.health,
                     before.get(grm.model.name),
+                    rollouts,
                 )
                 for grm in running.trainable_grms
             ]
