@@ -217,6 +217,13 @@ def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]
     return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
 
 
+def varies_by_group(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
+    """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
+    measured skill of judges. Rewards of two judgings of a group then don't compare.
+    """
+    return waits_for_siblings(reward, rewards) or any(one.uses_accuracy for _, one in _reachable(reward, rewards))
+
+
 def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
     """Cascade -> the error of its sure verdicts above which an alarm is raised."""
     used = _reachable(reward, rewards)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from grmpipe.config.judging import POLICY
-from grmpipe.config.reward import max_errors
+from grmpipe.config.reward import max_errors, varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
-from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
+from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
 from grmpipe.observe.recorder import GROUPS
@@ -103,11 +103,13 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        numbers = replace(numbers, policy_judges=policy_judges)
+        whole = varies_by_group(config.reward, config.rewards)
+        numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals)
+            bounds_of(running.judge).go_on(pipeline.counters.total.cascades)
             self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
         if not periodic_eval.initial:
             await periodic_eval.first(

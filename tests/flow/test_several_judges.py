@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
@@ -95,3 +96,28 @@ def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
     assert asked[1] > asked[0]
     saved = (files.run_dir / "checkpoints" / "step_2" / "run_state.json").read_text()
     assert taken[0] == RunState.from_json(saved).judge_accuracy
+
+
+@pytest.mark.long
+def test_after_a_kill_within_a_group_that_was_escalated_all_siblings_have_verdicts_by_the_same_judges(
+    small_run: Callable,
+) -> None:
+    run = ("train.num_steps=2", "train.checkpoint_every=1", "train.groups_per_batch=4", "train.group_size=4")
+    files = small_run(*run, experiment="cascade")
+    (files.run_dir / "summary.json").unlink()
+    checkpoints = files.run_dir / "checkpoints"
+    (checkpoints / "latest").write_text("step_1")
+    saved = RunState.from_json((checkpoints / "step_1" / "run_state.json").read_text())
+    in_flight = set(saved.pipeline_state.in_flight.values())
+    path = files.run_dir / "judgements.jsonl"
+    lines = [line for line in read_journal(path) if line["group_id"] not in in_flight or line["sibling"] == 0]
+    for line in lines:
+        if line["group_id"] in in_flight:  # a verdict by both judges, whatever the cascade decides after the resume
+            line["by_judge"].setdefault("judge", line["by_judge"]["cheap"])
+    replace_journal(path, lines)
+    small_run(*run, "resume=auto", experiment="cascade")
+    by_group: dict[str, set[tuple[str, ...]]] = {}
+    for (group_id, _), report in dict(load_verdicts(path)).items():
+        by_group.setdefault(group_id, set()).add(tuple(report.by_judge))
+    assert in_flight <= by_group.keys()
+    assert all(len(judges) == 1 for judges in by_group.values()), by_group

@@ -82,6 +82,11 @@ def with_own_bounds(judge: Judge) -> Judge:
     return replace(judge, bounds=ShareBounds()) if isinstance(judge, ComposedJudge) else judge
 
 
+def bounds_of(judge: Judge) -> ShareBounds:
+    """The bounds of a run's cascades; those of a single judge are used by none."""
+    return judge.bounds if isinstance(judge, ComposedJudge) else ShareBounds()
+
+
 def skill_of(judge: Judge) -> MeasuredSkill:
     """The measured skill of a run's judges; of a single one it is used by none."""
     return judge.skill if isinstance(judge, ComposedJudge) else MeasuredSkill()

@@ -15,6 +15,7 @@ from grmpipe.config.reward import (
     check_sources,
     judges_of,
     max_errors,
+    varies_by_group,
     waits_for_siblings,
 )
 
@@ -218,6 +219,10 @@ def test_only_compositions_in_use_wait_for_siblings() -> None:
     assert waits_for_siblings(RewardConfig(judge="inner"), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(**{**CASCADE, "escalate": "rollout"}), {})
+    assert varies_by_group(cascade, {})
+    jury = {"kind": "jury", "members": ["judge", "safety"]}
+    assert varies_by_group(RewardConfig(judge="inner"), {"inner": RewardConfig(**jury, vote="accuracy")})
+    assert not varies_by_group(RewardConfig(**jury), {})
 
 
 def test_the_alarms_limits_are_those_of_the_cascades_in_use() -> None:
