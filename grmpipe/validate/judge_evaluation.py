@@ -46,7 +46,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
-    here = config.judging.local_roles
+    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
     weighted = bool(here) and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
     with section(""):
         scorers = (*config.judging.scorer_roles, *("meta_rm",) * weighted)

@@ -38,6 +38,12 @@ def test_a_rule_is_measured_without_any_model(small_run: Callable) -> None:
     assert (summary["judging"]["asked"], summary["versions"]) == (0, {})
 
 
+def test_a_policy_that_judges_is_measured_on_its_own_engines(small_run: Callable) -> None:
+    summary = small_run(*EVALUATE, "judge.model=policy", "policy=tiny_judge", "evaluate.ks=[1]").summary
+    assert summary["status"] == "completed"
+    assert summary["eval"]["final"]["accuracy"] > 0.8
+
+
 def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None:
     question = "Ida has 6 coins. She wins 4. How many coins does Ida have?"
     good, bad = "Steps: 6 + 4 = 10. Answer: 10", "Steps: 6 - 4 = 2. Answer: 2"
