@@ -114,7 +114,9 @@ class JudgeConfig:
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement; timeout_s is checked against it.
-    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops.
+    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops. With several
+    # judges judge.max_failure_rate holds for the verdicts that they give together, and that of each for its own: above
+    # it an alarm names the judge.
     max_failure_rate: float = 0.2
     failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause of judging.

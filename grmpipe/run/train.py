@@ -25,6 +25,7 @@ from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
+from grmpipe.run.failing_judges import FailingJudges
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.run.periodic_eval import PeriodicEval
 from grmpipe.run.session import Run, Session
@@ -54,6 +55,7 @@ class TrainingRun(Run[Prepared]):
         self._pipeline: Pipeline | None = None
         self._periodic_eval: PeriodicEval | None = None
         self._cascade_alarm = CascadeAlarm(max_errors(prepared.config.reward, prepared.config.rewards))
+        self._failing_judges = FailingJudges(prepared.config.judging.judges)
         if self._state is not None:
             self._stats.restore(self._state, prepared.config.train.groups_per_batch)
 
@@ -169,7 +171,9 @@ class TrainingRun(Run[Prepared]):
         metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
             periodic_eval.report_alarm(alarm)
-        metrics |= self._cascade_alarm.metrics()
+        for alarm in self._failing_judges.check(counts.by_judge):
+            periodic_eval.report_alarm(alarm)
+        metrics |= self._cascade_alarm.metrics() | self._failing_judges.metrics()
         metrics |= await judge_monitor.after_step(report.step, metrics)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, periodic_eval.rows)

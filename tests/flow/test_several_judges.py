@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,33 @@ def test_no_group_is_judged_by_two_versions_of_a_model_that_learns(judged_by_sev
                 by_group.setdefault(group_id, set()).add(judgement.version)
     assert by_group and all(len(versions) == 1 for versions in by_group.values())
     assert len(set.union(*by_group.values())) > 1
+
+
+SILENT = """
+from grmpipe.types import Failed, JudgeReport
+
+
+class Silent:
+    async def judge(self, prompt, rollout, priority=0):
+        failed = Failed(stage="judge", cause="died", attempts=1, detail="no answer")
+        return JudgeReport(verdict=failed, failures=(failed,))
+"""
+
+
+def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "silent_judges.py").write_text(SILENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = small_run(
+        "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom", "judges.far.target=silent_judges.Silent",
+        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1", "judges.far.failure_window=16",
+        "train.num_steps=1", "data.num_eval_prompts=1",
+    )  # fmt: skip
+    assert files.summary["status"] == "completed"
+    (alarm,) = files.summary["alarms"]
+    assert alarm.startswith("The judge far fails: 16 of its last 16 verdicts (100%; judges.far.max_failure_rate=0.2)")
+    assert files.steps()[-1]["alarm/failing_judge"] == 1
 
 
 @pytest.mark.long

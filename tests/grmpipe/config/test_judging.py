@@ -163,3 +163,8 @@ def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> Non
     old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.timeout_s=100")
     assert changed_keys(old, new) == []
     assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.timeout_s"]
+
+
+@pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every", "anchor_min_score_rise", "anchor_min_gold_fall"])
+def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
+    assert f"type judge.{key}=3" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
