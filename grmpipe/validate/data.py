@@ -105,10 +105,11 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
         with section(f"{key}.data_path: "):
             judging_tasks = judging_tasks_at(config, name, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
-    if not any(rulable(config, prompt) for prompt in data.train):
+    if not any(rulable(config, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(
-            f"{key}.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "
-            "separate right from wrong answers; give labelled judgements, or prompts with a reference"
+            f"{key}.data_path: is null, and for no prompt of {config.data.path} that {name} judges can the rule "
+            f"{config.judge.rule} separate right from wrong answers; give labelled judgements, or prompts with a "
+            "reference"
         )
     return None
 

@@ -164,6 +164,19 @@ def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_ar
     assert again.summary["status"] == "completed"
 
 
+@pytest.mark.long
+def test_a_judge_behind_a_route_learns_from_the_tasks_that_it_judges(small_run: Callable) -> None:
+    files = small_run(
+        "+cotrains={comparison: {enabled: true, rollout_share: 1, warmup_steps: 1, prompts_per_batch: 4, "
+        "group_size: 2}}", "labels.rule=same_side", "train.num_steps=1",
+        "train.groups_per_batch=8", "train.group_size=8",
+        experiment="route",
+    )  # fmt: skip
+    source = {line["group_id"]: line["prompt"]["source"] for line in files.lines("rollouts")}
+    judging_tasks = files.lines("cotrain/comparison/rollouts")
+    assert {source[line["prompt"]["prompt_id"].split("/")[0]] for line in judging_tasks} == {"comparison"}
+
+
 def test_without_labels_and_references_there_is_nothing_to_learn_from(small_run: Callable, tmp_path: Path) -> None:
     (tmp_path / "bare.jsonl").write_text("".join(json.dumps({"prompt": f"What is {n}?"}) + "\n" for n in range(8)))
     with pytest.raises(ConfigError, match=r"cotrain\.data_path: is null"):

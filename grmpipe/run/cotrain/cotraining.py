@@ -92,7 +92,7 @@ class CoTraining:
             key=key_of_cotrain(role),
         )
         for prompt, rollout in kept:
-            self._judging_tasks.add(prompt, rollout)
+            self._add(prompt, rollout)
         self._judging_version = self._pipeline_state.version  # of its engines
         self._flow: Pipeline | None = None
         self._metrics: Metrics = {}
@@ -107,10 +107,15 @@ class CoTraining:
 
         async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
             rollout = await play(request, prompt, on_first_token)
-            self._judging_tasks.add(prompt, rollout)
+            self._add(prompt, rollout)
             return rollout
 
         return played
+
+    def _add(self, prompt: Prompt, rollout: Rollout) -> None:
+        """Add a judging task, if the GRM may be asked about the prompt: not on prompts that a route sends elsewhere."""
+        if self._config.may_ask(self.role, prompt.source):
+            self._judging_tasks.add(prompt, rollout)
 
     def in_lockstep(self, trainer: Trainer) -> Trainer:
         """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""

@@ -168,3 +168,13 @@ def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> Non
 @pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every", "anchor_min_score_rise", "anchor_min_gold_fall"])
 def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
     assert f"type judge.{key}=3" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
+
+
+def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judges() -> None:
+    routed = built(*TWO_MODELS, "reward=route", "reward.route={chat: second}", "reward.default=judge")
+    assert [routed.may_ask(role, source) for role in ("grm", "weak") for source in ("chat", "math")] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    mixed = built(*TWO_MODELS, *MIXED)
+    assert mixed.may_ask("grm", "chat") and mixed.may_ask("weak", "chat")
+    assert not mixed.may_ask("policy", "chat")
