@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.reward import check_sources
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
@@ -43,6 +44,8 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
         items = load_labelled(
             config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=config.evaluate.num_items
         )[: config.evaluate.num_items]
+    with section(""):
+        check_sources(config.reward, config.rewards, {item.prompt.source for item in items})
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
