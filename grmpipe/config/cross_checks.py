@@ -16,7 +16,7 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards
+from grmpipe.config.reward import check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -116,6 +116,7 @@ def check_reward(config: RunSections) -> None:
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
         check_all_used(config.judging, config.judges, config.grms)
+        check_rewards_used(config.reward, config.rewards)
     if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 

@@ -60,6 +60,8 @@ class RewardConfig:
     inner: str | None = None  # For gate: name that judges what passes the gate.
 
     def __post_init__(self) -> None:
+        if isinstance(self.route, Mapping):  # sources are texts, also where YAML reads a number
+            object.__setattr__(self, "route", {str(source): name for source, name in self.route.items()})
         for key, value, known in (
             ("kind", self.kind, tuple(REWARD_KINDS)),
             ("normalise", self.normalise, NORMALISATIONS),
@@ -209,6 +211,26 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
             raise ValueError(
                 f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
                 f"{path}.default={JUDGE}"
+            )
+
+
+def idle_routes(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
+    for path, one in _reachable(reward, rewards):
+        if one.kind == "route":
+            yield from ((f"{path}.route", source) for source in one.route if source not in sources)
+
+
+def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Raises ValueError if a further composition is named by none."""
+    used = {path for path, _ in _reachable(reward, rewards)}
+    for name in rewards:
+        if f"rewards.{name}" not in used:
+            raise ValueError(
+                f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
+                f"reward.judge={name}"
             )
 
 

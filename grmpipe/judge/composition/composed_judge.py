@@ -140,7 +140,7 @@ class Builder:
         return Mix(name=name, parts=parts, weights=weights, by_group=config.normalise == "group_std")
 
     def route(self, name: str, config: RewardConfig) -> Part:
-        by_source = {str(source): self.part(inner) for source, inner in config.route.items()}
+        by_source = {source: self.part(inner) for source, inner in config.route.items()}
         default = self.part(config.default) if config.default is not None else None
         return Route(name=name, by_source=by_source, default=default)
 

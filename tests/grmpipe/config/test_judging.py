@@ -178,3 +178,9 @@ def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judge
     mixed = built(*TWO_MODELS, *MIXED)
     assert mixed.may_ask("grm", "chat") and mixed.may_ask("weak", "chat")
     assert not mixed.may_ask("policy", "chat")
+
+
+def test_a_composition_in_vain_is_refused_in_a_run_and_not_where_one_of_them_is_measured() -> None:
+    unused = (*TWO_MODELS, *MIXED, "+reward@rewards.style=jury", "rewards.style.members=[judge]")
+    assert refused(*unused).startswith("rewards.style: the reward doesn't use it")
+    assert built(*unused, "task=evaluate").rewards.keys() == {"style"}

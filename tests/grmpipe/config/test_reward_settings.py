@@ -12,7 +12,9 @@ from grmpipe.config.reward import (
     arrival_orders,
     asked_shares,
     check_rewards,
+    check_rewards_used,
     check_sources,
+    idle_routes,
     judges_of,
     max_errors,
     varies_by_group,
@@ -174,6 +176,26 @@ def test_a_source_that_nobody_judges_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^rewards\.by_source\.route: "):
         check_sources(RewardConfig(judge="by_source"), {"by_source": route}, {"chat"})
     check_sources(RewardConfig(), {"by_source": route}, {"chat"})
+
+
+def test_a_routed_source_that_no_prompt_has_is_found() -> None:
+    route = RewardConfig(kind="route", route={"math": "judge", "chta": "short"}, default="judge")
+    assert list(idle_routes(route, {}, {"math", "chat"})) == [("reward.route", "chta")]
+    assert list(idle_routes(RewardConfig(judge="by"), {"by": route}, {"math"})) == [("rewards.by.route", "chta")]
+    assert list(idle_routes(RewardConfig(), {"by": route}, {"math"})) == []
+
+
+def test_a_source_that_looks_like_a_number_is_a_text() -> None:
+    route = RewardConfig(kind="route", route={1: "judge", 2: "short"})
+    check_sources(route, {}, {"1", "2"})
+    assert judges_of(route, {}, "2") == ("short",)
+
+
+def test_a_composition_that_the_reward_does_not_use_is_refused() -> None:
+    style = RewardConfig(kind="jury", members=["judge", "short"])
+    check_rewards_used(RewardConfig(judge="style"), {"style": style})
+    with pytest.raises(ValueError, match=r"^rewards\.style: the reward doesn't use it; type .*reward\.judge=style"):
+        check_rewards_used(RewardConfig(), {"style": style})
 
 
 def shares(reward: dict[str, Any], sources: dict[str, float] | None = None, **rewards: dict[str, Any]) -> dict:

@@ -116,6 +116,14 @@ def test_a_held_out_prompt_in_another_case_or_spacing_is_not_trained(tmp_path: P
     assert [prompt.messages[0].content for prompt in data.train] == ["What is 6 x 8?"]
 
 
+def test_a_route_for_a_source_that_no_prompt_has_is_refused() -> None:
+    route = {"kind": "route", "route": {"arithmetc": "judge"}, "default": "judge"}
+    with pytest.raises(
+        ConfigError, match=r"^reward\.route\.arithmetc: no prompt of .* has this source; known: tiny://"
+    ):
+        read_data(config(reward=route))
+
+
 def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held_out = ["What is 6 x 7?"]
     rows = [{"prompt": text, "response": "42", "score": 8} for text in ("what is 6 x 7? ", "What is 6 x 8?")]
