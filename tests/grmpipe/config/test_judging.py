@@ -184,3 +184,11 @@ def test_a_composition_in_vain_is_refused_in_a_run_and_not_where_one_of_them_is_
     unused = (*TWO_MODELS, *MIXED, "+reward@rewards.style=jury", "rewards.style.members=[judge]")
     assert refused(*unused).startswith("rewards.style: the reward doesn't use it")
     assert built(*unused, "task=evaluate").rewards.keys() == {"style"}
+
+
+@pytest.mark.parametrize("key", ["grms.weak.engine_options.base_url", "grms.weak.chat_template_kwargs.enable_thinking"])
+def test_a_key_of_a_member_that_is_there_needs_only_a_plus(key: str) -> None:
+    section = key.rpartition(".")[0]
+    assert refused(*TWO_MODELS, f"{key}=1") == f"{key}: {section} doesn't have it; to add it type +{key}=..."
+    absent = key.replace("weak", "far")
+    assert refused(*TWO_MODELS, f"{absent}=1").startswith("grms.far: grms has no far; to add one type '+grms={far: ")
