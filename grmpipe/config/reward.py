@@ -407,7 +407,10 @@ def is_band(band: object) -> bool:
     """Whether it is a pair of rewards in ascending order."""
     if not isinstance(band, list | tuple) or len(band) != 2:
         return False
-    return all(isinstance(end, int | float) for end in band) and 0 <= band[0] <= band[1] <= 1
+    return (
+        not any(isinstance(end, bool) or not isinstance(end, int | float) for end in band)
+        and 0 <= band[0] <= band[1] <= 1
+    )
 
 
 def _gate(reward: RewardConfig, path: str) -> None:

@@ -68,6 +68,7 @@ def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
         ({"kind": "jury", "members": ["judge"], "quorum": 0}, r"^reward\.quorum: must be at least 1"),
         ({**CASCADE, "unsure_band": [0.7, 0.3]}, r"^reward\.unsure_band: must be two rewards .*\[0\.3, 0\.7\]'$"),
         ({**CASCADE, "unsure_band": 0.5}, r"^reward\.unsure_band: must be two rewards"),
+        ({**CASCADE, "unsure_band": [False, True]}, r"^reward\.unsure_band: must be two rewards"),
         ({**CASCADE, "unsure_band": None}, r"^reward\.unsure_band: nothing says where short is unsure"),
         ({**CASCADE, "then": "short"}, r"^reward\.then: is short like first"),
         ({**CASCADE, "first": None}, r"^reward\.first: names no judge"),
