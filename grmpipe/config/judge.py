@@ -343,8 +343,10 @@ class JudgeConfig:
     def _check_deadline(self) -> None:
         if not 0 < self.min_tokens_per_s < math.inf:
             raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")
-        needed_s = self.max_new_tokens / self.min_tokens_per_s
-        if not needed_s <= self.timeout_s < math.inf:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s: must be a number above 0, got {self.timeout_s}; type judge.timeout_s=120")
+        needed_s = self.max_new_tokens / self.min_tokens_per_s if self.kind == "generative" else 0.0
+        if self.timeout_s < needed_s:
             raise ValueError(
                 f"timeout_s: {self.timeout_s:g} s is less than max_new_tokens / min_tokens_per_s = {needed_s:g} s; "
                 f"type judge.timeout_s={needed_s:g} or more, or correct judge.min_tokens_per_s"

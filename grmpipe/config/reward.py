@@ -119,6 +119,7 @@ class RewardKind:
     check:  (section, its path) -> None; raises ValueError that begins with the key.
     passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
     waits:  whether a sibling's reward depends on its siblings' verdicts.
+    in_turn: whether its parts are asked one after the other, not at the same time.
     asked:  (section, source of prompts) -> name -> the largest share of these prompts' rollouts that it judges.
     """
 
@@ -127,6 +128,7 @@ class RewardKind:
     check: Callable[[RewardConfig, str], None]
     passes: bool = False
     waits: Callable[[RewardConfig], bool] = lambda reward: False
+    in_turn: bool = False
     asked: Callable[[RewardConfig, str], Mapping[str, float]] = lambda reward, source: dict.fromkeys(reward.names, 1.0)
 
 
@@ -201,6 +203,19 @@ def asked_of_source(reward: RewardConfig, rewards: Mapping[str, RewardConfig], s
         for judge, part in inner.items():
             found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
     return found
+
+
+def longest_chain(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], seconds: Mapping[str, float]
+) -> tuple[str, ...]:
+    """The judges that are asked about a rollout one after the other, of those that take longest together.
+
+    seconds: judge -> the most that it takes.
+    """
+    chains = [longest_chain(rewards[name], rewards, seconds) if name in rewards else (name,) for name in reward.names]
+    if reward.reward_kind.in_turn:
+        return tuple(dict.fromkeys(name for chain in chains for name in chain))
+    return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
 
 
 def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
@@ -466,11 +481,13 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: (reward.first or "", reward.then or ""),
         check=_cascade,
         waits=lambda reward: reward.escalate == "group",
+        in_turn=True,
         asked=_escalated,
     ),
     "gate": RewardKind(
         keys=("gate", "min_reward", "floor", "inner"),
         names=lambda reward: (reward.gate or "", reward.inner or ""),
         check=_gate,
+        in_turn=True,
     ),
 }  # fmt: skip
