@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import (
     POLICY,
     check_all_used,
@@ -14,7 +16,7 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards, weighed_by_accuracy
+from grmpipe.config.reward import check_rewards, check_rewards_used, weighed_by_accuracy
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -112,10 +114,24 @@ def check_reward(config: RunSections) -> None:
         config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
     )
     check_judging(config.judging)
+    check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
         check_all_used(config.judging, config.judges, config.grms)
+        check_rewards_used(config.reward, config.rewards)
     if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
+
+
+OF_THE_RUN = ("pause_s", "anchors", "anchor_every", "anchor_min_score_rise", "anchor_min_gold_fall")
+
+
+def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:
+    """Check that further judges set no key that there is once for all judges."""
+    usual = JudgeConfig()
+    for name, judge in judges.items():
+        for key in OF_THE_RUN:
+            if (value := getattr(judge, key)) != getattr(usual, key):
+                raise ValueError(f"judges.{name}.{key}: holds for all judges together; type judge.{key}={value}")
 
 
 def judge_of_kind(config: RunSections, kind: str) -> str | None:

@@ -114,7 +114,9 @@ class JudgeConfig:
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement; timeout_s is checked against it.
-    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops.
+    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops. With several
+    # judges judge.max_failure_rate holds for the verdicts that they give together, and that of each for its own: above
+    # it an alarm names the judge.
     max_failure_rate: float = 0.2
     failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause of judging.
@@ -341,8 +343,10 @@ class JudgeConfig:
     def _check_deadline(self) -> None:
         if not 0 < self.min_tokens_per_s < math.inf:
             raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")
-        needed_s = self.max_new_tokens / self.min_tokens_per_s
-        if not needed_s <= self.timeout_s < math.inf:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s: must be a number above 0, got {self.timeout_s}; type judge.timeout_s=120")
+        needed_s = self.max_new_tokens / self.min_tokens_per_s if self.kind == "generative" else 0.0
+        if self.timeout_s < needed_s:
             raise ValueError(
                 f"timeout_s: {self.timeout_s:g} s is less than max_new_tokens / min_tokens_per_s = {needed_s:g} s; "
                 f"type judge.timeout_s={needed_s:g} or more, or correct judge.min_tokens_per_s"

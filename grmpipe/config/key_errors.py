@@ -42,13 +42,7 @@ def under_key(path: str, text: str) -> str:
 
 def known_keys(beside: str = "") -> list[str]:
     """Every key with a fixed name, including sections; of sections with members of any name, those of `beside`."""
-    keys = []
-    for key, hint in _keys(RunConfig):
-        keys.append(key)
-        if (member := member_of(hint)) and beside.startswith(f"{key}."):
-            name = beside.removeprefix(f"{key}.").split(".")[0]
-            keys += [inner for inner, _ in _keys(member, f"{key}.{name}.")]
-    return keys
+    return [key for key, _ in _keys_beside(beside)]
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -124,6 +118,9 @@ def no_such_member(text: str) -> str:
             return f"{section}: has no such entry; to add one type '+{section}={value}'"
         if key.startswith(f"{section}."):
             names = key.removeprefix(f"{section}.").split(".")
+            lacking = re.search(r"is not in struct\s+full_key: (\S+)", text)
+            if lacking and lacking[1] != f"{section}.{names[0]}":  # the member is there, and lacks a key
+                return ""
             if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
             for name in reversed(names):
@@ -135,7 +132,7 @@ def no_such_member(text: str) -> str:
 def not_there_yet(text: str) -> str:
     """The message for a key of a section whose keys the user names."""
     found = re.search(r"Could not override '([^']+)'", text)
-    for section, hint in _keys(RunConfig) if found else ():
+    for section, hint in _keys_beside(found[1]) if found else ():
         own_keys = typing.get_origin(hint) is dict and not member_of(hint)
         if found and own_keys and f"{found[1]}.".startswith(f"{section}."):
             return f"{found[1]}: {section} doesn't have it; to add it type +{found[1]}=..."
@@ -175,6 +172,15 @@ def member_of(hint: object) -> type | None:
     """The class of the members, for a section whose members have any names; None for other sections."""
     inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+
+
+def _keys_beside(beside: str) -> Iterator[tuple[str, object]]:
+    """Every key with a fixed name and its type; of sections with members of any name, those of `beside`."""
+    for key, hint in _keys(RunConfig):
+        yield key, hint
+        if (member := member_of(hint)) and beside.startswith(f"{key}."):
+            name = beside.removeprefix(f"{key}.").split(".")[0]
+            yield from _keys(member, f"{key}.{name}.")
 
 
 def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:

@@ -60,6 +60,8 @@ class RewardConfig:
     inner: str | None = None  # For gate: name that judges what passes the gate.
 
     def __post_init__(self) -> None:
+        if isinstance(self.route, Mapping):  # sources are texts, also where YAML reads a number
+            object.__setattr__(self, "route", {str(source): name for source, name in self.route.items()})
         for key, value, known in (
             ("kind", self.kind, tuple(REWARD_KINDS)),
             ("normalise", self.normalise, NORMALISATIONS),
@@ -211,6 +213,19 @@ def asked_of_source(reward: RewardConfig, rewards: Mapping[str, RewardConfig], s
     return found
 
 
+def longest_chain(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], seconds: Mapping[str, float]
+) -> tuple[str, ...]:
+    """The judges that are asked about a rollout one after the other, of those that take longest together.
+
+    seconds: judge -> the most that it takes.
+    """
+    chains = [longest_chain(rewards[name], rewards, seconds) if name in rewards else (name,) for name in reward.names]
+    if reward.reward_kind.later(reward):
+        return tuple(dict.fromkeys(name for chain in chains for name in chain))
+    return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
+
+
 def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
     """Raises ValueError if prompts have a source for which a route in use names no judge."""
     for path, one in _reachable(reward, rewards):
@@ -222,6 +237,26 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
             )
 
 
+def idle_routes(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
+    for path, one in _reachable(reward, rewards):
+        if one.kind == "route":
+            yield from ((f"{path}.route", source) for source in one.route if source not in sources)
+
+
+def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Raises ValueError if a further composition is named by none."""
+    used = {path for path, _ in _reachable(reward, rewards)}
+    for name in rewards:
+        if f"rewards.{name}" not in used:
+            raise ValueError(
+                f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
+                f"reward.judge={name}"
+            )
+
+
 def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
     """Whether the reward of a rollout depends on its siblings' verdicts."""
     return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
@@ -230,6 +265,13 @@ def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]
 def weighed_by_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
     """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
     return {name: path for path, one in _reachable(reward, rewards) if one.uses_accuracy for name in one.names}
+
+
+def varies_by_group(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
+    """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
+    measured skill of judges. Rewards of two judgings of a group then don't compare.
+    """
+    return waits_for_siblings(reward, rewards) or any(one.uses_accuracy for _, one in _reachable(reward, rewards))
 
 
 def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
@@ -393,7 +435,10 @@ def is_band(band: object) -> bool:
     """Whether it is a pair of rewards in ascending order."""
     if not isinstance(band, list | tuple) or len(band) != 2:
         return False
-    return all(isinstance(end, int | float) for end in band) and 0 <= band[0] <= band[1] <= 1
+    return (
+        not any(isinstance(end, bool) or not isinstance(end, int | float) for end in band)
+        and 0 <= band[0] <= band[1] <= 1
+    )
 
 
 def _gate(reward: RewardConfig, path: str) -> None:

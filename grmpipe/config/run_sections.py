@@ -120,6 +120,10 @@ class RunSections:
         known = self.all_judges
         return Judging({name: known[name] for name in judges_of(self.reward, self.rewards)}, self.models)
 
+    def may_ask(self, role: str, source: str) -> bool:
+        """Whether a model that judges may be asked about prompts of a source."""
+        return not self.judging.asking(role).keys().isdisjoint(judges_of(self.reward, self.rewards, source))
+
     @property
     def judged_by_model(self) -> bool:
         """Whether a language model judges, here or remote."""

@@ -33,8 +33,8 @@ def load_labelled(
 
     | schema | fields read |
     |---|---|
-    | ours, ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset |
-    | ours, scored | prompt or messages, response, score; reference, item_id, subset |
+    | ours, ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset, source |
+    | ours, scored | prompt or messages, response, score; reference, item_id, subset, source |
     | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
     | PPE correctness (best of k) | prompt, response_1 ..., scores, sampled_conflict_pairs |
     | PPE human preference | prompt, response_1, response_2, winner |

@@ -190,6 +190,7 @@ def own_prompt(row: Row, place: FieldPlace) -> Prompt:
     return Prompt(
         prompt_id=text_of(row, "item_id", place.where, place.name),
         messages=messages_of(row, place.where),
+        source=text_of(row, "source", place.where, ""),
         reference=reference_of(row, place.where),
     )
 

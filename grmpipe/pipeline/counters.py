@@ -35,6 +35,7 @@ class JudgeCounts:
     audits: int = 0  # rollouts judged in full to check the early stop
     audit_error: float = 0.0  # sum, in score units, of the differences between the vote at the stop and the full one
     verdicts: int = 0
+    failed_verdicts: int = 0  # without abstentions
     scores: float = 0.0  # sum over verdicts
     score_stds: float = 0.0  # sum over verdicts
 
@@ -63,6 +64,8 @@ class JudgeCounts:
             self.verdicts += 1
             self.scores += verdict.score
             self.score_stds += verdict.score_std
+        elif verdict.cause != "undecided":
+            self.failed_verdicts += 1
 
     def add(self, other: JudgeCounts) -> None:
         for spec in fields(self):

@@ -140,7 +140,11 @@ class Producer:
             await self.judging.put((group, session, judge_task))
 
     def _still_holds(self, reports: Mapping[int, JudgeReport], size: int) -> bool:
-        """Whether recovered verdicts are valid: all by the judge's present version, or all by the same earlier one."""
+        """Whether recovered verdicts are valid: all by the judge's present version, or all by the same earlier one; and
+        complete, if the group's would otherwise be of two judgings.
+        """
+        if self._config.keeps_whole_groups and len(reports) < size:
+            return False
         verdicts = [report.verdict for report in reports.values()]
         versions = {verdict.grm_version for verdict in verdicts if isinstance(verdict, Verdict)}
         by_one_before = len(reports) == size and len(versions) == 1 and max(versions) < self.judge_version

@@ -207,7 +207,16 @@ class GroupBuffer:
     @property
     def is_settled(self) -> bool:
         """Whether no group is open, and none may be opened under this version any more."""
-        return (self.prompts_over or self.capacity <= 0) and not self._untaken.count(*OPEN)
+        return self._is_closed and not self._untaken.count(*OPEN)
+
+    @property
+    def is_rolled_out(self) -> bool:
+        """Whether all groups have their rollouts, and none may be opened under this version any more."""
+        return self._is_closed and not self._untaken.count(GroupState.ROLLING_OUT)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.prompts_over or self.capacity <= 0
 
     def notify(self) -> None:
         """Wake all who wait for news."""

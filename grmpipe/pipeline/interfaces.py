@@ -117,6 +117,7 @@ class FlowConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
     deterministic: bool = False  # take groups in the order of their prompts; settle all open ones before a push
     policy_judges: bool = False  # the policy judges itself: a push changes the judge too
+    keeps_whole_groups: bool = False  # a resume keeps the verdicts of a group only if it has all of them
     report_wait_s: float = 60.0  # log what the learner waits for after this long
 
     @staticmethod

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from grmpipe.config.judging import JUDGE, key_of_judge
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
@@ -69,19 +70,25 @@ def compose(
         too_long=too_long,
         play=learners.cotrainings.recorded(play),
         judge=judge,
-        judge_guard=JudgeFitness(
-            CircuitBreaker(
-                max_failure_rate=config.judge.max_failure_rate,
-                window=config.judge.failure_window,
-                pause_s=config.judge.pause_s,
-            )
-        ),
+        judge_guard=JudgeFitness(compose_breaker(config)),
         trainer=compose_trainer(config, learners),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal,
         events=events,
         seats=seats,
         valuer=None if critic is None else critic.value_cache,
+    )
+
+
+def compose_breaker(config: RunConfig) -> CircuitBreaker:
+    """The breaker on the verdicts that are trained on: by the settings of the only judge, or of the first one."""
+    name = JUDGE if len(config.judging.judges) > 1 else next(iter(config.judging.judges))
+    judge = config.all_judges[name]
+    return CircuitBreaker(
+        max_failure_rate=judge.max_failure_rate,
+        window=judge.failure_window,
+        pause_s=config.judge.pause_s,
+        key=f"{key_of_judge(name)}.max_failure_rate",
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from grmpipe.config.judging import POLICY
-from grmpipe.config.reward import max_errors
+from grmpipe.config.reward import max_errors, varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
-from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
+from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
 from grmpipe.observe.recorder import GROUPS
@@ -25,6 +25,7 @@ from grmpipe.run.components import make_evaluator, make_parts, min_score_rise
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
+from grmpipe.run.failing_judges import FailingJudges
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.run.periodic_eval import PeriodicEval
 from grmpipe.run.session import Run, Session
@@ -54,6 +55,7 @@ class TrainingRun(Run[Prepared]):
         self._pipeline: Pipeline | None = None
         self._periodic_eval: PeriodicEval | None = None
         self._cascade_alarm = CascadeAlarm(max_errors(prepared.config.reward, prepared.config.rewards))
+        self._failing_judges = FailingJudges(prepared.config.judging.judges)
         if self._state is not None:
             self._stats.restore(self._state, prepared.config.train.groups_per_batch)
 
@@ -85,7 +87,7 @@ class TrainingRun(Run[Prepared]):
         if self._state is None and self._config.judged_by_model:
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
-        periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running)
+        periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running, kept)
         parts = make_parts(self._prepared, running, self._observers, cotrainings)
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
@@ -103,11 +105,13 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        numbers = replace(numbers, policy_judges=policy_judges)
+        whole = varies_by_group(config.reward, config.rewards)
+        numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals, self._state.open_counts)
+            bounds_of(running.judge).go_on(pipeline.counters.total.cascades)
             self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
         for work in kept.values():
             pipeline.counters.recovered(work.uncounted)
@@ -170,7 +174,9 @@ class TrainingRun(Run[Prepared]):
             metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
             periodic_eval.report_alarm(alarm)
-        metrics |= self._cascade_alarm.metrics()
+        for alarm in self._failing_judges.check(counts.by_judge):
+            periodic_eval.report_alarm(alarm)
+        metrics |= self._cascade_alarm.metrics() | self._failing_judges.metrics()
         metrics |= await judge_monitor.after_step(report.step, metrics)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, periodic_eval.rows)
@@ -180,8 +186,10 @@ class TrainingRun(Run[Prepared]):
             await self._checkpoint(running, pipeline, periodic_eval)
         self._stats.step_begins()
 
-    def _make_cotrainings(self, running: RunComponents) -> CoTrainings:
-        """The training of GRMs next to the policy."""
+    def _make_cotrainings(self, running: RunComponents, kept: Mapping[int, RecoveredGroup]) -> CoTrainings:
+        """The training of GRMs next to the policy, with the rollouts that a resume found."""
+        prompts = self._prepared.prompts
+        rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
         before = self._state.grm_pipeline_states if self._state is not None else {}
         self._stats.cotrainings = CoTrainings(
             [
@@ -192,6 +200,7 @@ class TrainingRun(Run[Prepared]):
                     self._observers.timeline,
                     running.maintenance.health,
                     before.get(grm.model.name),
+                    rollouts,
                 )
                 for grm in running.trainable_grms
             ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
-from grmpipe.config.reward import check_sources, judges_of
+from grmpipe.config.reward import check_sources, idle_routes, judges_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
@@ -55,7 +55,13 @@ def read_data(config: RunConfig) -> Data:
         log.warning("%d prompts are also in the held-out set: they are not trained", num_shared)
     check_amount(config, len(train))
     with section(""):
-        check_sources(config.reward, config.rewards, {prompt.source for prompt in (*train, *held_out)})
+        sources = {prompt.source for prompt in (*train, *held_out)}
+        check_sources(config.reward, config.rewards, sources)
+        for key, source in idle_routes(config.reward, config.rewards, sources):
+            raise ConfigError(
+                f"{key}.{source}: no prompt of {config.data.path} has this source; known: "
+                f"{', '.join(sorted(sources)[:8])}; leave it out"
+            )
     for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("data.path: "):
@@ -105,10 +111,11 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
         with section(f"{key}.data_path: "):
             judging_tasks = judging_tasks_at(config, name, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
-    if not any(rulable(config, prompt) for prompt in data.train):
+    if not any(rulable(config, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(
-            f"{key}.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "
-            "separate right from wrong answers; give labelled judgements, or prompts with a reference"
+            f"{key}.data_path: is null, and for no prompt of {config.data.path} that {name} judges can the rule "
+            f"{config.judge.rule} separate right from wrong answers; give labelled judgements, or prompts with a "
+            "reference"
         )
     return None
 

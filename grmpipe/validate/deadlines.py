@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from grmpipe.config.judging import key_of_judge
+from grmpipe.config.reward import longest_chain
 from grmpipe.config.run_config import ConfigError, RunConfig
 
 
 def check_deadlines(config: RunConfig) -> None:
-    """Check that a judgement can time out before its group's deadline, which would take all verdicts at once."""
-    rollout = config.rollout
+    """Check that a judgement can time out before its group's deadline, which would take all verdicts at once; and the
+    last one of judges that are asked one after the other.
+    """
+    rollout, judging = config.rollout, config.judging
     group_s = rollout.group_deadline_s
-    for name, judge in config.judging.generative.items():
-        if (judge_s := judge.timeout_s) < group_s:
-            continue
-        played_s = rollout.max_turns * rollout.max_new_tokens / rollout.min_tokens_per_s
-        raise ConfigError(
-            f"{key_of_judge(name)}.timeout_s: {judge_s:g} s isn't below rollout.group_deadline_s = {group_s:g} s, the "
-            "time to roll out and judge a group: the deadline would end judgements before their timeout; "
-            f"type rollout.group_deadline_s={played_s + judge_s:g} or more, or a shorter {key_of_judge(name)}.timeout_s"
-        )
+    timed = judging.generative | judging.scalar
+    timeouts_s = {name: timed[name].timeout_s if name in timed else 0.0 for name in judging.judges}
+    chain = [name for name in longest_chain(config.reward, config.rewards, timeouts_s) if name in timed]
+    judged_s = sum(timeouts_s[name] for name in chain)
+    if judged_s < group_s:
+        return
+    keys = " + ".join(f"{key_of_judge(name)}.timeout_s" for name in chain)
+    played_s = rollout.max_turns * rollout.max_new_tokens / rollout.min_tokens_per_s
+    raise ConfigError(
+        f"{keys}: {judged_s:g} s isn't below rollout.group_deadline_s = {group_s:g} s, the time to roll out and judge "
+        "a group: the deadline would end judgements before their timeout; type rollout.group_deadline_s="
+        f"{played_s + judged_s:g} or more, or a shorter {key_of_judge(chain[-1])}.timeout_s"
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.reward import check_sources, idle_routes
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
@@ -21,6 +23,8 @@ from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from grmpipe.validate.thinking import check_thinking_budget
 from scheduler.placement import place
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +47,15 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
         items = load_labelled(
             config.evaluate.path, scale=(first.score_min, first.score_max), num_tiny=config.evaluate.num_items
         )[: config.evaluate.num_items]
+    with section(""):
+        sources = {item.prompt.source for item in items}
+        check_sources(config.reward, config.rewards, sources)
+        for key, source in idle_routes(config.reward, config.rewards, sources):
+            log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
-    here = config.judging.local_roles
+    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
     weighted = bool(here) and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
     with section(""):
         scorers = (*config.judging.scorer_roles, *("meta_rm",) * weighted)

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.judging import JUDGE, POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
@@ -161,11 +161,13 @@ def check_judges_without_model(config: RunConfig) -> None:
 
 def check_objective(config: RunConfig) -> None:
     """Check that the objective is a number that summary.json can hold. Whether it will is known only at the end."""
-    eval_keys = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
+    judges = config.judging.judges
+    by_judge = [f"{name}_accuracy" for name in judges if name != JUDGE] if len(judges) > 1 else []
+    eval_keys = [f"eval.{when}.{name}" for when in ("initial", "final") for name in (*EVAL_METRICS, *by_judge)]
     first = config.objective.split(".")[0]
     known = config.objective in eval_keys if first == "eval" else first in {spec.name for spec in fields(Summary)}
     if not known:
-        near = difflib.get_close_matches(config.objective, eval_keys, n=1) or eval_keys[-2:-1]
+        near = difflib.get_close_matches(config.objective, eval_keys, n=1) or ["eval.final.grm_accuracy"]
         raise ConfigError(
             f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
             f"Metrics of eval: {', '.join(eval_keys)}"

@@ -15,6 +15,7 @@ import pytest
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
+from grmpipe.run.errors import RunFailed
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
 
@@ -142,6 +143,38 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
 def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         small_run(*COTRAIN, override, experiment="cotrain")
+
+
+def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_are_learnt_from(
+    small_run: Callable, tmp_path: Path
+) -> None:
+    only_rollouts = (
+        "cotrain.data_path=null", "cotrain.warmup_steps=1", "cotrain.prompts_per_batch=2", "cotrain.group_size=4",
+        "train.num_steps=1", "train.groups_per_batch=2", "rollout.max_new_tokens=2", "data.num_eval_prompts=1",
+        "cotrain.dynamic_sampling_batches=0",
+    )  # fmt: skip
+    with pytest.raises(RunFailed, match=r"cotrain\.data_path: .* 0 of the first responses are right and 8 wrong"):
+        small_run(*only_rollouts, experiment="cotrain")  # two tokens hold no answer
+    path = tmp_path / "run" / "rollouts.jsonl"
+    lines = list(read_journal(path))
+    for line in lines[::2]:
+        line["turns"][-1]["text"] = line["prompt"]["reference"]
+    replace_journal(path, lines)
+    again = small_run(*only_rollouts, "resume=auto", experiment="cotrain")
+    assert again.summary["status"] == "completed"
+
+
+@pytest.mark.long
+def test_a_judge_behind_a_route_learns_from_the_tasks_that_it_judges(small_run: Callable) -> None:
+    files = small_run(
+        "+cotrains={comparison: {enabled: true, rollout_share: 1, warmup_steps: 1, prompts_per_batch: 4, "
+        "group_size: 2}}", "labels.rule=same_side", "train.num_steps=1",
+        "train.groups_per_batch=8", "train.group_size=8",
+        experiment="route",
+    )  # fmt: skip
+    source = {line["group_id"]: line["prompt"]["source"] for line in files.lines("rollouts")}
+    judging_tasks = files.lines("cotrain/comparison/rollouts")
+    assert {source[line["prompt"]["prompt_id"].split("/")[0]] for line in judging_tasks} == {"comparison"}
 
 
 def test_without_labels_and_references_there_is_nothing_to_learn_from(small_run: Callable, tmp_path: Path) -> None:

@@ -38,6 +38,28 @@ def test_a_rule_is_measured_without_any_model(small_run: Callable) -> None:
     assert (summary["judging"]["asked"], summary["versions"]) == (0, {})
 
 
+def test_a_policy_that_judges_is_measured_on_its_own_engines(small_run: Callable) -> None:
+    summary = small_run(*EVALUATE, "judge.model=policy", "policy=tiny_judge", "evaluate.ks=[1]").summary
+    assert summary["status"] == "completed"
+    assert summary["eval"]["final"]["accuracy"] > 0.8
+
+
+def test_a_route_is_measured_by_the_source_of_the_items(small_run: Callable, tmp_path: Path) -> None:
+    two_judges = ("judge=rule", "+judge@judges.chat=rule", "reward=route", "reward.route={math: judge, chat: chat}")
+    rows = [
+        {"prompt": f"{source} 6 x 7?", "response": answer, "score": 10, "reference": "42", "source": source}
+        for source, answer in (("math", "42"), ("chat", "43"), ("chat", "42"))
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    measured = (f"evaluate.path={path}", "evaluate.ks=[1]")
+    final = small_run(*EVALUATE, *two_judges, *measured).summary["eval"]["final"]
+    assert (final["grm_accuracy"], final["chat_accuracy"]) == (1.0, 0.5)
+    path.write_text(json.dumps({**rows[0], "source": "code"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"reward\.route: no judge for prompts of the source 'code'"):
+        small_run(*EVALUATE, *two_judges, *measured, run_dir="refused")
+
+
 def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None:
     question = "Ida has 6 coins. She wins 4. How many coins does Ida have?"
     good, bad = "Steps: 6 + 4 = 10. Answer: 10", "Steps: 6 - 4 = 2. Answer: 2"

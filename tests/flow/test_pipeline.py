@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import cast
 
 import httpx
 import pytest
@@ -969,6 +970,24 @@ def test_verdicts_kept_over_a_resume_are_not_mixed_with_those_of_another_version
     got = [verdict.grm_version for verdict in group.verdicts if isinstance(verdict, Verdict)]
     assert got == (list(versions) + [2] * (4 - len(versions)) if kept else [2] * 4)
     assert sum(v.score == 5.0 for v in group.verdicts if isinstance(v, Verdict)) == (len(versions) if kept else 0)
+
+
+@pytest.mark.parametrize("num_kept", [1, 4])
+def test_where_rewards_depend_on_their_group_a_resume_keeps_the_verdicts_of_whole_groups_only(num_kept: int) -> None:
+    first = Bench(flow(num_steps=1, max_staleness=0))
+    first.run()
+    before = next(group for group in first.trainer.steps[0] if group.group_id == "g000000")
+    better = dataclasses.replace(cast(Verdict, before.verdicts[0]), score=9.0)  # by the second judge of a cascade
+    reports = {sibling: JudgeReport(verdict=better) for sibling in range(num_kept)}
+    bench = Bench(
+        flow(num_steps=1, max_staleness=0, keeps_whole_groups=True),
+        pipeline_state=PipelineState(next_prompt_index=1, in_flight={0: "g000000"}),
+        kept={0: RecoveredGroup(group_id="g000000", rollouts=tuple(before.rollouts), reports=reports)},
+    )
+    bench.run()
+    (group,) = [group for group in bench.trainer.steps[0] if group.group_id == "g000000"]
+    kept = [isinstance(verdict, Verdict) and verdict.score == 9.0 for verdict in group.verdicts]
+    assert kept == [num_kept == 4] * 4
 
 
 # -- turns judged while their rollout goes on ------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grmpipe.config.judging import LEARNER, check_names
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
@@ -90,6 +92,33 @@ def test_no_group_is_judged_by_two_versions_of_a_model_that_learns(judged_by_sev
     assert len(set.union(*by_group.values())) > 1
 
 
+SILENT = """
+from grmpipe.types import Failed, JudgeReport
+
+
+class Silent:
+    async def judge(self, prompt, rollout, priority=0):
+        failed = Failed(stage="judge", cause="died", attempts=1, detail="no answer")
+        return JudgeReport(verdict=failed, failures=(failed,))
+"""
+
+
+def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "silent_judges.py").write_text(SILENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = small_run(
+        "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom", "judges.far.target=silent_judges.Silent",
+        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1", "judges.far.failure_window=16",
+        "train.num_steps=1", "data.num_eval_prompts=1",
+    )  # fmt: skip
+    assert files.summary["status"] == "completed"
+    (alarm,) = files.summary["alarms"]
+    assert alarm.startswith("The judge far fails: 16 of its last 16 verdicts (100%; judges.far.max_failure_rate=0.2)")
+    assert files.steps()[-1]["alarm/failing_judge"] == 1
+
+
 @pytest.mark.long
 def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
     small_run: Callable, monkeypatch: pytest.MonkeyPatch
@@ -106,3 +135,28 @@ def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
     assert asked[1] > asked[0]
     saved = (files.run_dir / "checkpoints" / "step_2" / "run_state.json").read_text()
     assert taken[0] == RunState.from_json(saved).judge_accuracy
+
+
+@pytest.mark.long
+def test_after_a_kill_within_a_group_that_was_escalated_all_siblings_have_verdicts_by_the_same_judges(
+    small_run: Callable,
+) -> None:
+    run = ("train.num_steps=2", "train.checkpoint_every=1", "train.groups_per_batch=4", "train.group_size=4")
+    files = small_run(*run, experiment="cascade")
+    (files.run_dir / "summary.json").unlink()
+    checkpoints = files.run_dir / "checkpoints"
+    (checkpoints / "latest").write_text("step_1")
+    saved = RunState.from_json((checkpoints / "step_1" / "run_state.json").read_text())
+    in_flight = set(saved.pipeline_state.in_flight.values())
+    path = files.run_dir / "judgements.jsonl"
+    lines = [line for line in read_journal(path) if line["group_id"] not in in_flight or line["sibling"] == 0]
+    for line in lines:
+        if line["group_id"] in in_flight:  # a verdict by both judges, whatever the cascade decides after the resume
+            line["by_judge"].setdefault("judge", line["by_judge"]["cheap"])
+    replace_journal(path, lines)
+    small_run(*run, "resume=auto", experiment="cascade")
+    by_group: dict[str, set[tuple[str, ...]]] = {}
+    for (group_id, _), report in dict(load_verdicts(path)).items():
+        by_group.setdefault(group_id, set()).add(tuple(report.by_judge))
+    assert in_flight <= by_group.keys()
+    assert all(len(judges) == 1 for judges in by_group.values()), by_group

@@ -89,6 +89,11 @@ def without_bounds(judge: Judge) -> Judge:
     return replace(judge, bounds=ShareBounds(limited=False)) if isinstance(judge, ComposedJudge) else judge
 
 
+def bounds_of(judge: Judge) -> ShareBounds:
+    """The bounds of a run's cascades; those of a single judge are used by none."""
+    return judge.bounds if isinstance(judge, ComposedJudge) else ShareBounds()
+
+
 def skill_of(judge: Judge) -> MeasuredSkill:
     """The measured skill of a run's judges; of a single one it is used by none."""
     return judge.skill if isinstance(judge, ComposedJudge) else MeasuredSkill()
@@ -142,7 +147,7 @@ class Builder:
         return Mix(name=name, parts=parts, weights=weights, by_group=config.normalise == "group_std")
 
     def route(self, name: str, config: RewardConfig) -> Part:
-        by_source = {str(source): self.part(inner) for source, inner in config.route.items()}
+        by_source = {source: self.part(inner) for source, inner in config.route.items()}
         default = self.part(config.default) if config.default is not None else None
         return Route(name=name, by_source=by_source, default=default)
 

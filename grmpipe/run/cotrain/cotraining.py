@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from grmpipe.config.judging import key_of_cotrain
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.parse import parser_named
@@ -58,8 +59,11 @@ class CoTraining:
         events: EventSink,
         health: Sequence[RoleHealth],
         pipeline_state: PipelineState | None,
+        kept: Sequence[tuple[Prompt, Rollout]],
     ) -> None:
-        """health: of all engines. pipeline_state: state to continue from; the learner is loaded already."""
+        """health: of all engines. pipeline_state: state to continue from; the learner is loaded already. kept: the
+        policy's rollouts that a resume found.
+        """
         config, role = prepared.config, grm.model.name
         self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
@@ -85,7 +89,10 @@ class CoTraining:
             rollout_share=self._cotrain.rollout_share,
             window=self._cotrain.rollout_window,
             seed=config.seed,
+            key=key_of_cotrain(role),
         )
+        for prompt, rollout in kept:
+            self._add(prompt, rollout)
         self._judging_version = self._pipeline_state.version  # of its engines
         self._flow: Pipeline | None = None
         self._metrics: Metrics = {}
@@ -100,10 +107,15 @@ class CoTraining:
 
         async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
             rollout = await play(request, prompt, on_first_token)
-            self._judging_tasks.add(prompt, rollout)
+            self._add(prompt, rollout)
             return rollout
 
         return played
+
+    def _add(self, prompt: Prompt, rollout: Rollout) -> None:
+        """Add a judging task, if the GRM may be asked about the prompt: not on prompts that a route sends elsewhere."""
+        if self._config.may_ask(self.role, prompt.source):
+            self._judging_tasks.add(prompt, rollout)
 
     def in_lockstep(self, trainer: Trainer) -> Trainer:
         """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""
@@ -162,6 +174,13 @@ class CoTraining:
         with policy.producer.judging_gate.held():
             await self._pacer.until_warm()
 
+    def _rollouts_may_come(self, policy: Pipeline) -> bool:
+        """Whether the policy may get further rollouts before the GRM's next step, or needs none."""
+        if not self._pacer.is_warm:
+            return not policy.buffer.is_rolled_out
+        is_over = policy.version >= self._config.train.num_steps
+        return is_over or self._pacer.policy_may_step or not policy.buffer.is_settled
+
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, cotrain, judge = self._config, self._cotrain, self._judge
         parts = PipelineComponents(
@@ -169,7 +188,7 @@ class CoTraining:
             too_long=grm_too_long(judge, self._grm.model),
             play=grm_play(judge, self._grm),
             judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
-            judge_guard=GrmStepGate(self._pacer, self._judging_tasks),
+            judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),
             push_weights=lambda version: policy.producer.change_judge(
                 version - self._judging_version, lambda: self._push_to_judge(version)
@@ -224,13 +243,14 @@ class GrmStepGate:
 
     pacer: StepPacer
     judging_tasks: JudgingTaskStream
+    may_come: Callable[[], bool]  # whether further rollouts may come before the GRM's next step
 
     def verdict(self, report: JudgeReport) -> None:
         return None
 
     async def until_fit(self, clock: ActiveClock) -> None:
         with clock.paused():
-            await self.judging_tasks.until_usable()
+            await self.judging_tasks.until_usable(may_come=self.may_come, warm=lambda: self.pacer.is_warm)
             await self.pacer.until_grm_may_step()
 
 

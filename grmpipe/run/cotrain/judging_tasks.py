@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
@@ -16,6 +18,7 @@ from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed
 
 Own = tuple[Prompt, Rollout]
+CHECK_S = 1.0  # between two checks whether further rollouts may come
 
 
 @dataclass(slots=True)
@@ -36,13 +39,18 @@ class Recent:
     def has_both(self) -> bool:
         return bool(self.right and self.wrong)
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self.right or self.wrong)
+
 
 class JudgingTaskStream:
     """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately;
     the others are stored judging tasks.
 
     They alternate because a judge that sees more wrong than right ones learns to reject. Until there are rollouts of
-    both kinds, stored judging tasks take their place.
+    both kinds, stored judging tasks take their place; without stored ones, one kind is used only after the warm-up, if
+    no rollouts of the other kind can come.
     """
 
     def __init__(
@@ -54,7 +62,10 @@ class JudgingTaskStream:
         rollout_share: float,
         window: int,
         seed: int,
+        key: str = "cotrain",
     ) -> None:
+        """key: the configuration's section of the GRM's learner, for errors."""
+        self._key = key
         self._judging_tasks = judging_tasks
         self._rule = rule
         self._stored = stored
@@ -77,20 +88,37 @@ class JudgingTaskStream:
         if self._recent.has_both:
             self._usable.set()
 
-    async def until_usable(self) -> None:
-        """Return once there is a judging task."""
-        await self._usable.wait()
+    async def until_usable(self, *, may_come: Callable[[], bool], warm: Callable[[], bool]) -> None:
+        """Return once there is a judging task. Raises ValueError if all rollouts before the end of the warm-up are of
+        one kind.
+
+        may_come: whether further rollouts may come before the GRM's next step. warm: whether its warm-up is over.
+        """
+        while not self._usable.is_set():
+            if not may_come():
+                if not (warm() and self._recent.has_any):
+                    raise ValueError(self._why_unusable())
+                self._usable.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._usable.wait(), CHECK_S)
+
+    def _why_unusable(self) -> str:
+        right, wrong = len(self._recent.right), len(self._recent.wrong)
+        return (
+            f"{self._key}.data_path: is null, and by judge.rule {right} of the first responses are right and {wrong} "
+            "wrong, so that the judge would learn one answer; give labelled judgements, or a larger train.group_size"
+        )
 
     def at(self, prompt_index: int) -> Prompt:
         before, own = (
             int(prompt_index * self._share),
             int((prompt_index + 1) * self._share) > int(prompt_index * self._share),
         )
-        if not (own and self._recent.has_both):
-            assert self._stored is not None, "until_usable was waited for"
+        if self._stored is not None and not (own and self._recent.has_both):
             return self._stored.at(prompt_index - before)
-        right = before % 2 == 0
+        right = before % 2 == 0 if self._recent.has_both else bool(self._recent.right)
         candidates = self._recent.of(right)
+        assert candidates, "until_usable was waited for"
         prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
         shown = trajectory_of(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)

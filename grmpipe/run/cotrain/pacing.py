@@ -26,6 +26,11 @@ class StepPacer:
         """Whether the warm-up is over, so that the GRM may judge for the policy."""
         return self.grm_version >= self._warmup_steps
 
+    @property
+    def policy_may_step(self) -> bool:
+        """Whether the GRM has made the steps that the policy's next one waits for."""
+        return self.grm_version >= self.grm_steps_with(self.policy_version)
+
     def grm_steps_with(self, policy_version: int) -> int:
         """The number of GRM steps that belong to the first `policy_version` steps of the policy."""
         return self._warmup_steps + math.floor(self._rate * policy_version + 1e-9)
@@ -39,7 +44,7 @@ class StepPacer:
         self._moved.set()
 
     async def until_policy_may_step(self) -> None:
-        while self.grm_version < self.grm_steps_with(self.policy_version):
+        while not self.policy_may_step:
             await self._until_moved()
 
     async def until_grm_may_step(self) -> None:

@@ -193,3 +193,32 @@ def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None
     for name in taken:
         with pytest.raises(ValueError, match=rf"^judges\.{name}: the name is taken"):
             check_names("judges", [name])
+
+
+@pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every", "anchor_min_score_rise", "anchor_min_gold_fall"])
+def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
+    assert f"type judge.{key}=3" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
+
+
+def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judges() -> None:
+    routed = built(*TWO_MODELS, "reward=route", "reward.route={chat: second}", "reward.default=judge")
+    assert [routed.may_ask(role, source) for role in ("grm", "weak") for source in ("chat", "math")] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    mixed = built(*TWO_MODELS, *MIXED)
+    assert mixed.may_ask("grm", "chat") and mixed.may_ask("weak", "chat")
+    assert not mixed.may_ask("policy", "chat")
+
+
+def test_a_composition_in_vain_is_refused_in_a_run_and_not_where_one_of_them_is_measured() -> None:
+    unused = (*TWO_MODELS, *MIXED, "+reward@rewards.style=jury", "rewards.style.members=[judge]")
+    assert refused(*unused).startswith("rewards.style: the reward doesn't use it")
+    assert built(*unused, "task=evaluate").rewards.keys() == {"style"}
+
+
+@pytest.mark.parametrize("key", ["grms.weak.engine_options.base_url", "grms.weak.chat_template_kwargs.enable_thinking"])
+def test_a_key_of_a_member_that_is_there_needs_only_a_plus(key: str) -> None:
+    section = key.rpartition(".")[0]
+    assert refused(*TWO_MODELS, f"{key}=1") == f"{key}: {section} doesn't have it; to add it type +{key}=..."
+    absent = key.replace("weak", "far")
+    assert refused(*TWO_MODELS, f"{absent}=1").startswith("grms.far: grms has no far; to add one type '+grms={far: ")

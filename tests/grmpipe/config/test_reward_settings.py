@@ -12,9 +12,12 @@ from grmpipe.config.reward import (
     arrival_orders,
     asked_shares,
     check_rewards,
+    check_rewards_used,
     check_sources,
+    idle_routes,
     judges_of,
     max_errors,
+    varies_by_group,
     waits_for_siblings,
 )
 
@@ -65,6 +68,7 @@ def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
         ({"kind": "jury", "members": ["judge"], "quorum": 0}, r"^reward\.quorum: must be at least 1"),
         ({**CASCADE, "unsure_band": [0.7, 0.3]}, r"^reward\.unsure_band: must be two rewards .*\[0\.3, 0\.7\]'$"),
         ({**CASCADE, "unsure_band": 0.5}, r"^reward\.unsure_band: must be two rewards"),
+        ({**CASCADE, "unsure_band": [False, True]}, r"^reward\.unsure_band: must be two rewards"),
         ({**CASCADE, "unsure_band": None}, r"^reward\.unsure_band: nothing says where short is unsure"),
         ({**CASCADE, "then": "short"}, r"^reward\.then: is short like first"),
         ({**CASCADE, "first": None}, r"^reward\.first: names no judge"),
@@ -175,6 +179,26 @@ def test_a_source_that_nobody_judges_is_refused() -> None:
     check_sources(RewardConfig(), {"by_source": route}, {"chat"})
 
 
+def test_a_routed_source_that_no_prompt_has_is_found() -> None:
+    route = RewardConfig(kind="route", route={"math": "judge", "chta": "short"}, default="judge")
+    assert list(idle_routes(route, {}, {"math", "chat"})) == [("reward.route", "chta")]
+    assert list(idle_routes(RewardConfig(judge="by"), {"by": route}, {"math"})) == [("rewards.by.route", "chta")]
+    assert list(idle_routes(RewardConfig(), {"by": route}, {"math"})) == []
+
+
+def test_a_source_that_looks_like_a_number_is_a_text() -> None:
+    route = RewardConfig(kind="route", route={1: "judge", 2: "short"})
+    check_sources(route, {}, {"1", "2"})
+    assert judges_of(route, {}, "2") == ("short",)
+
+
+def test_a_composition_that_the_reward_does_not_use_is_refused() -> None:
+    style = RewardConfig(kind="jury", members=["judge", "short"])
+    check_rewards_used(RewardConfig(judge="style"), {"style": style})
+    with pytest.raises(ValueError, match=r"^rewards\.style: the reward doesn't use it; type .*reward\.judge=style"):
+        check_rewards_used(RewardConfig(), {"style": style})
+
+
 def shares(reward: dict[str, Any], sources: dict[str, float] | None = None, **rewards: dict[str, Any]) -> dict:
     made = {name: RewardConfig(**values) for name, values in rewards.items()}
     return asked_shares(RewardConfig(**reward), made, sources or {"": 1.0})
@@ -218,6 +242,10 @@ def test_only_compositions_in_use_wait_for_siblings() -> None:
     assert waits_for_siblings(RewardConfig(judge="inner"), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(), {"inner": cascade})
     assert not waits_for_siblings(RewardConfig(**{**CASCADE, "escalate": "rollout"}), {})
+    assert varies_by_group(cascade, {})
+    jury = {"kind": "jury", "members": ["judge", "safety"]}
+    assert varies_by_group(RewardConfig(judge="inner"), {"inner": RewardConfig(**jury, vote="accuracy")})
+    assert not varies_by_group(RewardConfig(**jury), {})
 
 
 def test_the_alarms_limits_are_those_of_the_cascades_in_use() -> None:

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.key_errors import explain, known_keys, unknown_key
 from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -151,6 +152,31 @@ def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys
     with pytest.raises(ConfigError, match=r"^judge\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"):
         check_deadlines(from_values(RunConfig, slow))
     check_deadlines(from_values(RunConfig, {**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
+
+
+def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_deadline_of_a_group() -> None:
+    def check(kind: dict[str, object], deadline_s: float) -> None:
+        judges = {"cheap": {}, "exact": {"kind": "rule"}}
+        nested = {"both": {"kind": "mix", "mix": {"cheap": 1, "exact": 1}}}
+        parts = {"judges": judges, "rewards": nested, "reward": kind, "rollout": {"group_deadline_s": deadline_s}}
+        check_deadlines(from_values(RunConfig, parts))
+
+    cascade = {"kind": "cascade", "first": "both", "then": "judge", "unsure_band": [0.3, 0.7]}
+    check(cascade, 241.0)
+    with pytest.raises(ConfigError, match=r"^judges\.cheap\.timeout_s \+ judge\.timeout_s: 240 s isn't below"):
+        check(cascade, 240.0)
+    with pytest.raises(ConfigError, match=r"type rollout\.group_deadline_s=246\.4 or more"):
+        check({"kind": "gate", "gate": "judge", "inner": "both"}, 125.0)
+    check({"kind": "jury", "members": ["judge", "both"]}, 125.0)  # at the same time
+
+
+def test_only_a_judge_that_writes_has_a_timeout_by_its_tokens() -> None:
+    scalar = {"kind": "scalar", "model": "grm", "timeout_s": 5.0}
+    assert from_values(JudgeConfig, scalar).timeout_s == 5.0
+    with pytest.raises(ConfigError, match=r"^timeout_s: 5 s is less than max_new_tokens / min_tokens_per_s = 16 s"):
+        from_values(JudgeConfig, {"timeout_s": 5.0})
+    with pytest.raises(ConfigError, match=r"^timeout_s: must be a number above 0"):
+        from_values(JudgeConfig, {**scalar, "timeout_s": 0.0})
 
 
 def test_a_run_of_other_deadlines_is_resumed() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents
-from grmpipe.run.composition import Learners, compose
+from grmpipe.run.composition import Learners, compose, compose_breaker
 from grmpipe.run.cotrain.cotraining import LockstepTrainer
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
+from grmpipe.types import Failed
 from scheduler.events import NoEvents
 
 
@@ -54,6 +57,13 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
     assert isinstance(parts.trainer, LockstepTrainer)
     assert isinstance(parts.trainer.trainer, TimeSharedTrainer)
     assert parts.play == ("recorded", PLAY)
+
+
+def test_the_breaker_has_the_settings_of_the_only_judge() -> None:
+    exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
+    breaker = compose_breaker(RunConfig(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
+    breaker.record(Failed(stage="judge", cause="died", attempts=1, detail=""), 0.0)
+    assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in breaker.stop_cause()
 
 
 def test_the_critic_values_the_groups_of_the_flow() -> None:

@@ -16,7 +16,7 @@ from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.models import Progress, find_model
-from grmpipe.validate.prepare import prepare
+from grmpipe.validate.prepare import check_objective, prepare
 from grmpipe.validate.sections import section
 from models.tiny.resolve import SHIPPED
 from scheduler.placement import Placement
@@ -114,6 +114,24 @@ def test_a_held_out_prompt_in_another_case_or_spacing_is_not_trained(tmp_path: P
     paths = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
     data = read_data(config(data={**paths}, train={"groups_per_batch": 1}))
     assert [prompt.messages[0].content for prompt in data.train] == ["What is 6 x 8?"]
+
+
+def test_the_accuracy_of_each_of_several_judges_may_be_the_objective() -> None:
+    two = {"judges": {"exact": {"kind": "rule"}}, "reward": {"kind": "jury", "members": ["judge", "exact"]}}
+    check_objective(config(objective="eval.final.exact_accuracy", **two))
+    with pytest.raises(ConfigError, match=r"^objective: .* did you mean eval\.final\.exact_accuracy\?"):
+        check_objective(config(objective="eval.final.exakt_accuracy", **two))
+    alone = {"judges": {"exact": {"kind": "rule"}}, "reward": {"judge": "exact"}}
+    with pytest.raises(ConfigError, match=r"^objective: "):
+        check_objective(config(objective="eval.final.exact_accuracy", **alone))
+
+
+def test_a_route_for_a_source_that_no_prompt_has_is_refused() -> None:
+    route = {"kind": "route", "route": {"arithmetc": "judge"}, "default": "judge"}
+    with pytest.raises(
+        ConfigError, match=r"^reward\.route\.arithmetc: no prompt of .* has this source; known: tiny://"
+    ):
+        read_data(config(reward=route))
 
 
 def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

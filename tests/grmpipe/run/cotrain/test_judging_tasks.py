@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.labels import JudgingTasks
@@ -28,6 +30,10 @@ def stream(*, rollout_share: float = 0.5, stored: bool = True, window: int = 8) 
     return JudgingTaskStream(
         judging_tasks, rule_named("exact_answer"), kept, rollout_share=rollout_share, window=window, seed=0
     )
+
+
+async def usable(judging_tasks: JudgingTaskStream, *, may_come: bool, warm: bool = False) -> None:
+    await judging_tasks.until_usable(may_come=lambda: may_come, warm=lambda: warm)
 
 
 def labels(judging_tasks: JudgingTaskStream, prompt_indices: int) -> list[str | None]:
@@ -62,12 +68,30 @@ def test_without_stored_lessons_one_waits_for_rollouts_of_both_kinds() -> None:
 
 async def wait_for_both_kinds() -> None:
     judging_tasks = stream(stored=False)
-    waiting = asyncio.ensure_future(judging_tasks.until_usable())
+    waiting = asyncio.ensure_future(usable(judging_tasks, may_come=True))
     judging_tasks.add(QUESTION, rollout("41"))
     await asyncio.sleep(0)
     assert not waiting.done()
     judging_tasks.add(QUESTION, rollout("42"))
     await waiting
+
+
+def test_a_warm_up_on_rollouts_of_one_kind_is_refused_once_no_others_can_come() -> None:
+    judging_tasks = stream(stored=False)
+    judging_tasks.add(QUESTION, rollout("41"))
+    with pytest.raises(
+        ValueError, match=r"cotrain\.data_path: is null, .* 0 of the first responses are right and 1 wrong"
+    ):
+        asyncio.run(usable(judging_tasks, may_come=False))
+
+
+def test_after_the_warm_up_one_kind_is_used_if_no_others_can_come() -> None:
+    judging_tasks = stream(stored=False)
+    judging_tasks.add(QUESTION, rollout("42"))
+    asyncio.run(usable(judging_tasks, may_come=False, warm=True))
+    assert labels(judging_tasks, 3) == ["at least 8"] * 3
+    judging_tasks.add(QUESTION, rollout("41"))
+    assert labels(judging_tasks, 2) == ["at least 8", "below 8"]
 
 
 def test_old_rollouts_make_room_for_new_ones_and_unruled_ones_are_left_out() -> None:
