@@ -51,10 +51,34 @@ def run_to_resume(config: RunConfig) -> Path | None:
     """The directory of the run that resume=auto continues. None if there is none."""
     if config.resume != "auto":
         return None
+    if config.run_dir is None:
+        return newest_run(config)
+    return Path(config.run_dir) if holds_run(Path(config.run_dir)) else None
+
+
+def newest_run(config: RunConfig) -> Path | None:
+    """The experiment's newest run of this task: the one that `latest` names, else the last by date. None if there is
+    none.
+    """
     home = HOME / config.experiment
     latest = home / (home / "latest").resolve().name  # the name that the run used for itself
-    run_dir = Path(config.run_dir) if config.run_dir else latest
-    return run_dir if holds_run(run_dir) else None
+    by_date = sorted((path.parent for path in home.glob("*/config.yaml") if not path.parent.is_symlink()), reverse=True)
+    candidates = [path for path in (latest, *by_date) if holds_run(path)]
+    return next((path for path in candidates if is_of_task(path, config)), None)
+
+
+def is_of_task(run_dir: Path, config: RunConfig) -> bool:
+    """Whether a run has the same task; one that can't be read counts, so that a resume reports it."""
+    try:
+        other = read_yaml(run_dir / "config.yaml")
+    except ConfigError:
+        return True
+    return other.task == config.task and is_replay(other) == is_replay(config)
+
+
+def is_replay(config: RunConfig) -> bool:
+    """Whether the run trains on the rollouts of another run."""
+    return config.data.retrain_from is not None
 
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
@@ -133,9 +157,11 @@ def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:
-    """Point runs/<experiment>/latest to this run. A run in another directory has no such link."""
+    """Point runs/<experiment>/latest to this run. A run in another directory has no such link; evaluations and replays
+    leave it at the run whose model they use.
+    """
     home = HOME / config.experiment
-    if run_dir.resolve().parent != home.resolve():
+    if run_dir.resolve().parent != home.resolve() or config.task == "evaluate" or is_replay(config):
         return
     draft = home / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)

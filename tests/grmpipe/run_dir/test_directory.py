@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.data import DataConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
@@ -33,9 +34,11 @@ def auto(config: RunConfig = CONFIG) -> RunConfig:
     return dataclasses.replace(config, resume="auto")
 
 
-def leave_run(run_dir: Path, status: str | None = None, objective: float | None = 0.5) -> None:
+def leave_run(
+    run_dir: Path, status: str | None = None, objective: float | None = 0.5, config: RunConfig = CONFIG
+) -> None:
     run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(to_yaml(CONFIG))
+    (run_dir / "config.yaml").write_text(to_yaml(config))
     if status is not None:
         (run_dir / "summary.json").write_text(json.dumps({"status": status, "objective": objective}))
 
@@ -102,6 +105,36 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
+
+
+EVALUATION = dataclasses.replace(CONFIG, task="evaluate")
+REPLAY = dataclasses.replace(CONFIG, data=DataConfig(retrain_from="runs/x/1/rollouts.jsonl"))
+
+
+@pytest.mark.parametrize("other", [EVALUATION, REPLAY], ids=["evaluation", "replay"])
+def test_a_resume_continues_the_training_run_whatever_used_it_later(other: RunConfig) -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    point_latest(Path("runs/x/1"), CONFIG)
+    leave_run(Path("runs/x/2"), "completed", config=other)
+    point_latest(Path("runs/x/2"), other)
+    assert Path("runs/x/latest").resolve().name == "1", "whose model later commands name"
+    place = locate_run(auto())
+    assert (place.run_dir, place.complete) == (Path("runs/x/1"), False)
+    assert locate_run(auto(REPLAY)).resumed == (other is REPLAY)
+
+
+def test_a_resume_passes_over_newer_runs_of_other_tasks() -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    leave_run(Path("runs/x/2"), "interrupted")
+    leave_run(Path("runs/x/3"), "completed", config=EVALUATION)
+    Path("runs/x/latest").symlink_to("3")
+    assert locate_run(auto()).run_dir == Path("runs/x/2")
+
+
+def test_an_evaluation_is_never_continued_as_a_training_run() -> None:
+    leave_run(Path("mine"), "completed", config=EVALUATION)
+    with pytest.raises(ConfigError, match=r"^resume: .*differs from that of mine: task: evaluate -> train; "):
+        locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
