@@ -50,6 +50,8 @@ def check_run(config: RunSections) -> None:
         raise ValueError(
             f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {config.experiment!r}"
         )
+    if config.run_dir == "":
+        raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.judge.kind != "label":
         raise ValueError(
             "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"

@@ -166,6 +166,12 @@ def test_an_experiment_names_a_folder_under_runs_and_no_other(name: str) -> None
     assert RunConfig(experiment="v1.2-a_b").experiment == "v1.2-a_b"
 
 
+def test_an_empty_run_dir_is_refused_and_not_the_current_directory() -> None:
+    """As `run_dir=$DIR` is where the variable isn't set."""
+    with pytest.raises(ValueError, match=r"^run_dir: is empty; give a directory, or type run_dir=null"):
+        RunConfig(run_dir="")
+
+
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:
     old = RunConfig()
     assert changed_keys(old, from_values(RunConfig, {"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
