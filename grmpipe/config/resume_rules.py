@@ -41,6 +41,7 @@ FREE_ON_RESUME = (
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
 BOUND_ON_RESUME = ("max_context_tokens", "options", "quantization", "extra_body", "chat_markup")
 START_KEYS = ("resume", "run_dir")  # keys that say how the run is started
+NEW_RUN = "start a new run with resume=never and another run_dir"  # the way out; a run's directory takes no second run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.resume_rules import ConfigChange, changed_keys, changes_on_resume
+from grmpipe.config.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml, torn_off
 from grmpipe.run_dir.checkpoints import Checkpoints
@@ -40,11 +40,11 @@ def locate_run(config: RunConfig) -> RunLocation:
     named = config.run_dir
     if (run_dir := run_to_resume(config)) is not None:
         return resumed(run_dir, config)
-    if named is None:
-        return RunLocation(run_dir=new_run_dir(HOME / config.experiment))
-    if config.resume == "never" and holds_run(Path(named)):
+    if config.resume == "never" and named is not None and holds_run(Path(named)):
         raise refusal(Path(named))
-    return RunLocation(run_dir=Path(named))
+    where, kind = named or HOME / config.experiment, "replay" if is_replay(config) else f"run with task={config.task}"
+    notes = (f"resume: {where} holds no {kind}; a new one starts",) * (config.resume == "auto")
+    return RunLocation(run_dir=new_run_dir(HOME / config.experiment) if named is None else Path(named), notes=notes)
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
@@ -113,13 +113,12 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     if lacking := torn_off(written):
         raise ConfigError(
             f"resume: {written} is incomplete, or from another version of grmpipe: it lacks {', '.join(lacking[:3])}"
-            f"{' and more' if lacking[3:] else ''}; restore a complete one, or start a new run with resume=never"
+            f"{' and more' if lacking[3:] else ''}; restore a complete one, or {NEW_RUN}"
         )
     old = read_yaml(written)
     if changed := changed_keys(old, config):
         raise ConfigError(
-            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
-            "undo it, or start a new run with resume=never"
+            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; undo it, or {NEW_RUN}"
         )
     if is_complete(run_dir, config):
         return RunLocation(run_dir=run_dir, resumed=True, complete=True)
@@ -139,8 +138,7 @@ def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     damaged = "; ".join(found.damaged)
     if found.checkpoint is None:
         raise ConfigError(
-            f"resume: no checkpoint in {run_dir}/checkpoints is complete ({damaged}); restore a copy, or start a new "
-            "run with resume=never and another run_dir"
+            f"resume: no checkpoint in {run_dir}/checkpoints is complete ({damaged}); restore a copy, or {NEW_RUN}"
         )
     return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; continuing from {found.checkpoint.name}",)
 

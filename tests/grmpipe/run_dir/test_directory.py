@@ -93,9 +93,20 @@ def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
         locate_run(dataclasses.replace(CONFIG, run_dir="mine"))
 
 
-def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
-    assert locate_run(dataclasses.replace(auto(), run_dir="mine")) == RunLocation(run_dir=Path("mine"))
-    assert locate_run(auto()).run_dir.parent == Path("runs/x")
+def test_a_resume_with_nothing_to_resume_is_a_new_run_and_says_so() -> None:
+    named, unnamed = locate_run(dataclasses.replace(auto(), run_dir="mine")), locate_run(auto())
+    assert (named.run_dir, named.resumed) == (Path("mine"), False)
+    assert named.notes == ("resume: mine holds no run with task=train; a new one starts",)
+    assert unnamed.run_dir.parent == Path("runs/x")
+    assert unnamed.notes == ("resume: runs/x holds no run with task=train; a new one starts",)
+    assert locate_run(CONFIG).notes == ()
+
+
+def test_the_way_out_of_a_refused_resume_is_one_that_works() -> None:
+    leave_run(Path("mine"))
+    with pytest.raises(ConfigError, match=r"start a new run with resume=never and another run_dir$"):
+        locate_run(dataclasses.replace(auto(), run_dir="mine", seed=CONFIG.seed + 1))
+    assert not locate_run(dataclasses.replace(CONFIG, run_dir="other", seed=CONFIG.seed + 1)).resumed
 
 
 def test_a_resume_follows_latest_and_names_what_changed() -> None:
@@ -150,7 +161,9 @@ def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
     whole = Path("mine/config.yaml").read_text()
     pipeline_state = whole[: int(share * len(whole))]
     Path("mine/config.yaml").write_text(pipeline_state[: pipeline_state.rfind("\n") + 1])
-    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never"):
+    with pytest.raises(
+        ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never and another run_dir$"
+    ):
         locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
@@ -269,7 +282,9 @@ def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     with Claim(auto(config)) as claim:
         assert claim.place.resumed, "the same content goes on"
     Path("file.jsonl").write_text(now)
-    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine started"):
+    with pytest.raises(
+        ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content .* and another run_dir$"
+    ):
         Claim(auto(config))
     Path("file.jsonl").write_text(was)
     with Claim(auto(config)) as claim:
