@@ -42,9 +42,10 @@ def locate_run(config: RunConfig) -> RunLocation:
         return resumed(run_dir, config)
     if config.resume == "never" and named is not None and holds_run(Path(named)):
         raise refusal(Path(named))
-    where, kind = named or HOME / config.experiment, "replay" if is_replay(config) else f"run with task={config.task}"
-    notes = (f"resume: {where} holds no {kind}; a new one starts",) * (config.resume == "auto")
-    return RunLocation(run_dir=new_run_dir(HOME / config.experiment) if named is None else Path(named), notes=notes)
+    home = HOME / config.experiment_name
+    kind = "replay" if is_replay(config) else f"run with task={config.task}"
+    notes = (f"resume: {named or home} holds no {kind}; a new one starts",) * (config.resume == "auto")
+    return RunLocation(run_dir=new_run_dir(home) if named is None else Path(named), notes=notes)
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
@@ -60,7 +61,7 @@ def newest_run(config: RunConfig) -> Path | None:
     """The experiment's newest run of this task: the one that `latest` names, else the last by date. None if there is
     none.
     """
-    home = HOME / config.experiment
+    home = HOME / config.experiment_name
     latest = home / (home / "latest").resolve().name  # the name that the run used for itself
     by_date = sorted((path.parent for path in home.glob("*/config.yaml") if not path.parent.is_symlink()), reverse=True)
     candidates = [path for path in (latest, *by_date) if holds_run(path)]
@@ -155,10 +156,10 @@ def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:
-    """Point runs/<experiment>/latest to this run. A run in another directory has no such link; evaluations and replays
-    leave it at the run whose model they use.
+    """Point runs/<experiment_name>/latest to this run. A run in another directory has no such link; evaluations and
+    replays leave it at the run whose model they use.
     """
-    home = HOME / config.experiment
+    home = HOME / config.experiment_name
     if run_dir.resolve().parent != home.resolve() or config.task == "evaluate" or is_replay(config):
         return
     draft = home / f".latest-{os.getpid()}"

@@ -17,8 +17,9 @@ FREE = (
     "train.parallel.cp", "cotrain.parallel.ep", "cotrains.safety.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip
 BOUND = (
-    "task", "seed", "experiment", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank", "grm.path",
-    "meta_rm.path", "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
+    "task", "seed", "experiment_name", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank",
+    "grm.path", "meta_rm.path",
+    "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
     "judge.parser", "judge.vote", "judge.score_max", "judge.truncation", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",

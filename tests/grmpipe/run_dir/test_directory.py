@@ -22,7 +22,7 @@ from grmpipe.run_dir.identity import read_identity
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 
-CONFIG = RunConfig(experiment="x")
+CONFIG = RunConfig(experiment_name="x")
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     assert locate_run(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
-    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    changed = from_values(RunConfig, {"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
 
@@ -228,7 +228,7 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
 def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
     leave_run(Path("mine"), "failed")
     values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
-    config = from_values(RunConfig, {"experiment": "x", "run_dir": "mine", "resume": "auto", **values})
+    config = from_values(RunConfig, {"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
         with Claim(config) as claim:
             claim.open()
