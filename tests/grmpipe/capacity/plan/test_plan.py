@@ -226,9 +226,10 @@ def test_the_recipe_asks_for_its_prompts() -> None:
 
 
 def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[str, ...]) -> None:
-    text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing")
+    text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing", "train.lr=3e-4")
     assert "policy   unknown" in text
     assert "memory of policy: declare policy.shape" in text
+    assert "train.lr: 0.0003 for all weights of Nobody/Nothing" in text.split("\nwarnings\n")[1]
 
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
