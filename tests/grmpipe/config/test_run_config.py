@@ -69,7 +69,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
     ("overrides", "message"),
     [
         (["group_size=4"], "did you mean train.group_size or cotrain.group_size?"),
-        (["+train.extra=1"], "unknown key 'train.extra'"),
+        (["+train.extra=1"], "unknown key 'train.extra'; train has num_steps, groups_per_batch, group_size, "),
         (["+judge_monitor.limits.x={above: 1}"],
          "judge_monitor.limits has no x; to add one type '+judge_monitor.limits={x: {above: 1}}'"),
         (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
