@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_slurm import ROOT, SlurmJob, end, write_script
+from fake_slurm import ROOT, SlurmJob, end, free_port, write_script
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
@@ -23,24 +24,40 @@ from grmpipe.config.yaml_io import build
 from scheduler.processes.await_nodes import await_nodes
 
 DEPLOY = ROOT / "deploy"
-RAY = """\
+# `ray start`: has its sockets in FAKE_TMP. The head listens.
+LISTEN = 'import socket, sys, time; server = socket.create_server(("", int(sys.argv[1]))); time.sleep(600)'
+RAY = f"""\
 #!/usr/bin/env bash
 echo "ray on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
+if [[ "$FAKE_NODE" == "$FAKE_LOST" ]]; then exit 1; fi
+echo "$$ $(env -u OMP_NUM_THREADS nproc) $RAY_TMPDIR" >"$FAKE_TMP/raylet"
+if [[ "$*" == *--head* ]]; then
+  exec {sys.executable} -ISc '{LISTEN}' "$(sed 's/.*--port=\\([0-9]*\\).*/\\1/' <<<"$*")"
+fi
 exec sleep 600
 """
-# launch.py: fails as FAKE_EXIT says; with FAKE_WAIT it ends at a SIGTERM with 130, as a run with a checkpoint does.
+# launch.py: fails as FAKE_EXIT says. If FAKE_WAIT names its task, it goes on until a USR1, which a run answers by 130.
 PYTHON = """\
 #!/usr/bin/env bash
 echo "python on $FAKE_NODE: $*" >>"$FAKE_FOLDER/calls"
-if [[ "$*" == *launch.py* && "$*" != *task=doctor* ]]; then
-  if [[ -n "$FAKE_WAIT" ]]; then
-    trap 'exit 130' TERM
-    touch "$FAKE_FOLDER/running"
-    while true; do sleep 0.05; done
-  fi
-  exit "${FAKE_EXIT:-0}"
+if [[ "$2" == *await_nodes ]]; then
+  for _ in {1..100}; do
+    if [[ -e "$FAKE_TMP/raylet" ]] && (($(grep -c "^ray on" "$FAKE_FOLDER/calls") >= $4)); then exit 0; fi
+    sleep 0.1
+  done
+  echo "too few nodes, or no Ray on this machine" >&2
+  exit 1
 fi
-if [[ "$*" == *task=doctor* ]]; then exit "${FAKE_DOCTOR:-0}"; fi
+if [[ ! -e "$FAKE_TMP/raylet" ]]; then echo "no Ray on this machine" >&2; exit 1; fi
+task=run
+if [[ "$*" == *task=doctor* ]]; then task=doctor; fi
+if [[ "$FAKE_WAIT" == "$task" ]]; then
+  if [[ "$task" == run ]]; then trap 'touch "$FAKE_FOLDER/ends"; sleep "${FAKE_ENDS_S:-0}"; exit 130' USR1; fi
+  touch "$FAKE_FOLDER/waits"
+  while true; do sleep 0.05; done
+fi
+if [[ "$task" == doctor ]]; then exit "${FAKE_DOCTOR:-0}"; fi
+exit "${FAKE_EXIT:-0}"
 """
 
 
@@ -68,21 +85,55 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
     assert code == 0, output
     calls = job.calls
     head = next(call for call in calls if call.startswith("ray on n1"))
-    assert "start --head --block --node-ip-address=127.0.0.1 --port=7090 --num-cpus=3 --num-gpus=0" in head
+    assert f"start --head --block --node-ip-address=127.0.0.1 --port={job.port} --num-cpus=3 --num-gpus=0" in head
     for node in ("n2", "n3"):
-        assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:7090 ") for call in calls)
-    python = [call for call in calls if call.startswith("python on n1")]
-    first, others, examined, ran = python
-    assert first.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 1 600")
-    assert others.endswith("-m scheduler.processes.await_nodes 127.0.0.1:7090 3 600")
-    assert calls.index(first) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
+        assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:{job.port} ") for call in calls)
+    awaited, examined, ran = (call for call in calls if call.startswith("python on n1"))
+    assert awaited.endswith(f"-m scheduler.processes.await_nodes 127.0.0.1:{job.port} 3 600")
+    assert calls.index(head) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
     assert examined.endswith(" task=doctor")
     config = built(overrides_in(ran.split(": ", 1)[1]))
-    assert (config.cluster.address, config.resume) == ("127.0.0.1:7090", "auto")
+    assert (config.cluster.address, config.resume) == (f"127.0.0.1:{job.port}", "auto")
     assert (config.run_dir, config.cluster.env_vars) == (str(job.run_dir), ["HF_HOME", "NCCL_*"])
     token = job.run_dir / ".ray_token"
     assert len(token.read_text()) == 64 and token.stat().st_mode & 0o777 == 0o600
     assert not any("requeue" in call for call in calls)
+
+
+def test_ray_has_all_cores_and_the_variables_of_the_job(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1 n2", SLURM_EXPORT_ENV="NONE", TMPDIR="/only/here")
+    code, output = end(job.begin(), 60)
+    assert code == 0, output
+    for node in ("n1", "n2"):
+        _, cores, folder = (tmp_path / node / "raylet").read_text().split()
+        assert (int(cores), folder) == (len(os.sched_getaffinity(0)), "/tmp/grmpipe_4711")
+
+
+@pytest.mark.parametrize(
+    ("by_name", "by_interface", "chosen"),
+    [("127.0.1.1", "192.0.2.7 172.17.0.1", "192.0.2.7"), ("fe80::1 192.0.2.8", "192.0.2.7", "192.0.2.8")],
+)
+def test_ray_listens_where_other_nodes_reach_it(tmp_path: Path, by_name: str, by_interface: str, chosen: str) -> None:
+    job = job_of(tmp_path, FAKE_ADDRESS=by_name, FAKE_ADDRESSES=by_interface, FAKE_LOST="n1")
+    _, output = end(job.begin(), 60)
+    assert f"Ray does not listen at {chosen}:{job.port}" in output
+
+
+def test_a_relative_run_dir_is_that_of_the_folder_of_sbatch(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", RUN_DIR="runs/first", DOCTOR="0")
+    code, output = end(job.begin(), 60)
+    assert code == 0, output
+    assert f"run_dir={tmp_path}/runs/first" in job.calls[-1]
+
+
+def test_a_node_that_is_lost_does_not_end_the_ray_of_the_others(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_LOST="n3", FAKE_WAIT="run", DOCTOR="0")
+    began = job.begin()
+    await_file(tmp_path / "waits")
+    alive = Path("/proc", (tmp_path / "n2/raylet").read_text().split()[0]).exists()
+    began.send_signal(signal.SIGUSR1)
+    end(began, 60)
+    assert alive
 
 
 def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
@@ -93,15 +144,55 @@ def test_a_cluster_with_problems_is_not_trained_on(tmp_path: Path) -> None:
     assert not any("requeue" in call for call in job.calls)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "restarts", "again"), [(1, 0, True), (1, 4, True), (1, 5, False), (2, 0, False), (0, 0, False)]
-)
-def test_a_failed_run_is_queued_again_a_few_times(tmp_path: Path, exit_code: int, restarts: int, again: bool) -> None:
-    """A wrong configuration stays wrong."""
-    job = job_of(tmp_path, FAKE_EXIT=str(exit_code), DOCTOR="0")
-    code, _ = end(job.begin(restarts=restarts), 240)
-    assert code == exit_code
-    assert ("scontrol requeue 4711" in job.calls) is again
+def requeues(job: SlurmJob, restarts: int = 0) -> int:
+    """How often the job was queued again until the end of this attempt."""
+    end(job.begin(restarts=restarts), 60)
+    return job.calls.count("scontrol requeue 4711")
+
+
+@pytest.mark.parametrize(("exit_code", "again"), [(1, 1), (2, 0), (0, 0)])
+def test_a_failed_run_is_queued_again(tmp_path: Path, exit_code: int, again: int) -> None:
+    """A wrong configuration stays wrong. Restarts at the end of the job's time are not failures."""
+    job = job_of(tmp_path, "n1", FAKE_EXIT=str(exit_code), DOCTOR="0")
+    assert requeues(job, restarts=30) == again
+
+
+def test_a_run_that_fails_a_few_times_without_a_new_checkpoint_stays_ended(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", FAKE_EXIT="1", DOCTOR="0", MAX_RESTARTS="2")
+    assert [requeues(job), requeues(job)] == [1, 2]
+    latest = job.run_dir / "checkpoints/latest"
+    latest.parent.mkdir()
+    latest.write_text("step_10")
+    assert requeues(job) == 3
+    latest.write_text("step_10.1")  # the same step, kept again
+    assert [requeues(job), requeues(job)] == [4, 4]
+
+
+def test_a_new_job_of_a_run_that_failed_before_has_all_its_restarts(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "n1", FAKE_EXIT="1", DOCTOR="0", MAX_RESTARTS="1")
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / ".slurm_failures").write_text("4710 none 2\n")
+    assert [requeues(job), requeues(job)] == [1, 1]
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+
+
+def signalled(
+    job: SlurmJob, folder: Path, number: signal.Signals, then: signal.Signals | None = None
+) -> tuple[int, str]:
+    """(exit code, output) of a job that gets a signal while its launch.py waits, and perhaps one while it ends."""
+    began = job.begin()
+    await_file(folder / "waits")
+    began.send_signal(number)
+    if then is not None:
+        await_file(folder / "ends")
+        began.send_signal(then)
+    return end(began, 240)
 
 
 @pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
@@ -109,22 +200,45 @@ def test_at_the_end_of_its_time_a_job_keeps_a_checkpoint_and_is_queued_again(
     tmp_path: Path, sent: signal.Signals, again: bool
 ) -> None:
     """SIGTERM comes from a person who ends the job: it stays ended."""
-    job = job_of(tmp_path, FAKE_WAIT="1", DOCTOR="0")
-    began = job.begin()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "running").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    began.send_signal(sent)
-    code, output = end(began, 240)
+    job = job_of(tmp_path, FAKE_WAIT="run", DOCTOR="0")
+    code, output = signalled(job, tmp_path, sent)
     assert code == 130, output
     assert ("scontrol requeue 4711" in job.calls) is again
 
 
-def test_a_container_is_given_to_every_step(tmp_path: Path) -> None:
-    text = (DEPLOY / "slurm.sh").read_text()
-    assert text.count("srun") - text.count("srun's") == 1, "one place starts steps"
-    assert '"--container-image=$CONTAINER"' in text and '"--container-mounts=' in text
+@pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_before_the_run_is_not_lost(tmp_path: Path, sent: signal.Signals, again: bool) -> None:
+    job = job_of(tmp_path, FAKE_WAIT="doctor")
+    code, output = signalled(job, tmp_path, sent)
+    assert code == 128 + signal.SIGUSR1, output
+    assert ("scontrol requeue 4711" in job.calls) is again
+    assert not any("launch.py" in call and "task=doctor" not in call for call in job.calls), "the run begins"
+
+
+def test_a_job_that_a_person_ends_as_its_time_ends_is_not_queued_again(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_WAIT="run", FAKE_ENDS_S="1", DOCTOR="0")
+    code, output = signalled(job, tmp_path, signal.SIGUSR1, then=signal.SIGTERM)
+    assert code == 130, output
+    assert not any("requeue" in call for call in job.calls)
+
+
+def test_in_containers_the_run_shares_tmp_with_the_ray_of_its_node(tmp_path: Path) -> None:
+    job = job_of(tmp_path, CONTAINER="registry#grmpipe:latest", MOUNTS="/shared:/shared")
+    code, output = end(job.begin("+experiment=quickstart"), 60)
+    assert code == 0, output
+    steps = [call for call in job.calls if call.startswith("srun")]
+    inside, outside = "in registry#grmpipe:latest: ", "in the host: "
+    assert all(inside in step for step in steps if "ray " in step or "python " in step)
+    removed = f"srun [n1 n2 n3] {outside}enroot remove --force pyxis_grmpipe_4711"
+    assert steps[-1] == removed, "its containers stay on the nodes"
+    assert outside in steps[0], "the address needs no container, whose import takes minutes"
+
+
+def test_a_job_whose_ray_does_not_start_ends_at_once(tmp_path: Path) -> None:
+    job = job_of(tmp_path, FAKE_LOST="n1")
+    code, output = end(job.begin(), 30)
+    assert code == 1 and f"Ray does not listen at 127.0.0.1:{job.port}" in output
+    assert not any("requeue" in call for call in job.calls)
 
 
 def test_nodes_are_waited_for_up_to_a_limit() -> None:
@@ -193,6 +307,35 @@ def test_the_sky_task_starts_the_recipe_on_as_many_gpus_as_it_needs() -> None:
     assert task["envs"]["RUN_DIR"].startswith(next(iter(task["volumes"])))
     assert "ray stop" not in re.sub(r"#.*", "", task["run"]), "SkyPilot has a Ray of its own"
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
+
+
+def test_the_machines_of_a_sky_task_join_the_first_one_and_it_runs(tmp_path: Path) -> None:
+    port = free_port()
+    script = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"]
+    script = script.replace("/opt/grmpipe", str(tmp_path)).replace("6390", str(port))
+    for name, text in (("ray", RAY), ("python", PYTHON)):
+        write_script(tmp_path / "bin" / name, text)
+
+    def begin(rank: int) -> subprocess.Popen[str]:
+        (tmp_path / f"tmp{rank}").mkdir()
+        environment = {
+            **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "FAKE_FOLDER": str(tmp_path),
+            "FAKE_TMP": str(tmp_path / f"tmp{rank}"), "FAKE_NODE": f"rank {rank}", "OVERRIDES": "train.lr=1e-4",
+            "RUN_DIR": str(tmp_path / "run"), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", "-c", script], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    worker, head = begin(1), begin(0)
+    code, output = end(head, 60)
+    os.killpg(worker.pid, signal.SIGKILL)
+    assert code == 0, output + worker.communicate()[0]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert any(call.startswith(f"ray on rank 1: start --block --address=127.0.0.1:{port} ") for call in calls)
+    assert calls[-1].endswith(f"run_dir={tmp_path}/run cluster.env_vars=[HF_HOME] resume=auto")
 
 
 @pytest.mark.parametrize(

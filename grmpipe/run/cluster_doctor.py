@@ -18,7 +18,8 @@ from grmpipe.config.judging import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.node_examiner import NodeExaminer, NodeFacts, versions
 from grmpipe.validate.sections import section
-from models.lm.footprint import footprint_of_shape
+from models.lm.footprint import BYTES_OF_A_MOMENT, footprint_of_shape
+from models.settings import LoraConfig, ModelShape
 from scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorGroup
 
@@ -29,7 +30,6 @@ REDUCE_MB = {NODES: 4, GPUS: 256}
 REDUCE_TIMEOUT_S = 120.0
 LEAST_SHM_GB = {False: 0.2, True: 8.0}  # by whether a machine has GPUs: vLLM and NCCL on it use more
 LEAST_DISK_GB = 5.0
-CHECKPOINT_BYTES = 12  # per parameter: weights and two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +159,24 @@ def space_found(node: str, facts: NodeFacts, has_gpus: bool, checkpoints_gb: flo
 
 
 def checkpoint_gb(config: RunConfig) -> float:
-    """Space of the checkpoints that a run keeps and of the one that it writes; 0 if the model's size isn't declared."""
-    shape = config.policy.shape
-    if not shape.declared:
-        return 0.0
-    num_bytes = CHECKPOINT_BYTES * footprint_of_shape(shape).num_parameters
+    """Space of the checkpoints that a run keeps and of the one that it writes: float32 weights and two moments of all
+    that learns. A model whose size isn't declared counts 0.
+    """
+    models = [config.models[role] for role, learner in config.learners.items() if learner in config.roles]
+    learning = [(model.shape, model.lora) for model in models]
+    if "critic" in config.roles and config.critic.path is None:
+        learning.append((config.policy.shape, LoraConfig()))
+    num_values = sum(trained_values(shape, lora) for shape, lora in learning)
+    num_bytes = num_values * (4 + 2 * BYTES_OF_A_MOMENT[config.train.optimizer_state_dtype])
     return (config.train.keep_checkpoints + 1) * num_bytes / 1e9
+
+
+def trained_values(shape: ModelShape, lora: LoraConfig) -> int:
+    """The trained values of a model, or of its adapters; 0 if its size isn't declared."""
+    if not shape.declared:
+        return 0
+    footprint = footprint_of_shape(shape)
+    return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else footprint.num_parameters
 
 
 def models_found(node: str, facts: NodeFacts) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM and SIGHUP into an orderly end of a run, as an interruption. Stops nothing itself."""
+"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption. Stops nothing itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from types import FrameType
 from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # a scheduler, a closed terminal; asyncio has Ctrl-C until a run asks
+# A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM). asyncio has Ctrl-C
+# until a run asks.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _end: ContextVar[Callable[[], object] | None] = ContextVar("_end", default=None)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Context: SIGTERM and SIGHUP cancel the current task, as asyncio.run does on Ctrl-C; a second signal ends the
-    process at once. It covers the start of a run, which may take minutes.
+    """Context: SIGTERM, SIGHUP and SIGUSR1 cancel the current task, as asyncio.run does on Ctrl-C; a second signal
+    ends the process at once. It covers the start of a run, which may take minutes.
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"

@@ -1,6 +1,8 @@
 """Waits until a running Ray has as many nodes as a script has started. Starts nothing.
 
 python -m scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
+
+Its machine must be one of the nodes: Ray's clients talk to a raylet beside them.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from models.engines.engine_kind import AnyEngine
-from models.lm.footprint import BYTES, Footprint, Working
+from models.lm.footprint import BYTES, BYTES_OF_A_MOMENT, Footprint, Working
 from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
-
-BYTES_OF_A_MOMENT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / 256}  # and a scale for each block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

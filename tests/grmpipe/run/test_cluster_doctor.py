@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.cotrain import CotrainConfig
+from grmpipe.config.critic import CriticConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.run import node_examiner
 from grmpipe.run.cluster_doctor import (
     Finding,
@@ -27,7 +30,8 @@ from grmpipe.run.cluster_doctor import (
     versions_found,
 )
 from grmpipe.run.node_examiner import NodeExaminer, NodeFacts
-from models.settings import ModelConfig, ModelShape
+from models.lm.footprint import footprint_of_shape
+from models.settings import LoraConfig, ModelConfig, ModelShape
 from scheduler.placement import NodeCapacity, PlacementConfig, PoolConfig, RoleConfig
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -235,14 +239,35 @@ def test_a_full_disk_and_a_containers_small_shared_memory_are_problems() -> None
     assert all(finding.ok for finding in space_found("one", FACTS, True, 294.0, "/runs"))
 
 
-def test_room_for_checkpoints_follows_from_the_model() -> None:
-    shape = ModelShape(
-        num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
-        vocab_size=151936, context_tokens=40960,
-    )  # fmt: skip
-    config = replace(RunConfig(), policy=ModelConfig(shape=shape))
+SHAPE_8B = ModelShape(
+    num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=151936, context_tokens=40960,
+)  # fmt: skip
+
+
+def test_room_for_checkpoints_follows_from_the_model_and_its_optimizer() -> None:
+    config = replace(RunConfig(), policy=ModelConfig(shape=SHAPE_8B))
     assert checkpoint_gb(config) == pytest.approx(3 * 12 * 8.19, rel=0.01), "two are kept, one is written"
+    compact = replace(config, train=replace(config.train, optimizer_state_dtype="bfloat16"))
+    assert checkpoint_gb(compact) == pytest.approx(3 * 8 * 8.19, rel=0.01)
     assert checkpoint_gb(RunConfig()) == 0
+
+
+def test_a_checkpoint_of_adapters_has_nothing_of_the_frozen_model() -> None:
+    config = replace(RunConfig(), policy=ModelConfig(shape=SHAPE_8B, lora=LoraConfig(rank=32)))
+    values = 32 * footprint_of_shape(SHAPE_8B).adapter_parameters(1, [])
+    assert checkpoint_gb(config) == pytest.approx(3 * 12 * values / 1e9) and values < 8.19e9 / 50
+
+
+def test_critics_and_judges_that_learn_are_in_the_checkpoints_too() -> None:
+    model = ModelConfig(shape=SHAPE_8B)
+    seats = {role: RoleConfig(pool="train") for role in ("policy", "learner", "grm", "grm_learner", "critic")}
+    placement = PlacementConfig(pools={"train": PoolConfig(slots=5)}, roles=seats)
+    config = RunConfig(policy=model, grm=model, cotrain=CotrainConfig(enabled=True), placement=placement)
+    assert checkpoint_gb(config) == pytest.approx(2 * 3 * 12 * 8.19, rel=0.01)
+    ppo = AlgorithmConfig(estimator="gae")
+    config = RunConfig(policy=model, critic=CriticConfig(enabled=True), algorithm=ppo, placement=placement)
+    assert checkpoint_gb(config) == pytest.approx(2 * 3 * 12 * 8.19, rel=0.01)
 
 
 def test_the_report_has_a_line_for_each_machine_and_check() -> None:

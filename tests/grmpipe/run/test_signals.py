@@ -14,7 +14,7 @@ import pytest
 
 from grmpipe.run.signals import asked_to_stop, ended_by_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ async def ended(number: signal.Signals) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_in_the_start_is_an_interruption(number: signal.Signals) -> None:
     assert asyncio.run(ended(number)) == "interrupted"
 
