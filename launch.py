@@ -7,14 +7,16 @@ python launch.py +experiment=quickstart task=simulate            # step time and
 python launch.py task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
 python launch.py task=doctor                                     # what is installed and missing, and what to type
 
-Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).
+Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -31,6 +33,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, schema
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
 
 # Without it Hydra prints its own report and exits 1 before we can explain the error.
@@ -38,31 +41,70 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 ConfigStore.instance().store(name="schema", node=schema())
 
 
+RUNS: list[SweepRun] = []  # of the sweep in this process, in the order of their ends
+
+
+class RunEnded(SystemExit):
+    """The end of a run with an error. As a SystemExit it passes through Hydra, which prints a report of its own on top
+    of ours for any other exception.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.message = message
+        self.exit_code = exit_code
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 # type: ignore[no-untyped-def]  # a DictConfig, which only grmpipe/config/yaml_io.py reads
 def compose_and_run(config) -> float | None:
-    # SystemExit passes through Hydra unreported; for any other exception Hydra prints its own report on top of ours.
+    def run() -> float | None:
+        return run_to_end(lambda: run_task(build(config)))
+
+    return run_in_sweep(run, config.objective) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
+
+
+def run_to_end(run: Callable[[], float | None]) -> float | None:
+    """The objective. Raises RunEnded after the error is printed."""
     try:
-        return run_job(build(config))
+        return run()
     except ConfigError as error:
-        sys.exit(complain(str(error), 2))
+        raise ended(str(error), 2) from error
     except RunFailed as error:
-        sys.exit(complain(str(error), 1))
+        raise ended(str(error), 1) from error
     except (RunInterrupted, KeyboardInterrupt) as error:
-        sys.exit(complain(str(error) or "interrupted", 130))
+        raise ended(str(error) or "interrupted", 130) from error
 
 
-def run_job(config: RunConfig) -> float | None:
-    """Run the only job, or one of a sweep, for which it prints the number and the result."""
+def ended(message: str, exit_code: int) -> RunEnded:
+    complain(message, exit_code)
+    return RunEnded(message, exit_code)
+
+
+def run_in_sweep(run: Callable[[], float | None], key: str) -> float | None:
+    """The objective of one run of a sweep, which `key` names; NaN if it failed, so that the next ones run. An interrupt
+    ends the sweep.
+    """
     here = HydraConfig.get()
-    if here.mode != RunMode.MULTIRUN:
-        return run_task(config)
     if (typed := Path(here.sweep.dir) / "multirun.yaml").exists():  # Hydra's copy of the whole configuration
         typed.chmod(0o600)
-    print(f"sweep, run {here.job.num}: {mask(' '.join(here.overrides.task), environment_secrets())}", flush=True)
-    objective = run_task(config)
+    number, overrides = here.job.num, [mask(typed, environment_secrets()) for typed in here.overrides.task]
+    print(f"sweep, run {number}: {' '.join(overrides)}", flush=True)
+    ended_as = functools.partial(SweepRun, number=number, overrides=overrides)
+    try:
+        objective = run()
+    except RunEnded as end:
+        RUNS.append(ended_as(exit_code=end.exit_code, error=mask(end.message, environment_secrets())))
+        # The process of another launcher's job has an exit code of its own.
+        if end.exit_code == 130 or here.runtime.choices["hydra/launcher"] != "basic":
+            raise
+        return math.nan
+    except Exception as error:  # a defect, which Hydra raises after the last run
+        RUNS.append(ended_as(exit_code=1, error=mask(repr(error), environment_secrets())))
+        raise
+    RUNS.append(ended_as(objective=objective))
     if objective is not None:
-        print(f"sweep, run {here.job.num}: {config.objective} = {objective:g}", flush=True)
+        print(f"sweep, run {number}: {key} = {objective:g}", flush=True)
     return objective
 
 
@@ -124,10 +166,14 @@ def main() -> int:
                 f"variable and type {key}='${{oc.env:NAME}}', or use its key that ends in _env",
                 2,
             )
+        RUNS.clear()
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
-    return 0
+    finally:
+        if RUNS:
+            print(sweep_table(RUNS), flush=True)
+    return exit_code_of(RUNS)
 
 
 def complain(message: str, code: int) -> int:

@@ -22,6 +22,7 @@ from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.validate.devices import device_notes
+from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
 
@@ -177,7 +178,7 @@ def notes(prepared: Prepared) -> list[str]:
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         footprints = {role: model.footprint for role, model in sized(prepared).items()}
         said += device_notes(config, prepared.roles, footprints)
-    return said
+    return [*said, *hyperparameter_notes(config)]
 
 
 @contextmanager

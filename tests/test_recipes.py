@@ -22,7 +22,7 @@ PAGE = recipes.PAGE.read_text(encoding="utf-8")
 def test_a_recipe_is_seated_and_its_command_is_on_the_page(name: str) -> None:
     config = recipes.composed(name)
     placement, _ = seat_roles(config)
-    assert config.experiment == name, "its runs have a folder of their own"
+    assert config.experiment_name == name, "its runs have a folder of their own"
     taken = {(seat.pool, slot) for seats in placement.seats.values() for seat in seats for slot in seat.slots}
     assert len(taken) == recipes.num_gpus(config), "no GPU stays empty"
     whom, command = recipes.comment_of(name)

@@ -15,7 +15,7 @@ class PlanConfig:
     search: bool = False  # Simulate other placements of the same slots and write the fastest.
     # Directory of an earlier run, or its timeline.json: its measured costs and lengths replace estimated ones.
     profile: str | None = None
-    # Directory for placement/planned.yaml; null: plan/ in run_dir, or in runs/<experiment>.
+    # Directory for placement/planned.yaml; null: plan/ in run_dir, or in runs/<experiment_name>.
     write: str | None = None
     # Mean length of a rollout; 0: the profile's, or half of rollout.max_new_tokens.
     rollout_tokens: int = 0

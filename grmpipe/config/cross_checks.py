@@ -49,10 +49,13 @@ def check_run(config: RunSections) -> None:
         raise ValueError(f"task: unknown task {config.task!r}; known: {', '.join(TASKS)}")
     if config.resume not in RESUMES:
         raise ValueError(f"resume: unknown value {config.resume!r}; known: {', '.join(RESUMES)}")
-    if not re.fullmatch(r"[\w-][\w.-]*", config.experiment):  # it names a folder under runs/
+    if not re.fullmatch(r"[\w-][\w.-]*", config.experiment_name):  # it names a folder under runs/
         raise ValueError(
-            f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {config.experiment!r}"
+            "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
+            f"{config.experiment_name!r}"
         )
+    if config.run_dir == "":
+        raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.judge.kind != "label":
         raise ValueError(
             "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"

@@ -92,8 +92,19 @@ def no_such_choice(text: str) -> str:
     message = f"{group}: there is no {name!r}" + (f"; did you mean {near[0]}?" if near else "")
     if options:
         message += f"{' There' if near else '; there'} are {', '.join(options)}"
+    if group == "experiment" and not near:
+        message += f"; to name the run type experiment_name={name}"
     own = [option for option in OWN if option in options]
     return message + (f"; for your own type {group}={own[0]} {group}.path={name}" if own and not near else "")
+
+
+def no_such_default(text: str) -> str:
+    """The message for a group that conf/config.yaml chooses nothing of, typed without +."""
+    found = re.search(r"To append to your default list use \+([^=\s]+)=(\S+)", text)
+    if not found:
+        return ""
+    message = f"{found[1]}: nothing of it is chosen; to choose {found[2]} type +{found[1]}={found[2]}"
+    return message + f", to name the run experiment_name={found[2]}" * (found[1] == "experiment")
 
 
 def chosen_twice(text: str) -> str:
@@ -164,7 +175,8 @@ def as_it_is(text: str) -> str:
 
 
 READINGS = (
-    no_such_choice, chosen_twice, no_assignment, no_such_member, not_there_yet, no_single_value, no_such_key, as_it_is,
+    no_such_choice, no_such_default, chosen_twice, no_assignment, no_such_member, not_there_yet,
+    no_single_value, no_such_key, as_it_is,
 )  # fmt: skip
 
 

@@ -57,6 +57,9 @@ Later values win: the defaults below, the files that `conf/config.yaml` chooses 
 for a role. A name that isn't there yet is added with its section: `'+placement.pools={{more: {{slots: 2}}}}'`. A share
 is a number from 0 to 1.
 
+The defaults train the tiny models. A policy of your own (`policy=path`) or of `conf/policy/` that isn't tiny brings
+`conf/pretrained.yaml`: lower learning rates and longer answers, which recipes and single keys override.
+
 {contents}
 """
 

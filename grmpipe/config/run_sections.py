@@ -49,12 +49,12 @@ class RunSections:
     # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
     # the run, write a run's report, or check what is installed.
     task: str = "train"
-    experiment: str = "default"  # Name of the run, and of its folder in runs/.
+    experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
-    # Directory of the run; null: a new one, runs/<experiment>/<date>_<time>.
+    # Directory of the run; null: a new one, runs/<experiment_name>/<date>_<time>.
     run_dir: str | None = None
-    # Continue the run in run_dir (null: the newest of the experiment) from its last complete checkpoint, if there is
-    # one (auto), or start a new run (never).
+    # Continue the run in run_dir (null: the experiment's newest of the same task) from its last complete checkpoint, if
+    # there is one (auto), or start a new run (never).
     resume: str = "never"
     # Path to a number in summary.json, which the run returns to a sweep.
     objective: str = "eval.final.grm_score"

@@ -50,7 +50,7 @@ def from_values(cls: type[Config], values: Mapping[str, object], path: str = "")
     key.
     """
     hints = typing.get_type_hints(cls)
-    known = {spec.name for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = [spec.name for spec in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
             raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))

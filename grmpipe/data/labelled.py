@@ -33,13 +33,13 @@ def load_labelled(
 
     | schema | fields read |
     |---|---|
-    | ours, ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset, source |
-    | ours, scored | prompt or messages, response, score; reference, item_id, subset, source |
+    | grmpipe ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset, source |
+    | grmpipe scored | prompt or messages, response, score; reference, item_id, subset, source |
     | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
     | PPE correctness (best of k) | prompt, response_1 ..., scores, sampled_conflict_pairs |
     | PPE human preference | prompt, response_1, response_2, winner |
-    | RMB, pairs | conversation_input, chosen.answer, reject.answer, category_path |
-    | RMB, best of n | conversation_input, bon_best.answer, loser_list[].answer, category_path |
+    | RMB pairs | conversation_input, chosen.answer, reject.answer, category_path |
+    | RMB best of n | conversation_input, bon_best.answer, loser_list[].answer, category_path |
     | JudgeBench | question, response_A, response_B, label (A>B, B>A), source |
     | HelpSteer3 preference | context, response1, response2, overall_preference (below 0: the first), domain |
     | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |

@@ -150,15 +150,15 @@ def rmb_best_of_n_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
 
 # The most specific fields first: many datasets have a prompt and a response.
 SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
-    ("RMB, best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n_row),
-    ("RMB, pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair_row),
+    ("RMB best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n_row),
+    ("RMB pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair_row),
     ("HelpSteer3 preference", frozenset({"context", "response1", "response2", "overall_preference"}), help_steer3_row),
     ("HelpSteer2 preference", frozenset({"response_1", "response_2", "preference_strength"}), help_steer2_pair_row),
     ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness_row),
     ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), ppe_human_row),
     ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), judge_bench_row),
-    ("ours, ranked", frozenset({"responses", "best"}), ranked_row),
-    ("ours, scored", frozenset({"response", "score"}), scored_row),
+    ("grmpipe ranked", frozenset({"responses", "best"}), ranked_row),
+    ("grmpipe scored", frozenset({"response", "score"}), scored_row),
     ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench_row),
     ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer_row),
 )

@@ -147,6 +147,8 @@ def messages_of(row: Row, where: str) -> tuple[Message, ...]:
         columns = ", ".join(row) or "none"
         raise ValueError(f"{where}: expected exactly one of the fields messages and prompt; its fields: {columns}")
     if "prompt" in row:
+        if isinstance(row["prompt"], list):
+            raise ValueError(f"{where}: prompt: expected a text; a list of {{role, content}} belongs in `messages`")
         return (Message(role="user", content=filled(row["prompt"], f"{where}: prompt")),)
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:

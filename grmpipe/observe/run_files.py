@@ -180,9 +180,9 @@ def change_of(line: Record) -> str:
 
 
 def title_of(run_dir: Path, config: str) -> str:
-    """The title of a run: its experiment, because directories are named by date."""
-    experiment = re.search(r"^experiment: (\S+)$", config, re.MULTILINE)
-    return f"{experiment[1]}, {run_dir.resolve().name}" if experiment else run_dir.resolve().name
+    """The title of a run: its experiment's name, because directories are named by date."""
+    name = re.search(r"^experiment_name: (\S+)$", config, re.MULTILINE)
+    return f"{name[1]}, {run_dir.resolve().name}" if name else run_dir.resolve().name
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from grmpipe.run_dir.directory import HOME, holds_run
 
 def make_report(config: RunConfig) -> str:
     """Return the path of the report. Raises ConfigError if there is no run, RunFailed if it can't be written."""
-    run_dir = Path(config.run_dir) if config.run_dir else HOME / config.experiment / "latest"
+    run_dir = Path(config.run_dir) if config.run_dir else HOME / config.experiment_name / "latest"
     if not holds_run(run_dir):
-        raise ConfigError(f"run_dir: {run_dir} holds no run; type run_dir=runs/<experiment>/latest")
+        raise ConfigError(f"run_dir: {run_dir} holds no run; type run_dir=runs/<experiment_name>/latest")
     if not write_report(run_dir, bottleneck_so_far(run_dir)):
         raise RunFailed(f"{run_dir / REPORT} could not be written; the cause is reported above")
     return str(run_dir / REPORT)

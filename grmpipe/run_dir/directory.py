@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.resume_rules import ConfigChange, changed_keys, changes_on_resume
+from grmpipe.config.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml, torn_off
 from grmpipe.run_dir.checkpoints import Checkpoints
@@ -40,21 +40,46 @@ def locate_run(config: RunConfig) -> RunLocation:
     named = config.run_dir
     if (run_dir := run_to_resume(config)) is not None:
         return resumed(run_dir, config)
-    if named is None:
-        return RunLocation(run_dir=new_run_dir(HOME / config.experiment))
-    if config.resume == "never" and holds_run(Path(named)):
+    if config.resume == "never" and named is not None and holds_run(Path(named)):
         raise refusal(Path(named))
-    return RunLocation(run_dir=Path(named))
+    home = HOME / config.experiment_name
+    kind = "replay" if is_replay(config) else f"run with task={config.task}"
+    notes = (f"resume: {named or home} holds no {kind}; a new one starts",) * (config.resume == "auto")
+    return RunLocation(run_dir=new_run_dir(home) if named is None else Path(named), notes=notes)
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
     """The directory of the run that resume=auto continues. None if there is none."""
     if config.resume != "auto":
         return None
-    home = HOME / config.experiment
+    if config.run_dir is None:
+        return newest_run(config)
+    return Path(config.run_dir) if holds_run(Path(config.run_dir)) else None
+
+
+def newest_run(config: RunConfig) -> Path | None:
+    """The experiment's newest run of this task: the one that `latest` names, else the last by date. None if there is
+    none.
+    """
+    home = HOME / config.experiment_name
     latest = home / (home / "latest").resolve().name  # the name that the run used for itself
-    run_dir = Path(config.run_dir) if config.run_dir else latest
-    return run_dir if holds_run(run_dir) else None
+    by_date = sorted((path.parent for path in home.glob("*/config.yaml") if not path.parent.is_symlink()), reverse=True)
+    candidates = [path for path in (latest, *by_date) if holds_run(path)]
+    return next((path for path in candidates if is_of_task(path, config)), None)
+
+
+def is_of_task(run_dir: Path, config: RunConfig) -> bool:
+    """Whether a run has the same task; one that can't be read counts, so that a resume reports it."""
+    try:
+        other = read_yaml(run_dir / "config.yaml")
+    except ConfigError:
+        return True
+    return other.task == config.task and is_replay(other) == is_replay(config)
+
+
+def is_replay(config: RunConfig) -> bool:
+    """Whether the run trains on the rollouts of another run."""
+    return config.data.retrain_from is not None
 
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
@@ -89,13 +114,12 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     if lacking := torn_off(written):
         raise ConfigError(
             f"resume: {written} is incomplete, or from another version of grmpipe: it lacks {', '.join(lacking[:3])}"
-            f"{' and more' if lacking[3:] else ''}; restore a complete one, or start a new run with resume=never"
+            f"{' and more' if lacking[3:] else ''}; restore a complete one, or {NEW_RUN}"
         )
     old = read_yaml(written)
     if changed := changed_keys(old, config):
         raise ConfigError(
-            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
-            "undo it, or start a new run with resume=never"
+            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; undo it, or {NEW_RUN}"
         )
     if is_complete(run_dir, config):
         return RunLocation(run_dir=run_dir, resumed=True, complete=True)
@@ -115,8 +139,7 @@ def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     damaged = "; ".join(found.damaged)
     if found.checkpoint is None:
         raise ConfigError(
-            f"resume: no checkpoint in {run_dir}/checkpoints is complete ({damaged}); restore a copy, or start a new "
-            "run with resume=never and another run_dir"
+            f"resume: no checkpoint in {run_dir}/checkpoints is complete ({damaged}); restore a copy, or {NEW_RUN}"
         )
     return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; continuing from {found.checkpoint.name}",)
 
@@ -133,9 +156,11 @@ def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:
-    """Point runs/<experiment>/latest to this run. A run in another directory has no such link."""
-    home = HOME / config.experiment
-    if run_dir.resolve().parent != home.resolve():
+    """Point runs/<experiment_name>/latest to this run. A run in another directory has no such link; evaluations and
+    replays leave it at the run whose model they use.
+    """
+    home = HOME / config.experiment_name
+    if run_dir.resolve().parent != home.resolve() or config.task == "evaluate" or is_replay(config):
         return
     draft = home / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import key_of_cotrain, key_of_judge, key_of_model
+from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.tiny_prompts import TINY
 from grmpipe.judge.prompt import path_of
@@ -49,7 +50,7 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"resume: {path} can't be read ({error!r}); restore it, remove it to continue without its checks, or "
-            "start a new run with resume=never"
+            f"{NEW_RUN}"
         ) from error
 
 
@@ -69,7 +70,7 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
         files = input_files(config)
         raise ConfigError(
             f"resume: {'; '.join(f'{key}: {files[key]}' for key in changed)}: not the content that {run_dir} started "
-            "with (by its checksum); restore that, or start a new run with resume=never"
+            f"with (by its checksum); restore that, or {NEW_RUN}"
         )
 
 

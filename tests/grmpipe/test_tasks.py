@@ -8,12 +8,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forks import Forked
 
+import launch as entry
+from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor import cuda_mismatch, doctor, driver_version, line_of
+from grmpipe.run.errors import RunFailed, RunInterrupted
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -46,6 +50,69 @@ def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objecti
     assert "train.lr=1e-4,2e-4" in (sweep / "multirun.yaml").read_text()
     assert (sweep / "multirun.yaml").stat().st_mode & 0o077 == 0
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def swept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, override: str, result: Callable[[RunConfig], float | None]
+) -> tuple[int, list[int]]:
+    """The exit code of a sweep over group sizes, and those that ran. result: what stands for the work of a run."""
+    ran = []
+
+    def run(config: RunConfig) -> float | None:
+        ran.append(config.train.group_size)
+        return result(config)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "run_task", run)
+    arguments = ["-m", f"--config-path={ROOT / 'conf'}", "+experiment=quickstart", override]
+    monkeypatch.setattr("sys.argv", ["launch.py", *arguments])
+    return entry.main(), ran
+
+
+def test_a_run_that_fails_leaves_the_rest_of_its_sweep_to_run_and_decides_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails_at_4(config: RunConfig) -> float:
+        if config.train.group_size == 4:
+            raise RunFailed("no engine is left\nSee run.log")
+        return 0.5
+
+    assert swept(monkeypatch, tmp_path, "train.group_size=1,4,8", fails_at_4) == (2, [4, 8])
+    out, err = capsys.readouterr()
+    header = "sweep, run 0: +experiment=quickstart train.group_size=1"
+    assert header in out.splitlines(), "before the error, also of a configuration that isn't built"
+    assert re.findall(r"^grmpipe: (.*)$", err, re.MULTILINE) == [
+        "train.group_size: must be at least 2 (a baseline needs siblings), got 1",
+        "no engine is left",
+    ]
+    assert [" ".join(line.split()) for line in out.partition("sweep: 3 runs, 2 failed\n")[2].splitlines()][1:] == [
+        "0 exit 2 train.group_size=1 train.group_size: must be at least 2 (a baseline needs siblings), got 1",
+        "1 exit 1 train.group_size=4 no engine is left",
+        "2 0.5 train.group_size=8",
+    ]
+
+
+def test_an_interrupt_ends_the_whole_sweep_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: RunConfig) -> float:
+        raise RunInterrupted("interrupted at step 3")
+
+    with pytest.raises(SystemExit) as end:
+        swept(monkeypatch, tmp_path, "train.group_size=8,4", interrupted)
+    assert end.value.code == 130
+    assert "sweep: 1 runs, 1 failed" in capsys.readouterr().out
+
+
+def test_an_error_that_is_no_users_has_its_line_in_the_table_and_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: RunConfig) -> float:
+        return 1 / (config.train.group_size - 8)
+
+    with pytest.raises(ZeroDivisionError):
+        swept(monkeypatch, tmp_path, "train.group_size=8,4", broken)
+    assert "sweep: 2 runs, 1 failed" in capsys.readouterr().out
 
 
 def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> None:

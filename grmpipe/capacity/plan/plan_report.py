@@ -16,6 +16,7 @@ from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.devices import device_notes
+from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
@@ -53,7 +54,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
         plans = find_plans(survey, profile, simulate)
         blocks += [table(plans), write_best(plans, config)]
     footprints = {role: sized.footprint for role, sized in survey.models.items()}
-    noted = device_notes(config, survey.roles, footprints)
+    noted = [*device_notes(config, survey.roles, footprints), *hyperparameter_notes(config)]
     blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
     blocks += listed("not measured", profile.notes if profile else ())
     blocks += listed("not checked here", unchecked)

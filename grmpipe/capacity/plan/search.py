@@ -242,14 +242,13 @@ def write_best(plans: Plans, config: RunConfig) -> str:
         path.write_text(said + placement_yaml(placement), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"plan.write: {path} can't be written ({error}); type plan.write=<a directory>") from error
-    experiment = f" +experiment={config.experiment}" if config.experiment != "default" else ""
     return "\n".join([
         f"the best is in {path}; to run it",
-        f"  python launch.py --config-dir {directory}{experiment} placement={NAME} <the rest of your overrides>",
+        f"  python launch.py --config-dir {directory} <your overrides> placement={NAME}",
     ])  # fmt: skip
 
 
 def plan_directory(config: RunConfig) -> Path:
     if config.plan.write:
         return Path(config.plan.write)
-    return Path(config.run_dir) / "plan" if config.run_dir else HOME / config.experiment / "plan"
+    return Path(config.run_dir) / "plan" if config.run_dir else HOME / config.experiment_name / "plan"

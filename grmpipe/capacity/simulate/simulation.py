@@ -180,7 +180,7 @@ def open_directory(config: RunConfig) -> Path:
     """The directory of a simulation, which never writes into a run's files; an earlier simulation there is replaced."""
     if config.run_dir is not None and holds_run(Path(config.run_dir)):
         raise ConfigError(f"run_dir: {config.run_dir} holds a run; type another run_dir for its simulation")
-    directory = Path(config.run_dir) if config.run_dir else new_run_dir(HOME / config.experiment / "simulations")
+    directory = Path(config.run_dir) if config.run_dir else new_run_dir(HOME / config.experiment_name / "simulations")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("timeline.json", "simulation.json"):

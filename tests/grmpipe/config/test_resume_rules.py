@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from grmpipe.config.resume_rules import FREE_ON_RESUME, ConfigChange, changed_keys, changes_on_resume, free_on_resume
+from grmpipe.config.resume_rules import (
+    FREE_ON_RESUME,
+    START_KEYS,
+    ConfigChange,
+    changed_keys,
+    changes_on_resume,
+    free_on_resume,
+)
 from grmpipe.config.run_config import RunConfig
 
 FREE = (
@@ -17,8 +26,9 @@ FREE = (
     "train.parallel.cp", "cotrain.parallel.ep", "cotrains.safety.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip
 BOUND = (
-    "seed", "experiment", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank", "grm.path",
-    "meta_rm.path", "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
+    "task", "seed", "experiment_name", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank",
+    "grm.path", "meta_rm.path",
+    "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
     "judge.parser", "judge.vote", "judge.score_max", "judge.truncation", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
@@ -48,6 +58,17 @@ def test_what_changes_a_sample_a_verdict_or_its_use_may_not(key: str) -> None:
 
 def test_every_free_key_is_a_key() -> None:
     assert set(FREE_ON_RESUME) <= set(keys_of(RunConfig()))
+
+
+def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "running.md").read_text()
+    rows = page.partition("| may change | keys |")[2].partition("\n\n")[0]
+    named = {key.removesuffix("*") for key in re.findall(r"`([\w.*]+)`", rows)} - {"engine_options"}  # of any role
+    known = set(keys_of(RunConfig()))
+    assert {key for key in named if not any(other.startswith(key) for other in known)} == set()
+    assert {key for key in named if not key.endswith("_") and not free_on_resume(key)} == set()
+    shown = {free for free in FREE_ON_RESUME if any(free.startswith(key) for key in named)}
+    assert set(FREE_ON_RESUME) - shown == set(START_KEYS)
 
 
 def test_a_change_is_told_without_secrets_and_how_the_run_is_called_is_none() -> None:

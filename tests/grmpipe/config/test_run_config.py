@@ -70,7 +70,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
     ("overrides", "message"),
     [
         (["group_size=4"], "did you mean train.group_size or cotrain.group_size?"),
-        (["+train.extra=1"], "unknown key 'train.extra'"),
+        (["+train.extra=1"], "unknown key 'train.extra'; train has num_steps, groups_per_batch, group_size, "),
         (["+judge_monitor.limits.x={above: 1}"],
          "judge_monitor.limits has no x; to add one type '+judge_monitor.limits={x: {above: 1}}'"),
         (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
@@ -99,6 +99,8 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
         (["policy=Qwen/Qwen3-8B"], "for your own type policy=path policy.path=Qwen/Qwen3-8B"),
         (["+algorithm=gspo"], "algorithm: is already chosen; to choose another type algorithm=gspo, without +"),
+        (["experiment=mine"], "to choose mine type +experiment=mine, to name the run experiment_name=mine"),
+        (["+experiment=mine"], "walk; to name the run type experiment_name=mine"),
         (["quickstart"], "quickstart: is not of the form key=value, as +experiment=quickstart is"),
         (["train.lr=1e-4,3e-4"], "add --multirun"),
         (["data.path=${nope}"], "data.path: Interpolation key 'nope' not found"),
@@ -107,6 +109,17 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
 def test_a_mistake_is_told_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
     said = told(*overrides)
     assert message in said and len(said.splitlines()) == 1
+
+
+def test_no_key_has_the_name_of_a_group_which_would_take_what_is_typed_for_it() -> None:
+    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    known = known_keys()
+    single = {key for key in known if not any(other.startswith(f"{key}.") for other in known)}
+    assert not groups & single
+
+
+def test_a_run_of_a_recipe_can_have_a_name_of_its_own(conf: None) -> None:
+    assert build(compose("config", ["+experiment=quickstart", "experiment_name=mine"])).experiment_name == "mine"
 
 
 @pytest.mark.parametrize("pool", ["train", "nowhere"])
@@ -187,9 +200,15 @@ def test_a_run_of_other_deadlines_is_resumed() -> None:
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "/tmp", "", "../up"])
 def test_an_experiment_names_a_folder_under_runs_and_no_other(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^experiment: may hold letters"):
-        RunConfig(experiment=name)
-    assert RunConfig(experiment="v1.2-a_b").experiment == "v1.2-a_b"
+    with pytest.raises(ValueError, match=r"^experiment_name: may hold letters"):
+        RunConfig(experiment_name=name)
+    assert RunConfig(experiment_name="v1.2-a_b").experiment_name == "v1.2-a_b"
+
+
+def test_an_empty_run_dir_is_refused_and_not_the_current_directory() -> None:
+    """As `run_dir=$DIR` is where the variable isn't set."""
+    with pytest.raises(ValueError, match=r"^run_dir: is empty; give a directory, or type run_dir=null"):
+        RunConfig(run_dir="")
 
 
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:

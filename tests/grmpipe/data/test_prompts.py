@@ -71,6 +71,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         ({"prompt": "a", "messages": CHAT}, "exactly one"),
         ({"prompt": ""}, "prompt: expected a text"),
         ({"prompt": 12}, "prompt: expected a text"),
+        ({"prompt": CHAT}, r"prompt: expected a text; a list of \{role, content\} belongs in `messages`"),
         ({"messages": []}, "messages: expected a list"),
         ({"messages": "6 x 2?"}, "messages: expected a list"),
         ({"messages": ["6 x 2?"]}, r"messages\[0\]: expected an object with role and content"),

@@ -246,7 +246,7 @@ def test_an_evaluation_has_one_value_of_each_metric(tmp_path: Path) -> None:
 def test_a_failed_run_tells_its_first_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
     summary(status="failed", failure="the gradient norm is nan").write(tmp_path / "summary.json")
     (tmp_path / "run.log").write_text("INFO: early\nERROR: late words\n")
-    (tmp_path / "config.yaml").write_text("task: train\nexperiment: ppo\n")
+    (tmp_path / "config.yaml").write_text("task: train\nexperiment_name: ppo\n")
     text = text_of(tmp_path)
     assert f"ppo, {tmp_path.name}" in text, "which experiment: directories have dates for names"
     assert "First cause the gradient norm is nan" in text

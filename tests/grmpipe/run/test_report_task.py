@@ -45,11 +45,11 @@ def test_a_configuration_of_another_version_leaves_out_only_the_sentence(tmp_pat
 def test_without_a_run_dir_it_is_the_latest_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_of(Path("runs/mine/latest"))
-    assert make_report(RunConfig(experiment="mine", task="report")) == "runs/mine/latest/report.html"
+    assert make_report(RunConfig(experiment_name="mine", task="report")) == "runs/mine/latest/report.html"
 
 
 def test_where_no_run_is_it_says_what_to_type(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no run; type run_dir=runs/<experiment>/latest"):
+    with pytest.raises(ConfigError, match=r"holds no run; type run_dir=runs/<experiment_name>/latest"):
         make_report(RunConfig(run_dir=str(tmp_path), task="report"))
 
 

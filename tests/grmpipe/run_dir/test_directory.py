@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.data import DataConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
@@ -21,7 +22,7 @@ from grmpipe.run_dir.identity import read_identity
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 
-CONFIG = RunConfig(experiment="x")
+CONFIG = RunConfig(experiment_name="x")
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,11 @@ def auto(config: RunConfig = CONFIG) -> RunConfig:
     return dataclasses.replace(config, resume="auto")
 
 
-def leave_run(run_dir: Path, status: str | None = None, objective: float | None = 0.5) -> None:
+def leave_run(
+    run_dir: Path, status: str | None = None, objective: float | None = 0.5, config: RunConfig = CONFIG
+) -> None:
     run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(to_yaml(CONFIG))
+    (run_dir / "config.yaml").write_text(to_yaml(config))
     if status is not None:
         (run_dir / "summary.json").write_text(json.dumps({"status": status, "objective": objective}))
 
@@ -90,18 +93,59 @@ def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
         locate_run(dataclasses.replace(CONFIG, run_dir="mine"))
 
 
-def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
-    assert locate_run(dataclasses.replace(auto(), run_dir="mine")) == RunLocation(run_dir=Path("mine"))
-    assert locate_run(auto()).run_dir.parent == Path("runs/x")
+def test_a_resume_with_nothing_to_resume_is_a_new_run_and_says_so() -> None:
+    named, unnamed = locate_run(dataclasses.replace(auto(), run_dir="mine")), locate_run(auto())
+    assert (named.run_dir, named.resumed) == (Path("mine"), False)
+    assert named.notes == ("resume: mine holds no run with task=train; a new one starts",)
+    assert unnamed.run_dir.parent == Path("runs/x")
+    assert unnamed.notes == ("resume: runs/x holds no run with task=train; a new one starts",)
+    assert locate_run(CONFIG).notes == ()
+
+
+def test_the_way_out_of_a_refused_resume_is_one_that_works() -> None:
+    leave_run(Path("mine"))
+    with pytest.raises(ConfigError, match=r"start a new run with resume=never and another run_dir$"):
+        locate_run(dataclasses.replace(auto(), run_dir="mine", seed=CONFIG.seed + 1))
+    assert not locate_run(dataclasses.replace(CONFIG, run_dir="other", seed=CONFIG.seed + 1)).resumed
 
 
 def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     assert locate_run(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
-    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    changed = from_values(RunConfig, {"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
+
+
+EVALUATION = dataclasses.replace(CONFIG, task="evaluate")
+REPLAY = dataclasses.replace(CONFIG, data=DataConfig(retrain_from="runs/x/1/rollouts.jsonl"))
+
+
+@pytest.mark.parametrize("other", [EVALUATION, REPLAY], ids=["evaluation", "replay"])
+def test_a_resume_continues_the_training_run_whatever_used_it_later(other: RunConfig) -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    point_latest(Path("runs/x/1"), CONFIG)
+    leave_run(Path("runs/x/2"), "completed", config=other)
+    point_latest(Path("runs/x/2"), other)
+    assert Path("runs/x/latest").resolve().name == "1", "whose model later commands name"
+    place = locate_run(auto())
+    assert (place.run_dir, place.complete) == (Path("runs/x/1"), False)
+    assert locate_run(auto(REPLAY)).resumed == (other is REPLAY)
+
+
+def test_a_resume_passes_over_newer_runs_of_other_tasks() -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    leave_run(Path("runs/x/2"), "interrupted")
+    leave_run(Path("runs/x/3"), "completed", config=EVALUATION)
+    Path("runs/x/latest").symlink_to("3")
+    assert locate_run(auto()).run_dir == Path("runs/x/2")
+
+
+def test_an_evaluation_is_never_continued_as_a_training_run() -> None:
+    leave_run(Path("mine"), "completed", config=EVALUATION)
+    with pytest.raises(ConfigError, match=r"^resume: .*differs from that of mine: task: evaluate -> train; "):
+        locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
@@ -117,7 +161,9 @@ def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
     whole = Path("mine/config.yaml").read_text()
     pipeline_state = whole[: int(share * len(whole))]
     Path("mine/config.yaml").write_text(pipeline_state[: pipeline_state.rfind("\n") + 1])
-    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never"):
+    with pytest.raises(
+        ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never and another run_dir$"
+    ):
         locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
@@ -182,7 +228,7 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
 def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
     leave_run(Path("mine"), "failed")
     values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
-    config = from_values(RunConfig, {"experiment": "x", "run_dir": "mine", "resume": "auto", **values})
+    config = from_values(RunConfig, {"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
         with Claim(config) as claim:
             claim.open()
@@ -236,7 +282,9 @@ def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     with Claim(auto(config)) as claim:
         assert claim.place.resumed, "the same content goes on"
     Path("file.jsonl").write_text(now)
-    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine started"):
+    with pytest.raises(
+        ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content .* and another run_dir$"
+    ):
         Claim(auto(config))
     Path("file.jsonl").write_text(was)
     with Claim(auto(config)) as claim:

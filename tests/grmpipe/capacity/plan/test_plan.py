@@ -226,9 +226,10 @@ def test_the_recipe_asks_for_its_prompts() -> None:
 
 
 def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[str, ...]) -> None:
-    text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing")
+    text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing", "train.lr=3e-4")
     assert "policy   unknown" in text
     assert "memory of policy: declare policy.shape" in text
+    assert "train.lr: 0.0003 for all weights of Nobody/Nothing" in text.split("\nwarnings\n")[1]
 
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
@@ -326,7 +327,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
     first = next(line for line in text.splitlines() if line.startswith("  1  "))
     assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]
     assert "grm 3" in first
-    assert "python launch.py --config-dir found +experiment=qwen3_8b placement=planned" in text
+    assert "python launch.py --config-dir found <your overrides> placement=planned" in text
 
     again = read_again(tmp_path / "found", *big_run, "engine=vllm")
     written = place(again.placement, again.roles, again.served, again.learners)
