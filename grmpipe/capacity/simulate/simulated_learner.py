@@ -9,7 +9,7 @@ import numpy as np
 
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.train.scalar.scalar_batch import PackedSequences
-from grmpipe.types import MicroBatch
+from grmpipe.types import MicroBatch, OldPass
 from models.checksum import checksum
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import InlineBytes, WeightBucket, WeightTensor
@@ -76,9 +76,12 @@ class SimulatedRanks:
                 case "scores":
                     await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
                     return [np.zeros(num_tokens(args[0]), dtype=np.float32) for args in args_by_rank]
-                case "logprobs" | "reference_logprobs":
+                case "reference_logprobs":
                     await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
-                    return [np.full(num_tokens(args[0]), -1.0, dtype=np.float32) for args in args_by_rank]
+                    return [minus_ones(args) for args in args_by_rank]
+                case "old_pass":
+                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
+                    return [OldPass(logprobs_T=minus_ones(args)) for args in args_by_rank]
                 case "step":
                     await self._spend(self._speed.step_s)
                     return [{}] * self._num_ranks
@@ -96,7 +99,7 @@ class SimulatedRanks:
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "discard" | "connect" | "deliver" | "delivered":
+                case "expect" | "discard" | "connect" | "deliver" | "delivered" | "close":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 
@@ -125,6 +128,11 @@ class SimulatedRanks:
 def num_tokens(micro_batch: object) -> int:
     assert isinstance(micro_batch, MicroBatch | PackedSequences)
     return len(micro_batch.token_ids_T)
+
+
+def minus_ones(args: tuple[object, ...]) -> np.ndarray:
+    """A log-prob for each token of a micro-batch, [T] float32."""
+    return np.full(num_tokens(args[0]), -1.0, dtype=np.float32)
 
 
 WEIGHTS = np.zeros(4, dtype=np.uint8)
