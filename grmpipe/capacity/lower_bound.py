@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.config.judging import LEARNER as GRM_LEARNER
 from models.types import EngineSpeed
 from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
 CRITIC = "critic"
-VALUED = 4 / 3  # of forward and backward: a critic reads each token once more for its value
 DRIVER = "driver"  # the driver process: neither a role nor a seat
 POLICY = "policy"
 META_RM = "meta_rm"
@@ -40,11 +39,14 @@ class RoleWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmTraining:
-    """The work of a judging model's learner in a step of the policy. `model`: the role whose weights it trains."""
+    """The work of a judging model's learner in a step of the policy. `model`: the role whose weights it trains.
+    `forward_tokens`: of passes without gradients.
+    """
 
     model: str
     steps: float
     tokens: float
+    forward_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,10 @@ class StepWork:
     learner_tokens: float
     groups: int
     max_staleness: int
+    learner_forward_tokens: float = 0.0  # of passes without gradients: by a reference, for pi_old
+    learner_updates: int = 1  # optimizer steps
     critic_tokens: float = 0.0  # 0: no critic
+    critic_updates: int = 1
     scorer_tokens: Mapping[str, float] = field(default_factory=dict)  # by role: what models with a scalar head read
     grm_learners: Mapping[str, GrmTraining] = field(default_factory=dict)  # by the learner's role
 
@@ -87,17 +92,28 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
     if role == DRIVER:
         return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
     if role == LEARNER:
-        return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
+        return learner_s(work, costs.learner) + costs.sync_s
     if role == CRITIC:
-        assert costs.critic is not None
-        return work.critic_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
+        assert costs.critic is not None  # it reads each token once for its value, and once more to learn
+        token_s = costs.critic.forward_s + costs.critic.token_s
+        return work.critic_tokens * token_s + work.critic_updates * costs.critic.step_s
     if role in work.scorer_tokens:
         return work.scorer_tokens[role] * costs.scorer_token_s[role] / num_processes
     if (trained := work.grm_learners.get(role)) is not None:
         speed = costs.grm_learners[role]
-        return trained.tokens * speed.token_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])
+        learning_s = trained.tokens * speed.token_s + trained.forward_tokens * speed.forward_s
+        return learning_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + pushes_s(role, work, costs)
+
+
+def learner_s(work: StepWork, speed: LearnerSpeed) -> float:
+    """Seconds of a step's passes and updates in the policy's learner, without the push."""
+    return passes_s(work, speed) + work.learner_updates * speed.step_s
+
+
+def passes_s(work: StepWork, speed: LearnerSpeed) -> float:
+    return work.learner_tokens * speed.token_s + work.learner_forward_tokens * speed.forward_s
 
 
 def pushes_s(role: str, work: StepWork, costs: Costs) -> float:
@@ -161,8 +177,8 @@ def chain_s(work: StepWork, costs: Costs) -> float:
     """
     alone_s = {role: mean_alone_s(asked, costs.engines[role]) for role, asked in work.engines.items()}
     judged_s = max((alone_s[role] for role in alone_s if role != POLICY), default=0.0)
-    last_group_s = work.learner_tokens / work.groups * costs.learner.token_s
-    return alone_s[POLICY] + judged_s + last_group_s + costs.learner.step_s + costs.sync_s
+    last_group_s = passes_s(work, costs.learner) / work.groups
+    return alone_s[POLICY] + judged_s + last_group_s + work.learner_updates * costs.learner.step_s + costs.sync_s
 
 
 def mean_alone_s(asked: RoleWork, speed: EngineSpeed) -> float:

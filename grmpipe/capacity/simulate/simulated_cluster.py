@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
+from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.capacity.shared_cores import shared_by
 from grmpipe.capacity.simulate.driver import SimulatedDriver
 from grmpipe.capacity.simulate.scripts import FIRST_SCORE, IDS_APART, ModelWriter, Writer
@@ -129,6 +130,7 @@ class Simulation:
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
         first, *others = self.placement.seats[LEARNER]
         cp = self.workload.config.train.parallel.cp
+        passes = policy_passes(self.workload.config)
         self.ranks = SimulatedRanks(
             1 + len(others),
             self.costs.learner,
@@ -136,6 +138,7 @@ class Simulation:
             self.devices.get(first.name),
             self.costs.switch_s,
             cp,
+            passes.reference_in_loss,
         )
         self.critic = self._critic()
         self.engines = {}
@@ -233,7 +236,16 @@ class Simulation:
             in_flight = (train.max_staleness + 1) * train.groups_per_batch * of_group
             rows[role] = max(1, min(speed.max_rows, -(-in_flight // len(self.placement.seats[role]))))
             sharers[role] = max((judge.num_judgements for judge in judges), default=1)
-        return Needs(self.costs, rows, train.group_size, sharers)
+        config = self.workload.config
+        return Needs(
+            self.costs,
+            rows,
+            train.group_size,
+            sharers,
+            policy_passes(config),
+            prefix_sharing=train.prefix_sharing,
+            critic_updates=config.critic.updates(config.algorithm, train),
+        )
 
     def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
         config, policy = self.workload.config, routers[POLICY]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY, VALUED, busiest_slot_s, is_learning, is_on_cpu
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY, busiest_slot_s, is_learning, is_on_cpu
+from grmpipe.capacity.passes import Passes
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
 from scheduler.placement import Placement
@@ -21,7 +22,9 @@ from scheduler.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNeeds:
-    """The needs of the groups that one step trained. work_s: role -> work of all its processes together."""
+    """The needs of a step: of the groups that it trained, and of its updates. work_s: role -> work of all its processes
+    together; of a learner's ranks, of each.
+    """
 
     work_s: Mapping[str, float]
     chain_s: float
@@ -51,11 +54,26 @@ class Needs:
 
     rows:    role -> the most rows that can be in an engine's batch.
     sharers: role -> the most judgements with the same prompt.
+    passes:  of the policy's learner. prefix_sharing: it packs the prompt of a group once. critic_updates: per batch.
     """
 
-    def __init__(self, costs: Costs, rows: Mapping[str, int], group_size: int, sharers: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        rows: Mapping[str, int],
+        group_size: int,
+        sharers: Mapping[str, int],
+        passes: Passes,
+        *,
+        prefix_sharing: bool,
+        critic_updates: int = 1,
+    ) -> None:
         self.steps: dict[int, StepNeeds] = {}
         self._costs = costs
+        self._passes_s = costs.learner.token_s + passes.num_forward * costs.learner.forward_s  # of a packed token
+        self._updates_s = passes.num_updates * costs.learner.step_s
+        self._critic_updates = critic_updates
+        self._prefix_sharing = prefix_sharing
         self._rows = rows
         self._group_size = group_size
         self._sharers = sharers
@@ -73,9 +91,10 @@ class Needs:
             needs.work_s[POLICY] += least_s(speed, *asked, rows=self._rows[POLICY], sharers=self._group_size)
         needs.played_s[rollout.sibling] = played_s
         num_tokens = lengths[-1] + rollout.turns[-1].completion.num_tokens
-        needs.work_s[LEARNER] += num_tokens * self._costs.learner.token_s
-        if self._costs.critic is not None:
-            needs.work_s[CRITIC] += num_tokens * VALUED * self._costs.critic.token_s
+        shared = lengths[0] if self._prefix_sharing and len(needs.played_s) > 1 else 0
+        needs.work_s[LEARNER] += (num_tokens - shared) * self._passes_s
+        if (critic := self._costs.critic) is not None:
+            needs.work_s[CRITIC] += num_tokens * (critic.token_s + critic.forward_s)
         needs.chain_s = max(needs.chain_s, played_s)
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
@@ -101,8 +120,11 @@ class Needs:
         learning = (LEARNER, CRITIC) if self._costs.critic is not None else (LEARNER,)
         roles = (*self._costs.engines, *learning, *([DRIVER] if self._costs.driver_request_s else []))
         work_s = {role: sum(needs.work_s[role] for needs in trained) for role in roles}
+        work_s[LEARNER] += self._updates_s
+        if self._costs.critic is not None:
+            work_s[CRITIC] += self._critic_updates * self._costs.critic.step_s
         chain_s = max(needs.chain_s for needs in trained)
-        self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._costs.learner.step_s + self._costs.sync_s)
+        self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._updates_s + self._costs.sync_s)
 
 
 def bound_of(steps: Sequence[StepNeeds], placement: Placement, costs: Costs, max_staleness: int) -> Bound:
@@ -127,9 +149,7 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
     loads = {}
     for role, work_s in step.work_s.items():
         loads[role] = work_s if is_learning(role) or role == DRIVER else work_s / len(placement.seats[role])
-    loads[LEARNER] += costs.learner.step_s + costs.sync_s
-    if costs.critic is not None:
-        loads[CRITIC] += costs.critic.step_s
+    loads[LEARNER] += costs.sync_s
     paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
     on_cores = costs.cores and is_on_cpu(placement, paused)  # a paused process leaves its core to others
     if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +17,10 @@ from grmpipe.capacity.cost import (
     parallel_gain,
     switch_time_s,
     sync_time_s,
+    token_flops,
 )
 from grmpipe.capacity.lower_bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
+from models.lm.flops import ModelFlops, PackedSizes
 from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
@@ -61,7 +65,35 @@ def test_a_learner_takes_six_operations_a_parameter_and_token_and_eight_with_che
     )
     assert plain.token_s == pytest.approx(48e9 / 160e12)  # 0.3 ms over four ranks of 40 TFLOPS
     assert checkpointed.token_s == pytest.approx(64e9 / 160e12)
-    assert plain.step_s == pytest.approx(28 * 8 / (4 * 800))  # 70 ms: 28 bytes a parameter
+    assert plain.step_s == pytest.approx(48 * 8 / (4 * 800))  # 120 ms: 48 bytes a parameter
+    assert (plain.forward_s, checkpointed.forward_s) == (pytest.approx(plain.token_s / 3),) * 2
+
+
+def test_frozen_weights_need_no_gradients_and_the_optimizer_steps_adapters_only() -> None:
+    num_adapters = 80_000_000
+    plain, checkpointed = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=c, num_adapters=num_adapters)
+        for c in (False, True)
+    )
+    # 4 operations for each frozen weight, 6 for each of an adapter; 2 more for all if they are computed again.
+    assert plain.token_s == pytest.approx((4 * 8e9 + 6 * 8e7) / 160e12)
+    assert checkpointed.token_s == pytest.approx((6 * 8e9 + 8 * 8e7) / 160e12)
+    assert plain.step_s == pytest.approx(48 * 0.08 / (4 * 800))
+
+
+@pytest.mark.parametrize("num_adapters", [0, 30])
+def test_a_learners_operations_are_those_of_its_mfu(num_adapters: int) -> None:
+    flops = token_flops(1000, num_adapters=num_adapters)
+    model = ModelFlops(layer_weights=1000, head_weights=0, attention={}, adapter_weights=num_adapters)
+    token = PackedSizes(lengths_S=[1], prefixes_S=[0], head_rows=0)
+    assert (flops.training, flops.forward) == (model.training(token), model.forward(token))
+
+
+def test_each_copy_of_a_model_steps_all_of_its_values() -> None:
+    one, two = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=False, copies=n) for n in (1, 2)
+    )
+    assert two.step_s == pytest.approx(2 * one.step_s) and two.token_s == one.token_s
 
 
 def test_weights_travel_at_the_links_speed() -> None:
@@ -148,6 +180,14 @@ def test_a_push_counts_for_policy_and_learner() -> None:
     assert busy_s("learner", work, COSTS, 1) == pytest.approx(64 * 1100 * 1e-4 + 0.1 + 0.5)
     alone = engine_busy_s(work.engines["policy"], COSTS.engines["policy"], 1, 2)
     assert busy_s("policy", work, COSTS, 1) == pytest.approx(alone + 0.5)
+
+
+def test_passes_without_gradients_and_every_update_are_work_of_the_learner() -> None:
+    work = replace(step_work(), learner_forward_tokens=2 * 64 * 1100, learner_updates=3)
+    passes_s = 64 * 1100 * 1e-4 * (1 + 2 / 3)
+    assert busy_s("learner", work, COSTS, 1) == pytest.approx(passes_s + 3 * 0.1 + 0.5)
+    added_s = 64 * 1100 * 1e-4 * 2 / 3 / 8 + 2 * 0.1
+    assert chain_s(work, COSTS) - chain_s(step_work(), COSTS) == pytest.approx(added_s), "of the last of 8 groups"
 
 
 def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:

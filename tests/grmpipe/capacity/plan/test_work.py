@@ -12,7 +12,14 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import judge_lengths, policy_lengths, prompts_judged, shares_asked, step_work
+from grmpipe.capacity.plan.work import (
+    judge_lengths,
+    learner_flops,
+    policy_lengths,
+    prompts_judged,
+    shares_asked,
+    step_work,
+)
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.yaml_io import build
@@ -93,6 +100,19 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
     assert "safety_learner " in times(survey, None, None)
     assert simulator(survey, None) is None, "no simulation knows its flow"
+
+
+def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them() -> None:
+    plain = step_work(surveyed(), None)
+    assert (plain.learner_forward_tokens, plain.learner_updates, plain.critic_updates) == (0.0, 1, 1)
+    algorithm = ("algorithm.kl_coefficient=0.1", "algorithm.updates_per_batch=4")
+    survey = surveyed(*algorithm, LEARNS.replace("enabled: true", "enabled: true, kl_coefficient: 0.1"))
+    work = step_work(survey, None)
+    assert work.learner_forward_tokens == 2 * work.learner_tokens, "a reference, and pi_old"
+    assert work.learner_updates == 4
+    assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
+    # Both passes without gradients take a third of forward and backward.
+    assert (learner_flops(survey, None) or 0.0) == pytest.approx((learner_flops(surveyed(), None) or 0.0) * 5 / 3)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:

@@ -12,7 +12,8 @@ from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, seats, workload
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.passes import passes_of
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
@@ -58,10 +59,10 @@ def test_log_probs_come_in_the_types_of_a_rank() -> None:
     assert old.logprobs_T.shape == reference.shape == (num_tokens,)
 
 
-def of_algorithm(steps: int = 4, **algorithm: object) -> SimulatedRun:
+def of_algorithm(costs: Costs = COSTS, **algorithm: object) -> SimulatedRun:
     load = workload()
     config = replace(load.config, algorithm=AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
-    return simulate(replace(load, config=config), seats(), COSTS, steps)
+    return simulate(replace(load, config=config), seats(), costs, 4)
 
 
 def test_a_batch_of_two_updates_is_simulated() -> None:
@@ -78,3 +79,29 @@ def test_a_plan_simulates_two_updates_per_batch() -> None:
         ]
         config = build(compose("config", overrides))
     assert "  simulated " in plan(config, lambda what, share: None, simulator)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_forward", "num_updates"),
+    [
+        ({}, 0, 1),
+        ({"kl_coefficient": 0.1}, 1, 1),
+        ({"kl_coefficient": 0.1, "kl_in_reward": True, "kl_estimator": "k1"}, 1, 1),
+        ({"updates_per_batch": 2}, 1, 2),
+        ({"updates_per_batch": 9}, 1, 4),
+        ({"updates_per_batch": 2, "proximal": "sampler", "correction": "none"}, 0, 2),
+        ({"updates_per_batch": 2, "kl_coefficient": 0.1}, 2, 2),
+    ],
+)
+def test_a_plan_and_a_bound_count_the_passes_that_a_batch_takes(
+    algorithm: dict[str, object], num_forward: int, num_updates: int
+) -> None:
+    """By the calls of the real BatchTrainer: 3 ms for a packed token, 1 ms of it without gradients."""
+    passes = passes_of(AlgorithmConfig(**algorithm), groups_per_batch=4)  # type: ignore[arg-type]
+    assert (passes.num_forward, passes.num_updates) == (num_forward, num_updates)
+    run = of_algorithm(replace(COSTS, learner=LearnerSpeed(token_s=3e-3, step_s=10.0)), **algorithm)
+    tokens = 4 * (26 + 4 * 100)  # 4 groups of 4 siblings with a prompt of 26 tokens
+    took_s = run.steps[-1].busy_s["learner"] / len(run.steps) - COSTS.sync_s
+    assert took_s == pytest.approx(tokens * (3 + num_forward) * 1e-3 + num_updates * 10.0, rel=0.02)
+    assert run.bound.loads_s["learner"] - COSTS.sync_s == pytest.approx(took_s, rel=0.02)
+    assert run.times_bound > 0.999
