@@ -22,6 +22,7 @@ from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_st
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.step_bound import StepNeeds, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
@@ -82,6 +83,35 @@ def test_no_run_beats_its_bound() -> None:
             run = simulated(12, staleness=staleness, lengths=lognormal(80, 0.8), placement=placement)
             assert run.times_bound > 0.999
             assert run.max_staleness <= staleness
+
+
+@pytest.mark.parametrize("steps", [5, 6, 8])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_few_steps_beat_their_bound_with_judgements_of_other_steps(staleness: int, steps: int) -> None:
+    """The judge has most to do, and judges groups of later steps while a step is trained."""
+    few_rows = replace(SPEED, max_rows=8, row_s=1e-3, cached_token_s=1e-6, prefill_token_s=1e-4)
+    costs = replace(COSTS, engines={"policy": SPEED, "grm": few_rows})
+    lengths = {"lengths": lognormal(80, 0.8), "critiques": lognormal(40, 0.8)}
+    run = simulated(steps, staleness=staleness, costs=costs, placement=seats(grm=1), **lengths)
+    assert run.busy["grm"] > 0.9
+    assert 1 - 1e-9 < run.times_bound < 1.5
+
+
+def test_a_bound_on_overlapping_steps_is_the_busiest_slot_of_all_of_them() -> None:
+    """Two roles with their work in different steps: perfect overlap does both at the same time."""
+    steps = [
+        StepNeeds(work_s={"policy": a, "grm": b, "learner": 0.0}, chain_s=0.0) for a, b in ((4.0, 0.0), (0.0, 4.0))
+    ]
+    free = replace(COSTS, sync_s=0.0)
+    placement = seats(policy=1, grm=1)
+    assert bound_of(steps, placement, free, max_staleness=1).step_s == pytest.approx(2.0)
+    assert bound_of(steps, placement, free, max_staleness=0).step_s == pytest.approx(4.0)
+
+
+def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_them() -> None:
+    steps = [StepNeeds(work_s={"policy": 0.0, "grm": 0.0, "learner": 0.0}, chain_s=chain) for chain in (90.0, 8.0, 8.0)]
+    free = replace(COSTS, sync_s=0.0)
+    assert bound_of(steps, seats(), free, 1, num_overlapped=1).step_s == pytest.approx((8 + 8) / 3 / 2)
 
 
 def test_a_stale_run_is_faster_than_a_synchronous_one() -> None:
