@@ -140,18 +140,29 @@ def learner_speed(
     num_active: int = 0,
     num_adapters: int = 0,
     copies: int = 1,
+    token_bytes_to_host: float = 0.0,
+    step_bytes_to_host: float = 0.0,
 ) -> LearnerSpeed:
-    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden.
+    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden; copies
+    to the host are not, because they run on the stream of the computation.
 
     num_active: parameters that a token passes; 0: all. num_adapters: parameters of adapters, which are trained instead;
-    0: none. copies: of the model, each sharded over an equal part of the ranks.
+    0: none. copies: of the model, each sharded over an equal part of the ranks. token_bytes_to_host: of a token's
+    activations that wait there for the backward pass; step_bytes_to_host: of the moments of one copy of the model.
+    Both come back.
     """
     flops = token_flops(num_active or num_parameters, num_adapters=num_adapters, checkpointing=checkpointing)
-    bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
+    flops_per_s = ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE
+    bytes_per_s, host_bytes_per_s = (
+        device.memory_gb_per_s * GB * BANDWIDTH_SHARE,
+        device.host_gb_per_s * GB * LINK_SHARE,
+    )
+    step_bytes = OPTIMIZER_BYTES * (num_adapters or num_parameters)
+    token_s = flops.training / flops_per_s + 2 * token_bytes_to_host / (ranks * host_bytes_per_s)
     return LearnerSpeed(
-        token_s=flops.training / (ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE),
-        step_s=OPTIMIZER_BYTES * (num_adapters or num_parameters) / (ranks // copies * bytes_per_s),
-        forward_share=flops.forward_share,
+        token_s=token_s,
+        step_s=(step_bytes / bytes_per_s + 2 * step_bytes_to_host / host_bytes_per_s) / (ranks // copies),
+        forward_share=flops.forward / flops_per_s / token_s,
     )
 
 

@@ -30,11 +30,19 @@ def is_learning(role: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWork:
-    """The work of a role's engines in a step, all together. Lengths are means."""
+    """The work of a role's engines in a step, all together. Lengths are means. prompt_shared_by: requests with the same
+    prompt, which a prefix cache computes and holds once.
+    """
 
     requests: int
     prompt_tokens: float
     new_tokens: float
+    prompt_shared_by: float = 1.0
+
+    @property
+    def prefilled_tokens(self) -> float:
+        """The prompt tokens of a request that no cache holds already."""
+        return self.prompt_tokens / self.prompt_shared_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +84,13 @@ def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_
     rows = max(1.0, min(share * batches_in_flight, speed.max_rows, kv_rows(work, speed)))
     cached = work.prompt_tokens + work.new_tokens / 2
     token_s = speed.step_s / rows + speed.row_s + cached * speed.cached_token_s
-    joining_s = speed.request_s + work.prompt_tokens * speed.prefill_token_s
+    joining_s = speed.request_s + work.prefilled_tokens * speed.prefill_token_s
     return share * (joining_s + work.new_tokens * token_s)
 
 
 def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
-    """Rows whose keys and values fit at the same time."""
-    return speed.kv_tokens / (work.prompt_tokens + work.new_tokens) if speed.kv_tokens else float("inf")
+    """Rows whose keys and values fit at the same time, if they are half written on average."""
+    return speed.kv_tokens / (work.prefilled_tokens + work.new_tokens / 2) if speed.kv_tokens else float("inf")
 
 
 def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:

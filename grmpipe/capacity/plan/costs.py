@@ -22,14 +22,15 @@ from grmpipe.capacity.cost import (
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
-from grmpipe.capacity.plan.memory import engine_weights, kv_room
+from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
 from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from models.lm.footprint import Footprint
+from grmpipe.config.train import TrainConfig
+from models.lm.footprint import BYTES, Footprint
 from models.settings import LoraConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
@@ -170,16 +171,29 @@ def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
 
 def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
-    config, footprint = survey.config, sized(model, survey)
+    config = survey.config
+    train = replace(config.train, parallel=config.parallel[config.learners[model]])
+    footprint = sized(model, survey)
+    return speed_by_sheet(train, footprint, survey, where, num_adapters(config.models[model].lora, footprint))
+
+
+def speed_by_sheet(
+    train: TrainConfig, footprint: Footprint, survey: Survey, where: Seated, num_adapters: int = 0
+) -> LearnerSpeed:
+    activations = train.activations
+    inputs = footprint.num_layers * footprint.hidden_size * BYTES[train.dtype] if activations.offload else 0.0
+    trained = num_adapters or footprint.num_parameters
     return learner_speed(
         footprint.num_parameters,
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
-        dtype=config.train.dtype,
-        checkpointing=config.train.activations.recomputes,
+        dtype=train.dtype,
+        checkpointing=activations.recomputes,
         num_active=footprint.num_active_parameters,
-        num_adapters=num_adapters(config.models[model].lora, footprint),
-        copies=config.parallel[config.learners[model]].dp_replicate,
+        num_adapters=num_adapters,
+        copies=train.parallel.dp_replicate,
+        token_bytes_to_host=inputs,
+        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer_offload else 0.0,
     )
 
 
@@ -199,15 +213,7 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
     footprint = survey.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return learner_speed(
-        footprint.num_parameters,
-        device_for(where.pool, survey),
-        ranks=where.seating.replicas,
-        dtype=train.dtype,
-        checkpointing=train.activations.recomputes,
-        num_active=footprint.num_active_parameters,
-        copies=train.parallel.dp_replicate,
-    )
+    return speed_by_sheet(train, footprint, survey, where)
 
 
 def scorer_of(role: str, survey: Survey, where: Seated) -> float:
@@ -216,7 +222,9 @@ def scorer_of(role: str, survey: Survey, where: Seated) -> float:
     if footprint is None:
         key = role if role == META_RM else key_of_model(role)
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return reading_s(footprint.num_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
+    return reading_s(
+        footprint.num_active_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role]
+    )
 
 
 def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: float) -> float:
@@ -279,9 +287,13 @@ def weight_bytes(role: str, survey: Survey) -> float:
 
 
 def pushed_bytes(role: str, survey: Survey) -> float:
-    """The bytes of a push: engines round weights themselves."""
-    footprint = survey.models[role].footprint
-    return footprint.weight_bytes(survey.roles.served[role].dtype) if footprint else 0.0
+    """The bytes of a push: engines round weights themselves, and some need the adapters alone."""
+    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+    if footprint is None:
+        return 0.0
+    if served.model.lora.in_engines:
+        return num_adapters(served.model.lora, footprint) * BYTES[served.dtype]
+    return footprint.weight_bytes(served.dtype)
 
 
 def kv_bytes_per_token(role: str, survey: Survey) -> int:

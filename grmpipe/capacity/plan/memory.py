@@ -133,8 +133,12 @@ def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen:
 
 def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
     """Both moments of this number of trained values, on all ranks together."""
-    num_bytes = int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
-    return Part(what=f"{whose}, two moments", num_bytes=num_bytes, kind="moments")
+    return Part(what=f"{whose}, two moments", num_bytes=moment_bytes(train, num_values), kind="moments")
+
+
+def moment_bytes(train: TrainConfig, num_values: int) -> int:
+    """The bytes of both moments of this number of trained values."""
+    return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
 
 
 def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:

@@ -31,7 +31,12 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
     played = policy_lengths(survey, profile)
-    own = RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)
+    own = RoleWork(
+        requests=rollouts,
+        prompt_tokens=played.prompt_tokens,
+        new_tokens=played.new_tokens,
+        prompt_shared_by=train.group_size,
+    )
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
     judging = {role: judging_work(role, survey, profile) for role in (POLICY, *config.judging.local_roles)}
     return StepWork(
@@ -76,10 +81,12 @@ def together(works: Sequence[RoleWork]) -> RoleWork:
     requests = sum(work.requests for work in works)
     if not requests:
         return works[0]
+    prompt_tokens = sum(work.requests * work.prompt_tokens for work in works)
     return RoleWork(
         requests=requests,
-        prompt_tokens=sum(work.requests * work.prompt_tokens for work in works) / requests,
+        prompt_tokens=prompt_tokens / requests,
         new_tokens=sum(work.requests * work.new_tokens for work in works) / requests,
+        prompt_shared_by=prompt_tokens / sum(work.requests * work.prefilled_tokens for work in works),
     )
 
 
@@ -111,6 +118,7 @@ def judge_work(name: str, survey: Survey, profile: Profile | None) -> RoleWork:
         requests=judgements_of(name, survey),
         prompt_tokens=lengths.prompt_tokens,
         new_tokens=lengths.new_tokens,
+        prompt_shared_by=survey.config.judging.judges[name].num_judgements,
     )
 
 
@@ -196,7 +204,12 @@ def training_requests(role: str, survey: Survey, profile: Profile | None) -> Rol
     cotrain = survey.config.trained_grms[role]
     asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
-    return RoleWork(requests=math.ceil(requests), prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens)
+    return RoleWork(
+        requests=math.ceil(requests),
+        prompt_tokens=asked.prompt_tokens,
+        new_tokens=asked.new_tokens,
+        prompt_shared_by=cotrain.group_size,
+    )
 
 
 def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTraining:

@@ -31,7 +31,9 @@ class StepNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least seconds of a step, and why: `loads_s` of each process of a role, `chain_s`."""
+    """The least seconds of a step, and why: `loads_s` of each process of a role; `chain_s`, of a step's chain, divided
+    by all steps.
+    """
 
     step_s: float
     loads_s: Mapping[str, float]
@@ -97,10 +99,13 @@ class Needs:
         for a critic, which values groups of the next step as well, all seconds that it worked.
         """
         trained, self._step = self._step, []
-        work_s = {**done_s, LEARNER: sum(needs.learner_s for needs in trained) + self._updates_s}
+        work_s = {role: done_s[role] for role in self._costs.engines}
+        work_s[LEARNER] = sum(needs.learner_s for needs in trained) + self._updates_s
         if (critic := self._costs.critic) is not None:
             needed_s = sum(needs.critic_s for needs in trained) + self._critic_updates * critic.step_s
             work_s[CRITIC] = min(needed_s, done_s[CRITIC])
+        if DRIVER in done_s:
+            work_s[DRIVER] = done_s[DRIVER]
         chain_s = max(needs.chain_s for needs in trained)
         self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._updates_s + self._costs.sync_s)
 
@@ -115,14 +120,15 @@ def bound_of(
     loads = [loads_of(step, placement, costs) for step in steps]
     mean_loads_s = {role: fmean(load[role] for load in loads) for role in loads[0]}
     chains = [step.chain_s for step in steps]
+    chain_s = sum(chains[num_overlapped:]) / len(chains)
     if max_staleness == 0:
         busiest = [busiest_slot_s(placement, load, costs.cores) for load in loads]
         busiest_s, step_s = fmean(busiest), fmean(map(max, zip(busiest, chains, strict=True)))
     else:
         # Work may be done in an earlier step than it is trained in, so only the means count.
         busiest_s = busiest_slot_s(placement, mean_loads_s, costs.cores)
-        step_s = max(busiest_s, sum(chains[num_overlapped:]) / len(chains) / (max_staleness + 1))
-    return Bound(step_s=step_s, loads_s=mean_loads_s, busiest_slot_s=busiest_s, chain_s=fmean(chains))
+        step_s = max(busiest_s, chain_s / (max_staleness + 1))
+    return Bound(step_s=step_s, loads_s=mean_loads_s, busiest_slot_s=busiest_s, chain_s=chain_s)
 
 
 def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, float]:

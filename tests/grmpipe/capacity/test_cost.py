@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,10 @@ from grmpipe.capacity.cost import (
     token_flops,
 )
 from grmpipe.capacity.lower_bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.lm.flops import ModelFlops, PackedSizes
+from models.types import EngineSpeed, RequestContext, SamplingParams
 from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
@@ -94,6 +98,17 @@ def test_each_copy_of_a_model_steps_all_of_its_values() -> None:
         learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=False, copies=n) for n in (1, 2)
     )
     assert two.step_s == pytest.approx(2 * one.step_s) and two.token_s == one.token_s
+
+
+def test_what_waits_on_the_host_crosses_the_bus_twice() -> None:
+    here, away = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=True, copies=2,
+                      token_bytes_to_host=token_bytes, step_bytes_to_host=step_bytes)
+        for token_bytes, step_bytes in ((0, 0), (280_000, 64e9))
+    )  # fmt: skip
+    assert away.token_s - here.token_s == pytest.approx(2 * 280_000 / (4 * 7e9))
+    assert away.step_s - here.step_s == pytest.approx(2 * 64e9 / (2 * 7e9)), "the moments of a copy, on its two ranks"
+    assert away.forward_s == pytest.approx(here.forward_s), "a pass without gradients keeps nothing"
 
 
 def test_weights_travel_at_the_links_speed() -> None:
@@ -180,6 +195,37 @@ def test_a_push_counts_for_policy_and_learner() -> None:
     assert busy_s("learner", work, COSTS, 1) == pytest.approx(64 * 1100 * 1e-4 + 0.1 + 0.5)
     alone = engine_busy_s(work.engines["policy"], COSTS.engines["policy"], 1, 2)
     assert busy_s("policy", work, COSTS, 1) == pytest.approx(alone + 0.5)
+
+
+def engine_s(work: RoleWork, speed: EngineSpeed) -> float:
+    """Seconds that a simulated engine works on these requests, all sent at once."""
+    new_tokens, shared_by = int(work.new_tokens), int(work.prompt_shared_by)
+    script = Script(token_ids=(1,) * new_tokens, text="")
+
+    async def run() -> float:
+        engine = SimulatedEngine("m", lambda ids, params, context: script, speed=speed)
+        await asyncio.gather(*(
+            engine.generate(
+                (n // shared_by,) * int(work.prompt_tokens),
+                SamplingParams(max_new_tokens=new_tokens),
+                RequestContext(request_id=f"r{n}", group_id="g", role="policy"),
+            )
+            for n in range(work.requests)
+        ))  # fmt: skip
+        return engine.busy_s
+
+    return run_virtually(run)
+
+
+@pytest.mark.parametrize("shared_by", [1, 8])
+@pytest.mark.parametrize("kv_tokens", [0, 4000, 12_000])
+def test_an_engine_is_never_faster_than_its_estimated_work(shared_by: int, kv_tokens: int) -> None:
+    """Requests with the same prompt prefill and hold it once."""
+    work = RoleWork(requests=64, prompt_tokens=400, new_tokens=200, prompt_shared_by=shared_by)
+    speed = replace(COSTS.engines["policy"], kv_tokens=kv_tokens, max_rows=32)
+    estimated, simulated = engine_busy_s(work, speed, 1), engine_s(work, speed)
+    assert estimated <= simulated * 1.001  # it counts half a cached token more
+    assert simulated < 1.35 * estimated
 
 
 def test_passes_without_gradients_and_every_update_are_work_of_the_learner() -> None:

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.plan.costs import Seated, learner_of
+from grmpipe.capacity.plan.costs import Seated, learner_of, pushed_bytes
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.config.run_config import RunConfig
@@ -59,3 +59,22 @@ def test_the_profile_of_a_full_model_is_scaled_to_adapters() -> None:
     assert 4 / 6 < measured.token_s / 5e-3 < 0.68
     assert measured.step_s / 0.4 == pytest.approx(estimated.step_s / of_all.step_s)
     assert measured.step_s < 0.01 * 0.4
+
+
+def test_a_push_of_adapters_takes_their_bytes_alone() -> None:
+    merged, alone = (
+        pushed_bytes("policy", surveyed("policy.lora.rank=8", f"policy.lora.sync={sync}"))
+        for sync in ("merged", "adapters")
+    )
+    footprint = surveyed().models["policy"].footprint
+    assert footprint is not None
+    assert merged == footprint.weight_bytes("float32")
+    assert alone == 4 * footprint.adapter_parameters(8, ()) < merged
+
+
+def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
+    here = learner(surveyed("train.activation_checkpointing=full"), None)
+    moments = learner(surveyed("train.activation_checkpointing=full", "train.optimizer_offload=true"), None)
+    inputs = learner(surveyed("train.activation_checkpointing=full", "train.activation_offload=true"), None)
+    assert moments.step_s > here.step_s and moments.token_s == here.token_s
+    assert inputs.token_s > here.token_s and inputs.step_s == here.step_s

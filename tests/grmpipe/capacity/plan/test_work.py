@@ -53,6 +53,13 @@ def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
     assert work["safety"].new_tokens == 64
 
 
+def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(survey: Survey) -> None:
+    work = step_work(survey, None).engines
+    assert work["policy"].prompt_shared_by == survey.config.train.group_size == 8
+    assert work["safety"].prompt_shared_by == pytest.approx(2)
+    assert 1 < work["grm"].prompt_shared_by < 3, "of one judgement by judge, three by brief"
+
+
 def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> None:
     said = arithmetic(survey)
     assert "judged by 3 judges, at most:" in said
