@@ -67,6 +67,7 @@ class StepWork:
     max_staleness: int
     learner_forward_tokens: float = 0.0  # of passes without gradients: by a reference, for pi_old
     learner_updates: int = 1  # optimizer steps
+    starts_early: bool = True  # the learner trains groups while others roll out, not the whole batch at its end
     critic_tokens: float = 0.0  # 0: no critic
     critic_updates: int = 1
     scorer_tokens: Mapping[str, float] = field(default_factory=dict)  # by role: what models with a scalar head read
@@ -181,12 +182,15 @@ def is_on_cpu(placement: Placement, seat: Seat) -> bool:
 
 def chain_s(work: StepWork, costs: Costs) -> float:
     """The time of a rollout, then of a judgement by the slowest judging model, each alone on its engine; then a group,
-    the step, the push. Models that judge may all be asked at once.
+    the step, the push. Models that judge may all be asked at once. Without an early start the whole batch is trained
+    after its last group.
     """
     alone_s = {role: mean_alone_s(asked, costs.engines[role]) for role, asked in work.engines.items()}
     judged_s = max((alone_s[role] for role in alone_s if role != POLICY), default=0.0)
-    last_group_s = passes_s(work, costs.learner) / work.groups
-    return alone_s[POLICY] + judged_s + last_group_s + work.learner_updates * costs.learner.step_s + costs.sync_s
+    last_s = passes_s(work, costs.learner) / work.groups
+    if not work.starts_early:
+        last_s += work.learner_tokens * (1 - 1 / work.groups) * costs.learner.token_s
+    return alone_s[POLICY] + judged_s + last_s + work.learner_updates * costs.learner.step_s + costs.sync_s
 
 
 def mean_alone_s(asked: RoleWork, speed: EngineSpeed) -> float:

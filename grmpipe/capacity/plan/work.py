@@ -46,6 +46,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         max_staleness=train.max_staleness,
         learner_forward_tokens=passes.num_forward * learner_tokens,
         learner_updates=passes.num_updates,
+        starts_early=starts_early(survey),
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
         critic_updates=config.critic.updates(config.algorithm, train),
         scorer_tokens=scorer_tokens(survey, profile),
@@ -69,6 +70,12 @@ def learner_flops(survey: Survey, profile: Profile | None) -> float | None:
     )
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
     return train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+
+
+def starts_early(survey: Survey) -> bool:
+    """Whether the policy's learner trains groups while others roll out (BatchTrainer, TimeSharedTrainer)."""
+    whole_batch = survey.config.algorithm.estimator_kind.need == "batch" or policy_passes(survey.config).num_updates > 1
+    return not whole_batch and not survey.placement.time_sharing_roles
 
 
 def policy_passes(config: RunConfig) -> Passes:

@@ -256,6 +256,12 @@ def test_the_chain_is_one_rollout_its_judgement_its_group_and_the_step() -> None
     assert chain_s(step_work(), COSTS) == pytest.approx(played + judged + 64 * 1100 / 8 * 1e-4 + 0.1 + 0.5)
 
 
+def test_without_an_early_start_the_whole_batch_is_trained_after_its_last_group() -> None:
+    work = step_work(max_staleness=0)
+    later = chain_s(replace(work, starts_early=False), COSTS) - chain_s(work, COSTS)
+    assert later == pytest.approx(64 * 1100 * 7 / 8 * 1e-4)
+
+
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1, 4000), st.integers(1, 2000), st.integers(1, 3))
 def test_more_engines_are_never_busier(few: int, more: int, new_tokens: float, requests: int, batches: int) -> None:
     work = RoleWork(requests=requests, prompt_tokens=50, new_tokens=new_tokens)

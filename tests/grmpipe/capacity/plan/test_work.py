@@ -117,6 +117,7 @@ def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them
     work = step_work(survey, None)
     assert work.learner_forward_tokens == 2 * work.learner_tokens, "a reference, and pi_old"
     assert work.learner_updates == 4
+    assert plain.starts_early and not work.starts_early, "the whole batch is there before its first update"
     assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
     # Both passes without gradients take a third of forward and backward.
     assert (learner_flops(survey, None) or 0.0) == pytest.approx((learner_flops(surveyed(), None) or 0.0) * 5 / 3)
