@@ -161,6 +161,21 @@ class Placement:
         return tuple(sorted(blocks))
 
 
+def bundles_by_node(sizes: Sequence[int], nodes: Sequence[str]) -> list[int]:
+    """Bundle of a pool -> number of the reserved bundle that serves as it, so that equally large ones which follow each
+    other are on one node as far as possible: Ray permutes them (PACK does from 17 on), and ranks that follow each other
+    share samples or experts.
+
+    sizes: slots of each bundle, as it was asked for. nodes: where it was reserved.
+    """
+    first = {node: nodes.index(node) for node in nodes}
+    serves: dict[int, int] = {}
+    for size in set(sizes):
+        alike = [bundle for bundle, own in enumerate(sizes) if own == size]
+        serves |= zip(alike, sorted(alike, key=lambda bundle: first[nodes[bundle]]), strict=True)
+    return [serves[bundle] for bundle in range(len(sizes))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
     """The resources of one machine. `address`: by which Ray knows it."""

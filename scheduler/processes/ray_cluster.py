@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from models.types import Engine
-from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
+from scheduler.placement import ClusterConfig, Placement, Seat, bundles_by_node, check_capacity
 from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
 from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
@@ -68,6 +68,7 @@ class RayCluster:
         self._placement = placement
         self._owns_ray = owns_ray
         self._pools: dict[str, PlacementGroup] = {}
+        self._reserved: dict[str, list[int]] = {}  # pool -> number of each bundle in its placement group
         self._groups: dict[str, list[RayActor]] = {}
         self._member_factories: dict[str, MemberFactory] = {}
         self._engines: dict[str, RayActor] = {}
@@ -180,6 +181,9 @@ class RayCluster:
                     f"{self._config.start_timeout_s:.0f} s (free now: {free_now()}); another job uses the rest: "
                     f"wait for it, or set placement.pools.{name}.slots lower"
                 )
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            sizes = [len(slots) for slots in self._placement.bundles(name)]
+            self._reserved[name] = bundles_by_node(sizes, [nodes[bundle] for bundle in range(len(sizes))])
 
     async def _start_engine(self, seat: Seat) -> Engine:
         actor = self._engines[seat.name] = self._create(seat, EngineHost)
@@ -200,7 +204,7 @@ class RayCluster:
         return cast(str, nodes[self._bundle(seat)])
 
     def _bundle(self, seat: Seat) -> int:
-        return self._placement.bundles(seat.pool).index(seat.slots)
+        return self._reserved[seat.pool][self._placement.bundles(seat.pool).index(seat.slots)]
 
     def _threads(self, gpus: float) -> dict[str, dict[str, str]]:
         name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)

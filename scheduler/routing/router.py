@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from models.types import (
@@ -40,7 +39,7 @@ def ignore_change() -> None:
     """The default for `on_change`."""
 
 
-NOBODY = "health look"  # no request has this id: aborting it tests an engine and changes nothing
+NO_REQUEST = "health look"  # no request has this id: aborting it tests an engine and changes nothing
 
 
 class RequestKillsEngines(EngineRefused):
@@ -75,58 +74,53 @@ class Router:
         self._concurrency = Concurrency()
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
-        self._alive = dict(engines)
-        self._serving = dict(engines)
-        self._inactive: set[str] = set()
+        self._seats = {name: _Seat(engine=engine) for name, engine in engines.items()}
+        self._first_death: _Death | None = None
         self._events = events or NoEvents()
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
-        self._deaths: list[_Death] = []
-        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # engine -> timeouts of waiting answers
-        self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
-        self._coming: set[str] = set()  # engines that will be replaced
         self._emptied = asyncio.Event()  # set when an engine has no request left
         self._change = asyncio.Event()  # set when an engine comes, or won't come any more
 
     @property
     def alive(self) -> Mapping[str, Engine]:
         """Living engines by name; some may be inactive."""
-        return dict(self._alive)
+        return {name: seat.engine for name, seat in self._seats.items() if seat.engine is not None}
 
     @property
     def serving(self) -> Mapping[str, Engine]:
         """Engines that get requests, by name."""
-        return dict(self._serving)
+        return {name: engine for name, engine in self.alive.items() if self._seats[name].active}
 
     @property
     def in_use(self) -> Mapping[str, Engine]:
         """Engines that serve, and inactive ones whose last requests are ending: they need new weights."""
-        return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
+        return {name: engine for name, engine in self.alive.items() if self._seats[name].active or self.load[name]}
 
     def heard_s(self, name: str) -> float:
         """When an engine of this name last answered a request, or began to, on the loop's clock."""
-        return self._heard_s.get(name, -math.inf)
+        return self._seats[name].heard_s
 
     def admit(self, name: str, engine: Engine) -> None:
         """Add a new engine; it serves unless it is inactive."""
-        assert name not in self._alive, f"{name} already serves"
-        self._alive[name] = engine
-        self._coming.discard(name)
-        if name not in self._inactive:
-            self._serve(name, engine)
+        seat = self._seats.setdefault(name, _Seat())
+        assert seat.engine is None, f"{name} already serves"
+        seat.engine, seat.coming = engine, False
+        if seat.active:
+            self._work.came(name)
         self._concurrency.changed()
         self._change.set()
 
     def deactivate(self, name: str) -> None:
         """Stop sending requests to this engine and to its replacement; those that it has may end."""
-        self._inactive.add(name)
-        self._serve_no_more(name)
+        self._seats[name].active = False
+        self._work.went(name)
 
     def activate(self, name: str, engine: Engine) -> None:
         """Let this engine serve again; it has the weights of the others."""
-        if self._alive.get(name) is engine:
-            self._inactive.discard(name)
-            self._serve(name, engine)
+        if self._seats[name].engine is engine:
+            self._seats[name].active = True
+            self._work.came(name)
             self.load.woke(name)
             self._concurrency.changed()
             self._change.set()
@@ -140,10 +134,10 @@ class Router:
     async def migrate(self, name: str, count: int | None = None) -> int:
         """Migrate requests of an engine to the others, the latest first; all, or at most `count`.
 
-        None if no other engine serves. Returns how many were asked to migrate; they are still on their way.
+        Returns how many were asked to migrate: 0 if no other engine serves. They are still on their way.
         """
-        engine = self._alive.get(name)
-        if engine is None or self._continuation is None or not (self._serving.keys() - {name}):
+        engine = self._seats[name].engine
+        if engine is None or self._continuation is None or not (self.serving.keys() - {name}):
             return 0
         movable = [ask for ask in self.load.requests(name) if ask.movable and not ask.moving]
         movable.sort(key=lambda ask: ask.begun_s if ask.begun_s is not None else math.inf, reverse=True)
@@ -157,45 +151,47 @@ class Router:
 
     async def rebalance(self) -> None:
         """Even out the number of requests on all engines that serve, for a new one."""
-        if not self._serving:
+        if not (serving := self.serving):
             return
-        fair = -(-sum(self.load[name] for name in self._serving) // len(self._serving))
-        over = {name: self.load[name] - fair for name in self._serving}
+        fair = -(-sum(self.load[name] for name in serving) // len(serving))
+        over = {name: self.load[name] - fair for name in serving}
         await asyncio.gather(*(self.migrate(name, surplus) for name, surplus in over.items() if surplus > 0))
 
     def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> None:
         """Mark an engine as dead: requests no longer wait for its answers. Several callers may notice a death: the
         first call counts, and later ones don't affect its replacement.
         """
-        if self._alive.get(name) is not engine:
+        seat = self._seats[name]
+        if seat.engine is not engine:
             return
-        del self._alive[name]
-        self._serve_no_more(name)
+        seat.engine, seat.death = None, _Death(name=name, cause=str(death))
+        self._first_death = self._first_death or seat.death
+        self._work.went(name)
         self._concurrency.forget(name)
-        self._deaths.append(_Death(name=name, cause=str(death)))
         now_s = asyncio.get_running_loop().time()
-        for wait in self._waits.pop(name, ()):
+        for wait in seat.waits:
             wait.reschedule(now_s)
+        seat.waits = set()
         self._events.span(name, "died", now_s, now_s, cause=str(death))
         if self.on_death is not None and self.on_death(name, death):
-            self._coming.add(name)
+            seat.coming = True
         self.on_change()
 
     def give_up(self, name: str) -> None:
         """This engine won't be replaced. If it was the last, waiting requests raise EngineDied."""
-        self._coming.discard(name)
+        self._seats[name].coming = False
         self._change.set()
 
     async def until_served(self) -> None:
         """Return once an engine serves. Raises EngineDied if none serves, none is inactive, and none will come."""
-        if self._serving:
+        if self.serving:
             return
         self.load.num_waiting += 1
         self.on_change()
         try:
-            while not self._serving:
-                if not self._coming and not self._alive:
-                    first = self._deaths[0] if self._deaths else "none was started"
+            while not self.serving:
+                if not self._has_a_future:
+                    first = self._first_death or "none was started"
                     raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
                 self._change.clear()
                 await self._change.wait()
@@ -217,17 +213,17 @@ class Router:
         while True:
             among = await self._until_room(context.priority)
             name, expected = self._place(among, partial, context)
-            engine, served = self._serving[name], False
+            engine, served = self.serving[name], False
             try:
                 if deaths:
-                    await engine.abort(NOBODY)  # an engine that is dead already isn't killed by this request
+                    await engine.abort(NO_REQUEST)  # an engine that is dead already isn't killed by this request
                 served = True
                 part, moving = await self._generate_on(name, engine, partial, context, once)
             except EngineDied as death:
                 self.mark_dead(name, engine, death)
                 if served:
                     deaths.append(self._last_death_of(name))
-                if len(deaths) >= self.max_deaths_per_request and (self._alive or self._coming):
+                if len(deaths) >= self.max_deaths_per_request and self._has_a_future:
                     raise self._refusal(context.request_id, deaths) from death
                 continue
             finally:
@@ -245,8 +241,8 @@ class Router:
             return whole
 
     async def abort(self, request_id: str) -> None:
-        engine = self._alive.get(name := self._where.get(request_id, ""))
-        if engine is None:
+        name = self._where.get(request_id)
+        if name is None or (engine := self._seats[name].engine) is None:
             return
         for ask in self.load.requests(name):
             ask.moving = ask.moving and ask.request_id != request_id
@@ -257,7 +253,7 @@ class Router:
 
     def end_trajectory(self, trajectory_id: str) -> None:
         """No further turn of this trajectory comes: the engine that has its last one may free it."""
-        engine = self._alive.get(self._work.ended_trajectory(trajectory_id))
+        engine = self.alive.get(self._work.ended_trajectory(trajectory_id))
         if isinstance(engine, KeepsTrajectories):
             engine.end_trajectory(trajectory_id)
 
@@ -286,14 +282,21 @@ class Router:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         while True:
             await self.until_served()
-            engine = self._serving[name := self._work.least()]
+            engine = self.serving[name := self._work.least()]
             try:
                 return await engine.score(token_ids)
             except EngineDied as death:
                 self.mark_dead(name, engine, death)
 
+    @property
+    def _has_a_future(self) -> bool:
+        """Whether an engine lives or will be replaced."""
+        return any(seat.engine is not None or seat.coming for seat in self._seats.values())
+
     def _last_death_of(self, name: str) -> _Death:
-        return next(death for death in reversed(self._deaths) if death.name == name)
+        death = self._seats[name].death
+        assert death is not None, name
+        return death
 
     def _refusal(self, request_id: str, deaths: Sequence[_Death]) -> RequestKillsEngines:
         """The refusal of a request that is blamed for these deaths; other requests may be blamed for the same ones."""
@@ -304,14 +307,6 @@ class Router:
         names = ", ".join(death.name for death in deaths)
         return RequestKillsEngines(f"{request_id} killed {len(deaths)} engines: {names}; the last one: {deaths[-1]}")
 
-    def _serve(self, name: str, engine: Engine) -> None:
-        self._serving[name] = engine
-        self._work.came(name)
-
-    def _serve_no_more(self, name: str) -> None:
-        self._serving.pop(name, None)
-        self._work.went(name)
-
     async def _until_room(self, priority: int) -> Collection[str] | None:
         """Wait for engines that serve and may take a request now, and return them; None: all that serve. Raises like
         `until_served`.
@@ -320,7 +315,7 @@ class Router:
             await self.until_served()
             if not self._concurrency.limits_anybody:
                 return None
-            if names := [name for name in self._serving if self._concurrency.has_room(name, self.load[name])]:
+            if names := [name for name in self.serving if self._concurrency.has_room(name, self.load[name])]:
                 return names
             self.load.num_waiting += 1
             try:
@@ -344,20 +339,21 @@ class Router:
         ask = self.load.take(name, context.request_id, can_be_continued(partial.params), partial.num_sampled)
         self._where[context.request_id] = name
         num_tokens: int | None = None
+        seat = self._seats[name]
+        waits = seat.waits  # of this engine, not of its replacement
 
         def on_first_token() -> None:
             self.load.began(name, ask)
-            self._heard_s[name] = asyncio.get_running_loop().time()
+            seat.heard_s = asyncio.get_running_loop().time()
             once()
 
         engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
-        waits = self._waits[name]
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
                 part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
-            self._heard_s[name] = asyncio.get_running_loop().time()
+            seat.heard_s = asyncio.get_running_loop().time()
         except TimeoutError as error:
             if wait.expired():
                 raise EngineDied(self._last_death_of(name).cause) from error
@@ -390,6 +386,21 @@ class Router:
             await self.until_served()
             await asyncio.gather(*(ask_one(name, engine) for name, engine in self.alive.items()))
         return answers
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seat:
+    """What is known of one engine after another of a name.
+
+    engine: None from its death until its replacement comes. active: whether it may get requests; kept over a death.
+    """
+
+    engine: Engine | None = None
+    active: bool = True
+    coming: bool = False  # a replacement
+    death: _Death | None = None  # the last
+    heard_s: float = -math.inf  # when it last answered a request, or began to
+    waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
-from scheduler.routing.router import NOBODY, Router
+from scheduler.routing.router import NO_REQUEST, Router
 from scheduler.slots.replacement_tries import ReplacementTries
 from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
 from scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
@@ -230,7 +230,7 @@ class LivenessCheck:
 
 async def check_liveness(engines: Mapping[str, Engine]) -> LivenessCheck:
     """Check engines by an abort of a request that doesn't exist."""
-    probes = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
+    probes = {name: asyncio.ensure_future(engine.abort(NO_REQUEST)) for name, engine in engines.items()}
     if not probes:
         return LivenessCheck(dead={}, silent=frozenset())
     try:

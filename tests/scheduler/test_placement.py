@@ -11,6 +11,7 @@ from scheduler.placement import (
     PlacementConfig,
     PoolConfig,
     RoleConfig,
+    bundles_by_node,
     check_capacity,
     describe,
     place,
@@ -242,3 +243,17 @@ def test_nodes_of_one_machine_s_name_are_several() -> None:
     check_capacity(place(config, ("env",)), [machine(1, name="vm"), machine(3, name="vm")])
     with pytest.raises(ValueError, match="no arrangement of them fits"):
         check_capacity(place(config, ("env",)), [machine(4, name="vm")])
+
+
+def test_slots_that_follow_each_other_are_on_one_node_however_ray_permutes_them() -> None:
+    nodes = "ABBBBBBBBAAAAAAACDDDDDDDDCCCCCCC"  # of 32 bundles of one GPU on four nodes of eight, by Ray 2.60
+    served = bundles_by_node([1] * 32, nodes)
+    assert sorted(served) == list(range(32))
+    assert "".join(nodes[bundle] for bundle in served) == "A" * 8 + "B" * 8 + "C" * 8 + "D" * 8
+
+
+def test_a_bundle_is_served_by_one_of_its_size() -> None:
+    sizes, nodes = [1, 2, 1, 2, 1, 1], "BABBAA"
+    served = bundles_by_node(sizes, nodes)
+    assert [sizes[bundle] for bundle in served] == sizes and sorted(served) == list(range(6))
+    assert [nodes[bundle] for bundle in served if sizes[bundle] == 1] == ["B", "B", "A", "A"]

@@ -321,7 +321,7 @@ class Learner(TrainingRank):
         if self._routers is None or experts_TLK is None:
             yield None
             return
-        wanted_TLK = torch.tensor(experts_TLK, device=self._device)
+        wanted_TLK = torch.tensor(experts_TLK, dtype=torch.int16, device=self._device)  # signed, for ANY_EXPERT
         if self._context is not None:
             wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
         with self._routers.replayed(wanted_TLK) as replay:

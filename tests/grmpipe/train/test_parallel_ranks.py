@@ -41,6 +41,10 @@ MESHES = {
 MIXTURES = {
     "of_rollouts": ("rollout", MESHES["all"]),
     "of_old_pass": ("old_logprobs", MESHES["all"]),
+    "of_old_pass_padded": (
+        "old_logprobs",
+        MESHES["shared"],
+    ),  # the last slice is longer than what is left of the tokens
     "divided": ("rollout", ParallelConfig(cp=2, ep=2)),
     "divided_in_copies": ("old_logprobs", ParallelConfig(dp_replicate=2, cp=2, ep=2)),
 }
