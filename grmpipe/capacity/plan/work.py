@@ -35,7 +35,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         requests=rollouts,
         prompt_tokens=played.prompt_tokens,
         new_tokens=played.new_tokens,
-        prompt_shared_by=train.group_size,
+        prompt_shared_by=sharers(POLICY, train.group_size, survey),
     )
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
     judging = {role: judging_work(role, survey, profile) for role in (POLICY, *config.judging.local_roles)}
@@ -83,6 +83,11 @@ def policy_passes(config: RunConfig) -> Passes:
     return passes_of(config.algorithm, config.train.groups_per_batch)
 
 
+def sharers(role: str, requests: int, survey: Survey) -> int:
+    """The requests that compute their prompt once, of those with the same one."""
+    return requests if survey.roles.served[role].engine.caches_prompts else 1
+
+
 def together(works: Sequence[RoleWork]) -> RoleWork:
     """The work of several kinds of requests on the same engines: their sum, at their mean lengths."""
     requests = sum(work.requests for work in works)
@@ -120,12 +125,12 @@ def judging_work(role: str, survey: Survey, profile: Profile | None) -> list[Rol
 
 def judge_work(name: str, survey: Survey, profile: Profile | None) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    lengths = judge_lengths(name, survey, profile)
+    lengths, judge = judge_lengths(name, survey, profile), survey.config.judging.judges[name]
     return RoleWork(
         requests=judgements_of(name, survey),
         prompt_tokens=lengths.prompt_tokens,
         new_tokens=lengths.new_tokens,
-        prompt_shared_by=survey.config.judging.judges[name].num_judgements,
+        prompt_shared_by=sharers(judge.model, judge.num_judgements, survey),
     )
 
 
@@ -215,7 +220,7 @@ def training_requests(role: str, survey: Survey, profile: Profile | None) -> Rol
         requests=math.ceil(requests),
         prompt_tokens=asked.prompt_tokens,
         new_tokens=asked.new_tokens,
-        prompt_shared_by=cotrain.group_size,
+        prompt_shared_by=sharers(role, cotrain.group_size, survey),
     )
 
 

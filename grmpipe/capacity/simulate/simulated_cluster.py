@@ -19,6 +19,7 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
 from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.config.roles import resolve_engine
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -170,12 +171,12 @@ class Simulation:
 
     def _start(self, role: str) -> Router:
         """A role's engines behind the real router."""
-        writer = self._writer(role)
+        writer, cached = self._writer(role), resolve_engine(role, self.workload.config).caches_prompts
         engines: dict[str, Engine] = {}
         self.engines[role] = []
         for seat in self.placement.seats[role]:
             device = self.devices.get(seat.name)
-            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=device)
+            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], prefix_cache=cached, device=device)
             self.engines[role].append(engine)
             engines[seat.name] = engine
         elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)

@@ -271,6 +271,15 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert "packed tokens/s\n" in planned("+experiment=quickstart"), "cores have no MFU"
 
 
+def test_without_a_prefix_cache_every_request_computes_its_prompt(big_run: tuple[str, ...]) -> None:
+    def judging_s(*overrides: str) -> float:
+        line = re.search(r"\n  grm +([\d.]+) s of work", planned(*big_run, "engine=vllm", *H100, *overrides))
+        assert line is not None
+        return float(line[1])
+
+    assert judging_s("engine.vllm.prefix_caching=false") > 1.2 * judging_s()
+
+
 def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "engine=vllm", *H100, "plan.rollout_tokens=700", "plan.judgement_tokens=300")
     assert "700 tokens per rollout, 300 tokens per judgement on average" in text

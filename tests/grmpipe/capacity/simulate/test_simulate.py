@@ -114,6 +114,14 @@ def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_the
     assert bound_of(steps, seats(), free, 1, num_overlapped=1).step_s == pytest.approx((8 + 8) / 3 / 2)
 
 
+def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
+    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=ModelConfig(engine="vllm"))
+    off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
+    slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
+    cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
+    assert uncached.steps[-1].busy_s["policy"] > cached.steps[-1].busy_s["policy"] + 3 * 4 * 2 * 26 * 1e-3
+
+
 def test_a_stale_run_is_faster_than_a_synchronous_one() -> None:
     times = [simulated(12, staleness=staleness, lengths=lognormal(80, 0.8)).step_s for staleness in (0, 1, 2)]
     assert times[0] > times[1] > times[2]
