@@ -43,13 +43,20 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerCase:
-    """`num_tokens`: of a micro-batch, on each rank. `train`: other settings of train. `layers`: fewer than it has."""
+    """`num_tokens`: of a micro-batch, on each rank. `train`: other settings of train. `layers`: fewer than it has.
+    `kl`: with a KL to a reference in the loss.
+    """
 
     model: str
     ranks: int
     num_tokens: int
     train: dict[str, Any] = field(default_factory=dict)
     layers: int = 0
+    kl: bool = False
+
+    @property
+    def algorithm(self) -> dict[str, Any]:
+        return {"kl_coefficient": 0.1 if self.kl else 0.0}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,14 +71,17 @@ def planned_gb(case: LearnerCase) -> float:
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**case.config).save_pretrained(path)
         footprint = footprint_of(path)
-    parts = learner_parts(from_values(RunConfig, {"train": train}), footprint, case.ranks)
+    parts = learner_parts(from_values(RunConfig, {"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
     return sum(part.num_bytes for part in parts) / 1e9
 
 
 def measured(case: LearnerCase) -> dict[str, float]:
     """What `measure` of fake_learner_process.py returns."""
     cp = case.train.get("parallel", {}).get("cp", 1)
-    asked = {"model": case.config, "ranks": case.ranks, "num_tokens": case.num_tokens * cp, "train": case.train}
+    asked = {
+        "model": case.config, "ranks": case.ranks, "num_tokens": case.num_tokens * cp, "train": case.train,
+        "algorithm": case.algorithm,
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(SCRIPT), json.dumps([asked])],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -24,9 +24,10 @@ DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md)
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
 
 FORWARD_FLOPS = 2  # per parameter and token
-LEARNER_FLOPS = 6  # forward once, backward twice
-CHECKPOINTED_FLOPS = 8  # forward again
-OPTIMIZER_BYTES = 28  # per parameter: AdamW in float32 reads four values and writes three
+GRADIENT_FLOPS = 2  # of the backward pass, for the gradients of a layer's inputs, and again for those of its weights
+# Per trained parameter, in float32: gradients are scaled (8), their norm is taken (4), they are clipped (8); AdamW
+# reads four values and writes three (28).
+OPTIMIZER_BYTES = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,13 @@ class LearnerSpeed:
     """The speed of a learner, all ranks together."""
 
     token_s: float  # forward and backward of one packed token
-    step_s: float  # the optimizer step
+    step_s: float  # one optimizer step
+    forward_share: float = 1 / 3  # of token_s: a pass without gradients
+
+    @property
+    def forward_s(self) -> float:
+        """The time of a pass without gradients over one packed token."""
+        return self.token_s * self.forward_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +108,61 @@ def parallel_gain(num_slots: int) -> float:
     return gain
 
 
-def learner_speed(
-    num_parameters: int, device: DeviceSpec, *, ranks: int, dtype: str, checkpointing: bool, num_active: int = 0
-) -> LearnerSpeed:
-    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden.
-    `num_active`: parameters that a token passes; 0: all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFlops:
+    """The operations of a learner's passes over one packed token, attention left out."""
+
+    training: float  # forward and backward
+    forward: float  # without gradients
+
+    @property
+    def forward_share(self) -> float:
+        return self.forward / self.training
+
+
+def token_flops(num_weights: int, *, num_adapters: int = 0, checkpointing: bool = False) -> TokenFlops:
+    """The operations for a token that passes these weights. With adapters only these are trained: frozen weights need
+    no gradients. `checkpointing` computes the layers again in the backward pass (ModelFlops leaves that out).
     """
-    flops = CHECKPOINTED_FLOPS if checkpointing else LEARNER_FLOPS
-    bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
+    forward = FORWARD_FLOPS * (num_weights + num_adapters)
+    trained = num_adapters or num_weights
+    backward = GRADIENT_FLOPS * (num_weights + num_adapters + trained)
+    return TokenFlops(training=forward * (2 if checkpointing else 1) + backward, forward=forward)
+
+
+def learner_speed(
+    num_parameters: int,
+    device: DeviceSpec,
+    *,
+    ranks: int,
+    dtype: str,
+    checkpointing: bool,
+    num_active: int = 0,
+    num_adapters: int = 0,
+    copies: int = 1,
+    token_bytes_to_host: float = 0.0,
+    step_bytes_to_host: float = 0.0,
+) -> LearnerSpeed:
+    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden; copies
+    to the host are not, because they run on the stream of the computation.
+
+    num_active: parameters that a token passes; 0: all. num_adapters: parameters of adapters, which are trained instead;
+    0: none. copies: of the model, each sharded over an equal part of the ranks. token_bytes_to_host: of a token's
+    activations that wait there for the backward pass; step_bytes_to_host: of the moments of one copy of the model.
+    Both come back.
+    """
+    flops = token_flops(num_active or num_parameters, num_adapters=num_adapters, checkpointing=checkpointing)
+    flops_per_s = ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE
+    bytes_per_s, host_bytes_per_s = (
+        device.memory_gb_per_s * GB * BANDWIDTH_SHARE,
+        device.host_gb_per_s * GB * LINK_SHARE,
+    )
+    step_bytes = OPTIMIZER_BYTES * (num_adapters or num_parameters)
+    token_s = flops.training / flops_per_s + 2 * token_bytes_to_host / (ranks * host_bytes_per_s)
     return LearnerSpeed(
-        token_s=flops * (num_active or num_parameters) / (ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE),
-        step_s=OPTIMIZER_BYTES * num_parameters / (ranks * bytes_per_s),
+        token_s=token_s,
+        step_s=(step_bytes / bytes_per_s + 2 * step_bytes_to_host / host_bytes_per_s) / (ranks // copies),
+        forward_share=flops.forward / flops_per_s / token_s,
     )
 
 

@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.config.judging import LEARNER as GRM_LEARNER
 from models.types import EngineSpeed
 from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
 CRITIC = "critic"
-VALUED = 4 / 3  # of forward and backward: a critic reads each token once more for its value
 DRIVER = "driver"  # the driver process: neither a role nor a seat
 POLICY = "policy"
 META_RM = "meta_rm"
@@ -31,20 +30,31 @@ def is_learning(role: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWork:
-    """The work of a role's engines in a step, all together. Lengths are means."""
+    """The work of a role's engines in a step, all together. Lengths are means. prompt_shared_by: requests with the same
+    prompt, which a prefix cache computes and holds once.
+    """
 
     requests: int
     prompt_tokens: float
     new_tokens: float
+    prompt_shared_by: float = 1.0
+
+    @property
+    def prefilled_tokens(self) -> float:
+        """The prompt tokens of a request that no cache holds already."""
+        return self.prompt_tokens / self.prompt_shared_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmTraining:
-    """The work of a judging model's learner in a step of the policy. `model`: the role whose weights it trains."""
+    """The work of a judging model's learner in a step of the policy. `model`: the role whose weights it trains.
+    `forward_tokens`: of passes without gradients.
+    """
 
     model: str
     steps: float
     tokens: float
+    forward_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,11 @@ class StepWork:
     learner_tokens: float
     groups: int
     max_staleness: int
+    learner_forward_tokens: float = 0.0  # of passes without gradients: by a reference, for pi_old
+    learner_updates: int = 1  # optimizer steps
+    starts_early: bool = True  # the learner trains groups while others roll out, not the whole batch at its end
     critic_tokens: float = 0.0  # 0: no critic
+    critic_updates: int = 1
     scorer_tokens: Mapping[str, float] = field(default_factory=dict)  # by role: what models with a scalar head read
     grm_learners: Mapping[str, GrmTraining] = field(default_factory=dict)  # by the learner's role
 
@@ -71,13 +85,13 @@ def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_
     rows = max(1.0, min(share * batches_in_flight, speed.max_rows, kv_rows(work, speed)))
     cached = work.prompt_tokens + work.new_tokens / 2
     token_s = speed.step_s / rows + speed.row_s + cached * speed.cached_token_s
-    joining_s = speed.request_s + work.prompt_tokens * speed.prefill_token_s
+    joining_s = speed.request_s + work.prefilled_tokens * speed.prefill_token_s
     return share * (joining_s + work.new_tokens * token_s)
 
 
 def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
-    """Rows whose keys and values fit at the same time."""
-    return speed.kv_tokens / (work.prompt_tokens + work.new_tokens) if speed.kv_tokens else float("inf")
+    """Rows whose keys and values fit at the same time, if they are half written on average."""
+    return speed.kv_tokens / (work.prefilled_tokens + work.new_tokens / 2) if speed.kv_tokens else float("inf")
 
 
 def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:
@@ -87,17 +101,28 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
     if role == DRIVER:
         return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
     if role == LEARNER:
-        return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
+        return learner_s(work, costs.learner) + costs.sync_s
     if role == CRITIC:
-        assert costs.critic is not None
-        return work.critic_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
+        assert costs.critic is not None  # it reads each token once for its value, and once more to learn
+        token_s = costs.critic.forward_s + costs.critic.token_s
+        return work.critic_tokens * token_s + work.critic_updates * costs.critic.step_s
     if role in work.scorer_tokens:
         return work.scorer_tokens[role] * costs.scorer_token_s[role] / num_processes
     if (trained := work.grm_learners.get(role)) is not None:
         speed = costs.grm_learners[role]
-        return trained.tokens * speed.token_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])
+        learning_s = trained.tokens * speed.token_s + trained.forward_tokens * speed.forward_s
+        return learning_s + trained.steps * (speed.step_s + costs.grm_sync_s[role])
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + pushes_s(role, work, costs)
+
+
+def learner_s(work: StepWork, speed: LearnerSpeed) -> float:
+    """Seconds of a step's passes and updates in the policy's learner, without the push."""
+    return passes_s(work, speed) + work.learner_updates * speed.step_s
+
+
+def passes_s(work: StepWork, speed: LearnerSpeed) -> float:
+    return work.learner_tokens * speed.token_s + work.learner_forward_tokens * speed.forward_s
 
 
 def pushes_s(role: str, work: StepWork, costs: Costs) -> float:
@@ -157,12 +182,15 @@ def is_on_cpu(placement: Placement, seat: Seat) -> bool:
 
 def chain_s(work: StepWork, costs: Costs) -> float:
     """The time of a rollout, then of a judgement by the slowest judging model, each alone on its engine; then a group,
-    the step, the push. Models that judge may all be asked at once.
+    the step, the push. Models that judge may all be asked at once. Without an early start the whole batch is trained
+    after its last group.
     """
     alone_s = {role: mean_alone_s(asked, costs.engines[role]) for role, asked in work.engines.items()}
     judged_s = max((alone_s[role] for role in alone_s if role != POLICY), default=0.0)
-    last_group_s = work.learner_tokens / work.groups * costs.learner.token_s
-    return alone_s[POLICY] + judged_s + last_group_s + costs.learner.step_s + costs.sync_s
+    last_s = passes_s(work, costs.learner) / work.groups
+    if not work.starts_early:
+        last_s += work.learner_tokens * (1 - 1 / work.groups) * costs.learner.token_s
+    return alone_s[POLICY] + judged_s + last_s + work.learner_updates * costs.learner.step_s + costs.sync_s
 
 
 def mean_alone_s(asked: RoleWork, speed: EngineSpeed) -> float:

@@ -95,7 +95,9 @@ class StatedCosts:
     grm: SpeedConfig = field(default_factory=SpeedConfig)
     # Engines of further models that judge: `+simulate.costs.grms={<name>: {step_s: 0.02}}`.
     grms: dict[str, SpeedConfig] = field(default_factory=dict)
-    learner_token_s: float = 0.0  # Forward and backward pass of a packed token, all ranks together.
+    # Forward and backward pass of a packed token, all ranks together. Passes without gradients (of a reference, for
+    # pi_old) take their share of it.
+    learner_token_s: float = 0.0
     learner_step_s: float = 0.0  # Optimizer step of the learner.
     critic_token_s: float = 0.0  # Forward and backward pass of a packed token in the critic, all ranks together.
     critic_step_s: float = 0.0  # Optimizer step of the critic.

@@ -117,6 +117,11 @@ class EngineKind(ABC, Generic[Options]):
 
     options: Options
 
+    @property
+    def caches_prompts(self) -> bool:
+        """Whether requests with the same prompt compute it once."""
+        return True
+
     @classmethod
     @abstractmethod
     def shared_options(cls, sections: EngineConfig) -> Options:

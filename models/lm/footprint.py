@@ -84,9 +84,7 @@ class Footprint:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
     def shard_bytes(self, num_ranks: int) -> int:
-        """The bytes of one float32 copy of all parameters on one rank: weights, gradients, either moment, or the
-        reference.
-        """
+        """The bytes of one float32 copy of all parameters on one rank: weights, gradients, or either moment."""
         return self.num_parameters * 4 // num_ranks
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:

@@ -11,21 +11,27 @@ from grmpipe.capacity.cost import (
     Costs,
     LearnerSpeed,
     ModelSizes,
+    TokenFlops,
     engine_speed,
     learner_speed,
     parallel_gain,
     reading_s,
     switch_time_s,
     sync_time_s,
+    token_flops,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
-from grmpipe.capacity.plan.memory import engine_weights, kv_room
+from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
+from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.train import TrainConfig
+from models.lm.footprint import BYTES, Footprint
+from models.settings import LoraConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
 
@@ -131,25 +137,63 @@ def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
 
 
 def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The speed of a learner. A profile's learner is scaled to this number of ranks."""
-    ranks = where.seating.replicas
-    alike = profile is not None and profile.config.policy.path == survey.config.policy.path
-    if profile is not None and profile.learner is not None and alike:
-        share = profile.config.placement.roles["learner"].replicas / ranks
-        return LearnerSpeed(token_s=profile.learner.token_s * share, step_s=profile.learner.step_s * share)
-    return estimated_learner(POLICY, survey, where)
+    """The speed of the policy's learner. A profile's learner is scaled to this number of ranks, and to the operations
+    and trained values of this run if the profile's had others.
+    """
+    if profile is None or profile.learner is None or profile.config.policy.path != survey.config.policy.path:
+        return estimated_learner(POLICY, survey, where)
+    share = profile.config.placement.roles[LEARNER].replicas / where.seating.replicas
+    (now, trained), (then, trained_then) = (learner_sizes(survey, config) for config in (survey.config, profile.config))
+    passes = policy_passes(profile.config)  # all of them are in the measured times
+    token_s = profile.learner.token_s / (1 + passes.num_forward * then.forward_share)
+    return LearnerSpeed(
+        token_s=token_s * share * now.training / then.training,
+        step_s=profile.learner.step_s / passes.num_updates * share * trained / trained_then,
+        forward_share=now.forward_share,
+    )
+
+
+def learner_sizes(survey: Survey, config: RunConfig) -> tuple[TokenFlops, float]:
+    """The operations of the policy's learner with a configuration, and its trained values; of a model of unknown size,
+    for one weight.
+    """
+    footprint = survey.models[POLICY].footprint
+    adapters = num_adapters(config.policy.lora, footprint) if footprint is not None else 0
+    weights = footprint.num_active_parameters if footprint is not None else 1
+    flops = token_flops(weights, num_adapters=adapters, checkpointing=config.train.activations.recomputes)
+    return flops, adapters or (footprint.num_parameters if footprint is not None else 1)
+
+
+def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
+    """The parameters of adapters; 0 if there are none."""
+    return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else 0
 
 
 def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
-    train, sizes = survey.config.train, sizes_of(model, survey)
+    config = survey.config
+    train = replace(config.train, parallel=config.parallel[config.learners[model]])
+    footprint = sized(model, survey)
+    return speed_by_sheet(train, footprint, survey, where, num_adapters(config.models[model].lora, footprint))
+
+
+def speed_by_sheet(
+    train: TrainConfig, footprint: Footprint, survey: Survey, where: Seated, num_adapters: int = 0
+) -> LearnerSpeed:
+    activations = train.activations
+    inputs = footprint.num_layers * footprint.hidden_size * BYTES[train.dtype] if activations.offload else 0.0
+    trained = num_adapters or footprint.num_parameters
     return learner_speed(
-        sizes.num_parameters,
+        footprint.num_parameters,
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
-        checkpointing=train.activations.recomputes,
-        num_active=sizes.num_active_parameters,
+        checkpointing=activations.recomputes,
+        num_active=footprint.num_active_parameters,
+        num_adapters=num_adapters,
+        copies=train.parallel.dp_replicate,
+        token_bytes_to_host=inputs,
+        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer_offload else 0.0,
     )
 
 
@@ -159,20 +203,17 @@ def grm_learners(survey: Survey) -> dict[str, str]:
 
 
 def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The speed of a critic: measured if the profile has the policy's model, otherwise estimated."""
+    """The speed of a critic: measured if the profile has its model as a policy, trained as a critic is; otherwise
+    estimated.
+    """
     config, train = survey.config, critic_train(survey.config.critic, survey.config.train)
-    if config.critic.path is None and train.dtype == config.train.dtype:
+    alike = config.critic.path is None and train.dtype == config.train.dtype and not config.policy.lora.learns
+    if alike and profile is not None and profile.learner is not None:
         return learner_of(survey, profile, where)
     footprint = survey.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return learner_speed(
-        footprint.num_parameters,
-        device_for(where.pool, survey),
-        ranks=where.seating.replicas,
-        dtype=train.dtype,
-        checkpointing=train.activations.recomputes,
-    )
+    return speed_by_sheet(train, footprint, survey, where)
 
 
 def scorer_of(role: str, survey: Survey, where: Seated) -> float:
@@ -181,7 +222,9 @@ def scorer_of(role: str, survey: Survey, where: Seated) -> float:
     if footprint is None:
         key = role if role == META_RM else key_of_model(role)
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return reading_s(footprint.num_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
+    return reading_s(
+        footprint.num_active_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role]
+    )
 
 
 def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: float) -> float:
@@ -218,12 +261,16 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
 # -- sizes ---------------------------------------------------------------------------------------------------------
 
 
-def sizes_of(role: str, survey: Survey) -> ModelSizes:
-    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+def sized(role: str, survey: Survey) -> Footprint:
+    footprint = survey.models[role].footprint
     if footprint is None:
-        raise CostUnknown(
-            f"{served.key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml"
-        )
+        key = survey.roles.served[role].key
+        raise CostUnknown(f"{key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
+    return footprint
+
+
+def sizes_of(role: str, survey: Survey) -> ModelSizes:
+    footprint, served = sized(role, survey), survey.roles.served[role]
     return ModelSizes(
         num_parameters=footprint.num_parameters,
         weight_bytes=engine_weights(served, footprint),
@@ -240,9 +287,13 @@ def weight_bytes(role: str, survey: Survey) -> float:
 
 
 def pushed_bytes(role: str, survey: Survey) -> float:
-    """The bytes of a push: engines round weights themselves."""
-    footprint = survey.models[role].footprint
-    return footprint.weight_bytes(survey.roles.served[role].dtype) if footprint else 0.0
+    """The bytes of a push: engines round weights themselves, and some need the adapters alone."""
+    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+    if footprint is None:
+        return 0.0
+    if served.model.lora.in_engines:
+        return num_adapters(served.model.lora, footprint) * BYTES[served.dtype]
+    return footprint.weight_bytes(served.dtype)
 
 
 def kv_bytes_per_token(role: str, survey: Survey) -> int:

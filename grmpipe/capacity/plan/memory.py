@@ -13,6 +13,7 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
+from grmpipe.train.learner.learner_spec import frozen_dtype
 from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, BYTES_OF_A_MOMENT, Footprint, Working
 from models.settings import LoraConfig
@@ -130,15 +131,20 @@ def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen:
 
 def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
     """Both moments of this number of trained values, on all ranks together."""
-    num_bytes = int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
-    return Part(what=f"{whose}, two moments", num_bytes=num_bytes, kind="moments")
+    return Part(what=f"{whose}, two moments", num_bytes=moment_bytes(train, num_values), kind="moments")
+
+
+def moment_bytes(train: TrainConfig, num_values: int) -> int:
+    """The bytes of both moments of this number of trained values."""
+    return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
 
 
 def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
     """The state of all ranks together if all weights are trained."""
     copy = footprint.shard_bytes(1)
     kl = config.algorithm.kl_coefficient if model == POLICY else config.trained_grms[model].kl_coefficient
-    reference = [Part(what="weights of the reference", num_bytes=copy, kind="state")]
+    frozen = footprint.weight_bytes(frozen_dtype(config.train.dtype))
+    reference = [Part(what="weights of the reference", num_bytes=frozen, kind="state")]
     return [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),
@@ -154,7 +160,7 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
     num_values = footprint.adapter_parameters(lora.rank, lora.target_modules)
     copy = 4 * num_values
     return [
-        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(train.dtype), kind="weights"),
+        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(frozen_dtype(train.dtype)), kind="weights"),
         Part(what="adapters", num_bytes=copy, kind="weights"),
         Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
         _moments("optimizer of the adapters", train, num_values),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s
+from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
@@ -121,7 +121,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
 
 def learner_pace(survey: Survey, profile: Profile | None, work: StepWork, learner: LearnerSpeed) -> str:
     """Tokens per second and MFU (see learner_pace.py of a run) while the learner works."""
-    busy = work.learner_tokens * learner.token_s + learner.step_s
+    busy = learner_s(work, learner)
     pace = f"{work.learner_tokens / busy:,.0f} packed tokens/s"
     seats, pool = survey.placement.seats[LEARNER], survey.pool(LEARNER)
     device, flops = survey.devices[seats[0].pool], learner_flops(survey, profile)

@@ -43,7 +43,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What could be measured. The rest is absent, and `notes` says why."""
+    """What could be measured. The rest is absent, and `notes` says why. `learner`: token_s of all passes over a packed
+    token, step_s of all updates of a batch.
+    """
 
     config: RunConfig  # of the earlier run
     engines: Mapping[str, EngineFit]

@@ -9,12 +9,15 @@ from dataclasses import replace
 from statistics import fmean
 
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
+from grmpipe.capacity.passes import Passes, passes_of
 from grmpipe.capacity.plan.profile import Lengths, Profile
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import asked_of_source, asked_shares
+from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.run.cotrain.grm_settings import grm_algorithm
 from grmpipe.types import Prompt
 from models.lm.flops import PackedSizes
 from models.types import Message
@@ -28,14 +31,24 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
     played = policy_lengths(survey, profile)
-    own = RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)
+    own = RoleWork(
+        requests=rollouts,
+        prompt_tokens=played.prompt_tokens,
+        new_tokens=played.new_tokens,
+        prompt_shared_by=sharers(POLICY, train.group_size, survey),
+    )
+    learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
     judging = {role: judging_work(role, survey, profile) for role in (POLICY, *config.judging.local_roles)}
     return StepWork(
         engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
-        learner_tokens=packed * played.prompt_tokens + rollouts * played.new_tokens,
+        learner_tokens=learner_tokens,
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,
+        learner_forward_tokens=passes.num_forward * learner_tokens,
+        learner_updates=passes.num_updates,
+        starts_early=starts_early(survey),
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
+        critic_updates=config.critic.updates(config.algorithm, train),
         scorer_tokens=scorer_tokens(survey, profile),
         grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
     )
@@ -55,7 +68,24 @@ def learner_flops(survey: Survey, profile: Profile | None) -> float | None:
         prefixes_S=[0, *[prompt if shares else 0] * siblings],
         head_rows=train.group_size * answer,
     )
-    return train.groups_per_batch * footprint.flops(config.policy.lora).training(group)
+    model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
+    return train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+
+
+def starts_early(survey: Survey) -> bool:
+    """Whether the policy's learner trains groups while others roll out (BatchTrainer, TimeSharedTrainer)."""
+    whole_batch = survey.config.algorithm.estimator_kind.need == "batch" or policy_passes(survey.config).num_updates > 1
+    return not whole_batch and not survey.placement.time_sharing_roles
+
+
+def policy_passes(config: RunConfig) -> Passes:
+    """The passes of the policy's learner."""
+    return passes_of(config.algorithm, config.train.groups_per_batch)
+
+
+def sharers(role: str, requests: int, survey: Survey) -> int:
+    """The requests that compute their prompt once, of those with the same one."""
+    return requests if survey.roles.served[role].engine.caches_prompts else 1
 
 
 def together(works: Sequence[RoleWork]) -> RoleWork:
@@ -63,10 +93,12 @@ def together(works: Sequence[RoleWork]) -> RoleWork:
     requests = sum(work.requests for work in works)
     if not requests:
         return works[0]
+    prompt_tokens = sum(work.requests * work.prompt_tokens for work in works)
     return RoleWork(
         requests=requests,
-        prompt_tokens=sum(work.requests * work.prompt_tokens for work in works) / requests,
+        prompt_tokens=prompt_tokens / requests,
         new_tokens=sum(work.requests * work.new_tokens for work in works) / requests,
+        prompt_shared_by=prompt_tokens / sum(work.requests * work.prefilled_tokens for work in works),
     )
 
 
@@ -93,11 +125,12 @@ def judging_work(role: str, survey: Survey, profile: Profile | None) -> list[Rol
 
 def judge_work(name: str, survey: Survey, profile: Profile | None) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    lengths = judge_lengths(name, survey, profile)
+    lengths, judge = judge_lengths(name, survey, profile), survey.config.judging.judges[name]
     return RoleWork(
         requests=judgements_of(name, survey),
         prompt_tokens=lengths.prompt_tokens,
         new_tokens=lengths.new_tokens,
+        prompt_shared_by=sharers(judge.model, judge.num_judgements, survey),
     )
 
 
@@ -183,7 +216,12 @@ def training_requests(role: str, survey: Survey, profile: Profile | None) -> Rol
     cotrain = survey.config.trained_grms[role]
     asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
-    return RoleWork(requests=math.ceil(requests), prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens)
+    return RoleWork(
+        requests=math.ceil(requests),
+        prompt_tokens=asked.prompt_tokens,
+        new_tokens=asked.new_tokens,
+        prompt_shared_by=sharers(role, cotrain.group_size, survey),
+    )
 
 
 def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTraining:
@@ -191,7 +229,13 @@ def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTrain
     cotrain, asked = survey.config.trained_grms[role], training_requests(role, survey, profile)
     prompts = asked.requests / cotrain.group_size if survey.config.train.prefix_sharing else asked.requests
     tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
-    return GrmTraining(model=role, steps=cotrain.grm_steps_per_policy_step, tokens=tokens)
+    passes = passes_of(grm_algorithm(cotrain), cotrain.prompts_per_batch)
+    return GrmTraining(
+        model=role,
+        steps=cotrain.grm_steps_per_policy_step,
+        tokens=tokens,
+        forward_tokens=passes.num_forward * tokens,
+    )
 
 
 # -- in words --------------------------------------------------------------------------------------------------------

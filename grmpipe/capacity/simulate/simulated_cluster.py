@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
+from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.capacity.shared_cores import shared_by
 from grmpipe.capacity.simulate.driver import SimulatedDriver
 from grmpipe.capacity.simulate.scripts import FIRST_SCORE, IDS_APART, ModelWriter, Writer
@@ -18,6 +19,7 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
 from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.config.roles import resolve_engine
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -110,6 +112,7 @@ class Simulation:
     pipeline: Pipeline = field(init=False)
     share: TimeShare | None = field(init=False, default=None)  # the time-shared pool of the learner
     steps: list[SimulatedStep] = field(default_factory=list)
+    least_s: dict[str, float] = field(default_factory=dict)  # by role, up to the last step: see `_close_needs`
 
     async def run(self) -> SimulatedRun:
         """Run on the running loop: a virtual one, or a real one for a run in real time."""
@@ -129,6 +132,7 @@ class Simulation:
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
         first, *others = self.placement.seats[LEARNER]
         cp = self.workload.config.train.parallel.cp
+        passes = policy_passes(self.workload.config)
         self.ranks = SimulatedRanks(
             1 + len(others),
             self.costs.learner,
@@ -136,6 +140,7 @@ class Simulation:
             self.devices.get(first.name),
             self.costs.switch_s,
             cp,
+            passes.reference_in_loss,
         )
         self.critic = self._critic()
         self.engines = {}
@@ -166,12 +171,12 @@ class Simulation:
 
     def _start(self, role: str) -> Router:
         """A role's engines behind the real router."""
-        writer = self._writer(role)
+        writer, cached = self._writer(role), resolve_engine(role, self.workload.config).caches_prompts
         engines: dict[str, Engine] = {}
         self.engines[role] = []
         for seat in self.placement.seats[role]:
             device = self.devices.get(seat.name)
-            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=device)
+            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], prefix_cache=cached, device=device)
             self.engines[role].append(engine)
             engines[seat.name] = engine
         elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
@@ -224,16 +229,23 @@ class Simulation:
         return ElasticRole(router=router, bring_current=bring_current, max_rows=self.costs.engines[role].max_rows)
 
     def _needs(self) -> Needs:
-        """The lower bound's journal. Rows are limited by the engine, and by what may be in flight."""
+        """The lower bound's journal."""
+        config = self.workload.config
+        return Needs(
+            self.costs,
+            policy_passes(config),
+            prefix_sharing=config.train.prefix_sharing,
+            critic_updates=config.critic.updates(config.algorithm, config.train),
+        )
+
+    def _most_rows(self, role: str) -> int:
+        """The most rows that can be in an engine's batch: limited by the engine, and by what may be in flight."""
         train, judging = self.workload.config.train, self.workload.config.judging
-        rows, sharers = {}, {}
-        for role, speed in self.costs.engines.items():
-            judges, played = judging.asking(role).values(), train.group_size * (role == POLICY)
-            of_group = played + sum(judge.judgements_of_group(train.group_size) for judge in judges)
-            in_flight = (train.max_staleness + 1) * train.groups_per_batch * of_group
-            rows[role] = max(1, min(speed.max_rows, -(-in_flight // len(self.placement.seats[role]))))
-            sharers[role] = max((judge.num_judgements for judge in judges), default=1)
-        return Needs(self.costs, rows, train.group_size, sharers)
+        played = train.group_size * (role == POLICY)
+        judged = sum(judge.judgements_of_group(train.group_size) for judge in judging.asking(role).values())
+        in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
+        share = -(-in_flight // len(self.placement.seats[role]))
+        return max(1, min(self.costs.engines[role].max_rows, share))
 
     def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
         config, policy = self.workload.config, routers[POLICY]
@@ -252,7 +264,7 @@ class Simulation:
     # -- counting ------------------------------------------------------------------------------------------------------
 
     async def _after_step(self, report: StepReport) -> None:
-        self.needs.close_step(report.step)
+        self._close_needs(report.step)
         busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self.engines.items()}
         self.steps.append(
             SimulatedStep(
@@ -263,6 +275,18 @@ class Simulation:
                 stalls=report.stalls,
             )
         )
+
+    def _close_needs(self, step: int) -> None:
+        """Close the step for the bound, with what was done since the step before."""
+        so_far = {
+            role: sum(engine.least_busy_s(self._most_rows(role)) for engine in engines)
+            for role, engines in self.engines.items()
+        }
+        if self.critic_ranks is not None:
+            so_far[CRITIC] = self.critic_ranks.busy_s
+        so_far |= self._driver_busy_s()
+        self.needs.close_step(step, {role: least - self.least_s.get(role, 0.0) for role, least in so_far.items()})
+        self.least_s = so_far
 
     def _learning_busy_s(self) -> dict[str, float]:
         learner = {LEARNER: self.ranks.busy_s}
@@ -286,7 +310,11 @@ class Simulation:
             step_s=seconds / len(settled),
             busy={role: busy_s[role] / (seconds * count) if seconds else 0.0 for role, count in counts.items()},
             bound=bound_of(
-                [self.needs.steps[index + 1] for index in settled], self.placement, self.costs, train.max_staleness
+                [self.needs.steps[index + 1] for index in settled],
+                self.placement,
+                self.costs,
+                train.max_staleness,
+                min(train.max_staleness, settled.start),
             ),
             max_staleness=max(step.staleness for step in self.steps),
             dropped=dict(self.pipeline.ledger.dropped),

@@ -9,18 +9,17 @@ import numpy as np
 
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.train.scalar.scalar_batch import PackedSequences
-from grmpipe.types import MicroBatch
+from grmpipe.types import MicroBatch, OldPass
 from models.checksum import checksum
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import InlineBytes, WeightBucket, WeightTensor
-
-FORWARD_SHARE = 1 / 3  # of forward and backward
 
 
 class SimulatedRanks:
     """An ActorGroup: all ranks take part in every call, one call at a time.
 
     device: of rank 0, if others share it; the other ranks behave the same. cp: the ranks that share each sample.
+    reference_in_loss: `accumulate` has a pass of the reference.
     """
 
     def __init__(
@@ -31,10 +30,12 @@ class SimulatedRanks:
         device: SharedDevice | None = None,
         switch_s: float = 0.0,
         cp: int = 1,
+        reference_in_loss: bool = False,
     ) -> None:
         self._cp = cp
         self._num_ranks = num_ranks
         self._speed = speed
+        self._accumulate_s = speed.token_s + (speed.forward_s if reference_in_loss else 0.0)  # of a packed token
         self._sync_s = sync_s
         self._switch_s = switch_s
         self._device = device or SharedDevice()
@@ -71,14 +72,17 @@ class SimulatedRanks:
         async with self._turn:
             match method:
                 case "accumulate":
-                    await self._spend(self._pass_s(args_by_rank))
+                    await self._spend(self._most_tokens(args_by_rank) * self._accumulate_s)
                     return [{}] * self._num_ranks
                 case "scores":
-                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
+                    await self._spend(self._most_tokens(args_by_rank) * self._speed.forward_s)
                     return [np.zeros(num_tokens(args[0]), dtype=np.float32) for args in args_by_rank]
-                case "logprobs" | "reference_logprobs":
-                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
-                    return [np.full(num_tokens(args[0]), -1.0, dtype=np.float32) for args in args_by_rank]
+                case "reference_logprobs":
+                    await self._spend(self._most_tokens(args_by_rank) * self._speed.forward_s)
+                    return [minus_ones(args) for args in args_by_rank]
+                case "old_pass":
+                    await self._spend(self._most_tokens(args_by_rank) * self._speed.forward_s)
+                    return [OldPass(logprobs_T=minus_ones(args)) for args in args_by_rank]
                 case "step":
                     await self._spend(self._speed.step_s)
                     return [{}] * self._num_ranks
@@ -96,14 +100,15 @@ class SimulatedRanks:
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "discard" | "connect" | "deliver" | "delivered":
+                case "expect" | "discard" | "connect" | "deliver" | "delivered" | "close":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 
-    def _pass_s(self, args_by_rank: Sequence[tuple[object, ...]]) -> float:
-        """The time of a pass: all wait for the rank with most work; speeds are those of all ranks together."""
-        most = max(num_tokens(args[0]) for args in args_by_rank)
-        return most * (self._num_ranks // self._cp) * self._speed.token_s
+    def _most_tokens(self, args_by_rank: Sequence[tuple[object, ...]]) -> int:
+        """The tokens that a pass takes the time of: all wait for the rank with most work; speeds are those of all ranks
+        together.
+        """
+        return max(num_tokens(args[0]) for args in args_by_rank) * (self._num_ranks // self._cp)
 
     async def _spend(self, work_s: float) -> None:
         clock = asyncio.get_running_loop().time
@@ -125,6 +130,11 @@ class SimulatedRanks:
 def num_tokens(micro_batch: object) -> int:
     assert isinstance(micro_batch, MicroBatch | PackedSequences)
     return len(micro_batch.token_ids_T)
+
+
+def minus_ones(args: tuple[object, ...]) -> np.ndarray:
+    """A log-prob for each token of a micro-batch, [T] float32."""
+    return np.full(num_tokens(args[0]), -1.0, dtype=np.float32)
 
 
 WEIGHTS = np.zeros(4, dtype=np.uint8)

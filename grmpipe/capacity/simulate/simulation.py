@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.candidates import Predicted
-from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of
+from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of, learner_sizes
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
@@ -158,7 +158,7 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
         raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")
     return Costs(
         engines={role: speeds[role].speed() for role in roles},
-        learner=LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s),
+        learner=stated_learner(survey),
         critic=stated_critic(survey),
         sync_s=stated.sync_s,
         switch_s=stated.switch_s,
@@ -167,13 +167,20 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
     )
 
 
+def stated_learner(survey: Survey) -> LearnerSpeed:
+    """A pass without gradients takes the share of its operations in the stated time."""
+    stated, (flops, _) = survey.config.simulate.costs, learner_sizes(survey, survey.config)
+    return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=flops.forward_share)
+
+
 def stated_critic(survey: Survey) -> LearnerSpeed | None:
     stated = survey.config.simulate.costs
     if not survey.config.critic.enabled:
         return None
     if not stated.critic_token_s:
         raise ConfigError("simulate.costs.critic_token_s: missing; give the costs of all roles or of none")
-    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s)
+    share = token_flops(1, checkpointing=survey.config.train.activations.recomputes).forward_share
+    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s, forward_share=share)
 
 
 def open_directory(config: RunConfig) -> Path:

@@ -46,8 +46,13 @@ class LearnerSpec:
 
     @property
     def frozen_dtype(self) -> str:
-        """The dtype of weights that are never updated: the one they compute in."""
-        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
+        """The dtype of weights that are never updated: a reference, the weights beside adapters."""
+        return frozen_dtype(self.train.dtype, self.master_dtype)
+
+
+def frozen_dtype(dtype: str, master_dtype: str = "float32") -> str:
+    """The dtype in which weights are held that are never updated, by the one they compute in (`train.dtype`)."""
+    return "bfloat16" if dtype == "bfloat16" else master_dtype
 
 
 def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> LearnerRank:

@@ -64,6 +64,7 @@ class SimulatedBatch:
     def __init__(self, speed: EngineSpeed, *, prefix_cache: bool = True) -> None:
         self._speed = speed
         self.num_prefilled_tokens = 0
+        self._num_prefilled_again = 0  # of these, of preempted requests
         self._prefix_cache = prefix_cache
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, SimulatedRow]] = []
@@ -79,6 +80,7 @@ class SimulatedBatch:
         self._held_tokens = 0  # K, a shared prompt counted once
         # The stretch: a number of steps in which nothing changes.
         self._steps_before = 0
+        self._tokens_before = 0  # sampled in these steps
         self._began_s = 0.0
         self._prefill_s = 0.0  # of its first step
         self._num_steps = 0
@@ -120,6 +122,13 @@ class SimulatedBatch:
     def steps_by(self, work_s: float) -> int:
         """Whole steps since the beginning."""
         return self._steps_before + min(self._num_steps, self._whole_steps(work_s - self._began_s))
+
+    def saved_s(self, work_s: float, num_rows: int) -> float:
+        """The seconds of the work so far that batches of `num_rows` would have saved, without any preemption."""
+        steps = self.steps_by(work_s)
+        num_tokens = self._tokens_before + (steps - self._steps_before) * len(self._rows)
+        again_s = self._num_prefilled_again * self._speed.prefill_token_s
+        return (steps - num_tokens / num_rows) * self._speed.step_s + again_s
 
     def change(self) -> SimulatedChange:
         """End the stretch: rows leave and join, and the next stretch begins."""
@@ -174,6 +183,7 @@ class SimulatedBatch:
         self._began_s += self._lasts_s(self._num_steps)
         self._prefill_s = 0.0
         self._steps_before += self._num_steps
+        self._tokens_before += self._num_steps * len(self._rows)
         self._read_tokens += self._num_steps * len(self._rows)
         self._held_tokens += self._num_steps * len(self._rows)
         self._num_steps = 0
@@ -242,6 +252,7 @@ class SimulatedBatch:
             heapq.heappop(self._waiting)
             prefilled += tokens
             joined += 1
+            self._num_prefilled_again += tokens if row.stays else 0
             row.cached_tokens = row.cached_tokens if row.stays else row.prompt_tokens - uncached
             self._join(row)
         else:

@@ -95,6 +95,11 @@ class SimulatedEngine:
         """Seconds of work so far, as on its own device."""
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
+    def least_busy_s(self, num_rows: int) -> float:
+        """Seconds that the work so far would have taken in batches of `num_rows`, without any preemption."""
+        worked_s = self._worked_s()
+        return worked_s - self._batch.saved_s(worked_s, num_rows)
+
     @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens that no prefix cache had, and those of preempted requests that were computed again."""

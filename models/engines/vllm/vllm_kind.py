@@ -73,6 +73,10 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     def set_cache_bytes(self) -> float | None:
         return float(self.options.kv_cache_mb << 20) if self.options.kv_cache_mb else None
 
+    @property
+    def caches_prompts(self) -> bool:
+        return self.options.prefix_caching
+
     def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
         if self.options.kv_cache_mb or device == "cpu":
             num_bytes = (self.options.kv_cache_mb or CPU_KV_CACHE_MB) << 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +18,13 @@ from grmpipe.capacity.cost import (
     parallel_gain,
     switch_time_s,
     sync_time_s,
+    token_flops,
 )
 from grmpipe.capacity.lower_bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from models.lm.flops import ModelFlops, PackedSizes
+from models.types import EngineSpeed, RequestContext, SamplingParams
 from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
@@ -61,7 +69,46 @@ def test_a_learner_takes_six_operations_a_parameter_and_token_and_eight_with_che
     )
     assert plain.token_s == pytest.approx(48e9 / 160e12)  # 0.3 ms over four ranks of 40 TFLOPS
     assert checkpointed.token_s == pytest.approx(64e9 / 160e12)
-    assert plain.step_s == pytest.approx(28 * 8 / (4 * 800))  # 70 ms: 28 bytes a parameter
+    assert plain.step_s == pytest.approx(48 * 8 / (4 * 800))  # 120 ms: 48 bytes a parameter
+    assert (plain.forward_s, checkpointed.forward_s) == (pytest.approx(plain.token_s / 3),) * 2
+
+
+def test_frozen_weights_need_no_gradients_and_the_optimizer_steps_adapters_only() -> None:
+    num_adapters = 80_000_000
+    plain, checkpointed = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=c, num_adapters=num_adapters)
+        for c in (False, True)
+    )
+    # 4 operations for each frozen weight, 6 for each of an adapter; 2 more for all if they are computed again.
+    assert plain.token_s == pytest.approx((4 * 8e9 + 6 * 8e7) / 160e12)
+    assert checkpointed.token_s == pytest.approx((6 * 8e9 + 8 * 8e7) / 160e12)
+    assert plain.step_s == pytest.approx(48 * 0.08 / (4 * 800))
+
+
+@pytest.mark.parametrize("num_adapters", [0, 30])
+def test_a_learners_operations_are_those_of_its_mfu(num_adapters: int) -> None:
+    flops = token_flops(1000, num_adapters=num_adapters)
+    model = ModelFlops(layer_weights=1000, head_weights=0, attention={}, adapter_weights=num_adapters)
+    token = PackedSizes(lengths_S=[1], prefixes_S=[0], head_rows=0)
+    assert (flops.training, flops.forward) == (model.training(token), model.forward(token))
+
+
+def test_each_copy_of_a_model_steps_all_of_its_values() -> None:
+    one, two = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=False, copies=n) for n in (1, 2)
+    )
+    assert two.step_s == pytest.approx(2 * one.step_s) and two.token_s == one.token_s
+
+
+def test_what_waits_on_the_host_crosses_the_bus_twice() -> None:
+    here, away = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=True, copies=2,
+                      token_bytes_to_host=token_bytes, step_bytes_to_host=step_bytes)
+        for token_bytes, step_bytes in ((0, 0), (280_000, 64e9))
+    )  # fmt: skip
+    assert away.token_s - here.token_s == pytest.approx(2 * 280_000 / (4 * 7e9))
+    assert away.step_s - here.step_s == pytest.approx(2 * 64e9 / (2 * 7e9)), "the moments of a copy, on its two ranks"
+    assert away.forward_s == pytest.approx(here.forward_s), "a pass without gradients keeps nothing"
 
 
 def test_weights_travel_at_the_links_speed() -> None:
@@ -150,6 +197,45 @@ def test_a_push_counts_for_policy_and_learner() -> None:
     assert busy_s("policy", work, COSTS, 1) == pytest.approx(alone + 0.5)
 
 
+def engine_s(work: RoleWork, speed: EngineSpeed) -> float:
+    """Seconds that a simulated engine works on these requests, all sent at once."""
+    new_tokens, shared_by = int(work.new_tokens), int(work.prompt_shared_by)
+    script = Script(token_ids=(1,) * new_tokens, text="")
+
+    async def run() -> float:
+        engine = SimulatedEngine("m", lambda ids, params, context: script, speed=speed)
+        await asyncio.gather(*(
+            engine.generate(
+                (n // shared_by,) * int(work.prompt_tokens),
+                SamplingParams(max_new_tokens=new_tokens),
+                RequestContext(request_id=f"r{n}", group_id="g", role="policy"),
+            )
+            for n in range(work.requests)
+        ))  # fmt: skip
+        return engine.busy_s
+
+    return run_virtually(run)
+
+
+@pytest.mark.parametrize("shared_by", [1, 8])
+@pytest.mark.parametrize("kv_tokens", [0, 4000, 12_000])
+def test_an_engine_is_never_faster_than_its_estimated_work(shared_by: int, kv_tokens: int) -> None:
+    """Requests with the same prompt prefill and hold it once."""
+    work = RoleWork(requests=64, prompt_tokens=400, new_tokens=200, prompt_shared_by=shared_by)
+    speed = replace(COSTS.engines["policy"], kv_tokens=kv_tokens, max_rows=32)
+    estimated, simulated = engine_busy_s(work, speed, 1), engine_s(work, speed)
+    assert estimated <= simulated * 1.001  # it counts half a cached token more
+    assert simulated < 1.35 * estimated
+
+
+def test_passes_without_gradients_and_every_update_are_work_of_the_learner() -> None:
+    work = replace(step_work(), learner_forward_tokens=2 * 64 * 1100, learner_updates=3)
+    passes_s = 64 * 1100 * 1e-4 * (1 + 2 / 3)
+    assert busy_s("learner", work, COSTS, 1) == pytest.approx(passes_s + 3 * 0.1 + 0.5)
+    added_s = 64 * 1100 * 1e-4 * 2 / 3 / 8 + 2 * 0.1
+    assert chain_s(work, COSTS) - chain_s(step_work(), COSTS) == pytest.approx(added_s), "of the last of 8 groups"
+
+
 def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:
     pools = {"both": PoolConfig(slots=2), "own": PoolConfig()}
     roles = {
@@ -168,6 +254,12 @@ def test_the_chain_is_one_rollout_its_judgement_its_group_and_the_step() -> None
     played = 100 * 0.00032 + 1000 * (0.021 + 0.00032 + 600 * 1.25e-7)
     judged = 1200 * 0.00032 + 400 * (0.021 + 0.00032 + 1400 * 1.25e-7)
     assert chain_s(step_work(), COSTS) == pytest.approx(played + judged + 64 * 1100 / 8 * 1e-4 + 0.1 + 0.5)
+
+
+def test_without_an_early_start_the_whole_batch_is_trained_after_its_last_group() -> None:
+    work = step_work(max_staleness=0)
+    later = chain_s(replace(work, starts_early=False), COSTS) - chain_s(work, COSTS)
+    assert later == pytest.approx(64 * 1100 * 7 / 8 * 1e-4)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1, 4000), st.integers(1, 2000), st.integers(1, 3))

@@ -39,7 +39,7 @@ from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.parallelize import parallelize
 from models.lm.ranks import RankMeshes
-from models.settings import Activations, ParallelConfig
+from models.settings import KEEP_ALL, Activations, ParallelConfig
 from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8
@@ -162,17 +162,19 @@ class NowhereHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
 
-def measure(model: dict[str, Any], ranks: int, num_tokens: int, train: dict[str, Any]) -> dict[str, float]:
+def measure(
+    model: dict[str, Any], ranks: int, num_tokens: int, train: dict[str, Any], algorithm: dict[str, Any]
+) -> dict[str, float]:
     """GB of a rank: at most, between two micro-batches, in a micro-batch that is not the first, in an optimizer step.
 
-    model: a config.json. train: settings of `train`.
+    model: a config.json. train, algorithm: settings of these sections.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = Held(fake)
 
-    def load(path: str, meshes: RankMeshes, device: torch.device, master: str, dtype: str, activations: Activations,
-             *_: object) -> PreTrainedModel:  # fmt: skip
+    def load(path: str, meshes: RankMeshes, device: torch.device, master: str, dtype: str,
+             activations: Activations = KEEP_ALL, *_: object, **__: object) -> PreTrainedModel:  # fmt: skip
         model = outline_causal_lm(path, master)
         parallelize(model, meshes, dtype, activations)
         with held:
@@ -189,7 +191,7 @@ def measure(model: dict[str, Any], ranks: int, num_tokens: int, train: dict[str,
         AutoConfig.for_model(**model).save_pretrained(path)
         spec = LearnerSpec(
             model_path=path, train=TrainConfig(dtype="bfloat16", **settings),
-            algorithm=AlgorithmConfig(), max_new_tokens=num_tokens, device="cpu",
+            algorithm=AlgorithmConfig(**algorithm), max_new_tokens=num_tokens, device="cpu",
         )  # fmt: skip
         batch = micro_batch(num_tokens)
         with held.resizes_noted():

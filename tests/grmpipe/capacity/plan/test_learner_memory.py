@@ -31,6 +31,11 @@ def test_a_plan_is_within_8_percent_of_what_a_learner_of_two_layers_holds() -> N
 
 
 @pytest.mark.long
+def test_the_plan_knows_that_a_reference_is_held_in_the_dtype_it_computes_in() -> None:
+    check(LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=8192, train=ALL, layers=2, kl=True), 10)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "train",
     [
@@ -89,6 +94,14 @@ def learner_gb(survey: Survey) -> float:
 
 def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(surveyed: Any) -> None:
     assert learner_gb(surveyed("qwen3_8b", "train.micro_batch_tokens=32768")) < 45
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4)])
+def test_a_reference_takes_the_bytes_of_its_dtype(surveyed: Any, dtype: str, num_bytes: int) -> None:
+    survey = surveyed("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
+    footprint = survey.models["policy"].footprint
+    held = {part.what: part.num_bytes for part in memory_parts(survey, "learner")}
+    assert held["weights of the reference, over 4 ranks"] == num_bytes * footprint.num_parameters // 4
 
 
 def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(surveyed: Any) -> None:

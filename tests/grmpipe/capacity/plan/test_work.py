@@ -12,7 +12,14 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import judge_lengths, policy_lengths, prompts_judged, shares_asked, step_work
+from grmpipe.capacity.plan.work import (
+    judge_lengths,
+    learner_flops,
+    policy_lengths,
+    prompts_judged,
+    shares_asked,
+    step_work,
+)
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.yaml_io import build
@@ -44,6 +51,13 @@ def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
     assert (work["grm"].requests, work["safety"].requests) == (128 * (1 + 3), 128 * 2)
     assert work["grm"].new_tokens == pytest.approx((1 * 64 + 3 * 16) / 4)
     assert work["safety"].new_tokens == 64
+
+
+def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(survey: Survey) -> None:
+    work = step_work(survey, None).engines
+    assert work["policy"].prompt_shared_by == survey.config.train.group_size == 8
+    assert work["safety"].prompt_shared_by == pytest.approx(2)
+    assert 1 < work["grm"].prompt_shared_by < 3, "of one judgement by judge, three by brief"
 
 
 def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> None:
@@ -93,6 +107,20 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
     assert "safety_learner " in times(survey, None, None)
     assert simulator(survey, None) is None, "no simulation knows its flow"
+
+
+def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them() -> None:
+    plain = step_work(surveyed(), None)
+    assert (plain.learner_forward_tokens, plain.learner_updates, plain.critic_updates) == (0.0, 1, 1)
+    algorithm = ("algorithm.kl_coefficient=0.1", "algorithm.updates_per_batch=4")
+    survey = surveyed(*algorithm, LEARNS.replace("enabled: true", "enabled: true, kl_coefficient: 0.1"))
+    work = step_work(survey, None)
+    assert work.learner_forward_tokens == 2 * work.learner_tokens, "a reference, and pi_old"
+    assert work.learner_updates == 4
+    assert plain.starts_early and not work.starts_early, "the whole batch is there before its first update"
+    assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
+    # Both passes without gradients take a third of forward and backward.
+    assert (learner_flops(survey, None) or 0.0) == pytest.approx((learner_flops(surveyed(), None) or 0.0) * 5 / 3)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:

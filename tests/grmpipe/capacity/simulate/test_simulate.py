@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 import pytest
 from hydra import compose, initialize_config_dir
+from simulated_workload import COSTS, SPEED, always, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
@@ -21,26 +22,20 @@ from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_st
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.step_bound import StepNeeds, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.config.capacity import SimulateConfig
-from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.train import TrainConfig
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.yaml_io import build
-from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.types import Prompt
 from models.settings import ModelConfig
-from models.types import EngineSpeed, Message, RequestContext, SamplingParams
+from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]
-SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
-COSTS = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=1e-5, step_s=0.1), sync_s=0.1)
 
 
 class Events:
@@ -51,42 +46,6 @@ class Events:
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
         self.spans.append((name, start_s, end_s))
-
-
-def always(num_tokens: int) -> Lengths:
-    return lambda quantile: num_tokens
-
-
-ROLLOUTS, CRITIQUES = always(100), always(50)
-
-
-def workload(
-    *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, **simulated: float
-) -> Workload:
-    config = RunConfig(
-        train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
-        rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
-        judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
-        simulate=SimulateConfig(**simulated),  # type: ignore[arg-type]
-    )
-    question = Message(role="user", content="how many apples are left? " * 4)
-    return Workload(
-        config=config,
-        prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(64)]),
-        chars_per_token={"policy": 4.0, "grm": 4.0},
-        lengths={"policy": lengths, "judge": critiques},
-    )
-
-
-def seats(policy: int = 2, grm: int = 2, learner: int = 1, elastic: bool = False) -> Placement:
-    if elastic:
-        pools = {"engines": PoolConfig(slots=policy, elastic=True), "train": PoolConfig(slots=learner)}
-        roles = {"policy": RoleConfig(pool="engines"), "grm": RoleConfig(pool="engines")}
-    else:
-        pools = {"p": PoolConfig(slots=policy), "g": PoolConfig(slots=grm), "train": PoolConfig(slots=learner)}
-        roles = {"policy": RoleConfig(pool="p", replicas=policy), "grm": RoleConfig(pool="g", replicas=grm)}
-    roles["learner"] = RoleConfig(pool="train", replicas=learner)
-    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"), ("policy", "grm"))
 
 
 def simulated(steps: int = 6, costs: Costs = COSTS, placement: Placement | None = None, **changes) -> SimulatedRun:
@@ -124,6 +83,43 @@ def test_no_run_beats_its_bound() -> None:
             run = simulated(12, staleness=staleness, lengths=lognormal(80, 0.8), placement=placement)
             assert run.times_bound > 0.999
             assert run.max_staleness <= staleness
+
+
+@pytest.mark.parametrize("steps", [5, 6, 8])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_few_steps_beat_their_bound_with_judgements_of_other_steps(staleness: int, steps: int) -> None:
+    """The judge has most to do, and judges groups of later steps while a step is trained."""
+    few_rows = replace(SPEED, max_rows=8, row_s=1e-3, cached_token_s=1e-6, prefill_token_s=1e-4)
+    costs = replace(COSTS, engines={"policy": SPEED, "grm": few_rows})
+    lengths = {"lengths": lognormal(80, 0.8), "critiques": lognormal(40, 0.8)}
+    run = simulated(steps, staleness=staleness, costs=costs, placement=seats(grm=1), **lengths)
+    assert run.busy["grm"] > 0.9
+    assert 1 - 1e-9 < run.times_bound < 1.5
+
+
+def test_a_bound_on_overlapping_steps_is_the_busiest_slot_of_all_of_them() -> None:
+    """Two roles with their work in different steps: perfect overlap does both at the same time."""
+    steps = [
+        StepNeeds(work_s={"policy": a, "grm": b, "learner": 0.0}, chain_s=0.0) for a, b in ((4.0, 0.0), (0.0, 4.0))
+    ]
+    free = replace(COSTS, sync_s=0.0)
+    placement = seats(policy=1, grm=1)
+    assert bound_of(steps, placement, free, max_staleness=1).step_s == pytest.approx(2.0)
+    assert bound_of(steps, placement, free, max_staleness=0).step_s == pytest.approx(4.0)
+
+
+def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_them() -> None:
+    steps = [StepNeeds(work_s={"policy": 0.0, "grm": 0.0, "learner": 0.0}, chain_s=chain) for chain in (90.0, 8.0, 8.0)]
+    free = replace(COSTS, sync_s=0.0)
+    assert bound_of(steps, seats(), free, 1, num_overlapped=1).step_s == pytest.approx((8 + 8) / 3 / 2)
+
+
+def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
+    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=ModelConfig(engine="vllm"))
+    off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
+    slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
+    cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
+    assert uncached.steps[-1].busy_s["policy"] > cached.steps[-1].busy_s["policy"] + 3 * 4 * 2 * 26 * 1e-3
 
 
 def test_a_stale_run_is_faster_than_a_synchronous_one() -> None:

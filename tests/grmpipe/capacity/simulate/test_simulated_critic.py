@@ -42,10 +42,10 @@ def test_a_plan_tells_the_critics_place_memory_and_work() -> None:
 
 def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it(tmp_path: Path) -> None:
     """A value and as much training per token; on its own slots it adds little to a step."""
-    run = simulated(tmp_path / "ppo", *CRITIC)
+    run = simulated(tmp_path / "ppo", "train.prefix_sharing=false", *CRITIC)  # a critic packs each rollout whole
     assert run["loads_s"]["critic"] - 0.1 == pytest.approx(4 / 3 * (run["loads_s"]["learner"] - 0.1), rel=1e-6)
     assert run["busy"]["critic"] > run["busy"]["learner"] > 0
-    without = simulated(tmp_path / "raw", "algorithm=grpo", "critic=none")
+    without = simulated(tmp_path / "raw", "train.prefix_sharing=false", "algorithm=grpo", "critic=none")
     assert "critic" not in without["busy"]
     alone = run["loads_s"]["critic"]
     assert without["step_s"] < run["step_s"] < without["step_s"] + alone, "some of it is hidden"

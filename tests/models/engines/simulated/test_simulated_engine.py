@@ -420,3 +420,30 @@ def test_a_turn_prefills_what_its_trajectorys_last_turn_has_not() -> None:
 
 def test_a_push_empties_the_cache_of_trajectories() -> None:
     assert turns_of(SimulatedEngine("policy", write), "g/0", push_after=2) == 100 + 3 * (1 + 5) + 100 + 3 * 15
+
+
+def least_s(speed: EngineSpeed, requests: Sequence[Asked], num_rows: int) -> tuple[float, float]:
+    """Seconds that an engine worked on requests, and would have worked in batches of `num_rows`."""
+
+    async def both() -> tuple[float, float]:
+        engine = SimulatedEngine("m", write, speed=speed)
+        await answers(engine, requests)
+        return engine.busy_s, engine.least_busy_s(num_rows)
+
+    return run_virtually(both)
+
+
+def test_an_engines_least_work_is_that_of_full_batches() -> None:
+    one_by_one = [Asked(at_s=second, num_tokens=10, prompt=second) for second in range(4)]
+    busy_s, saved_s = least_s(SPEED, one_by_one, num_rows=4)
+    assert busy_s - saved_s == pytest.approx(40 * 0.01 * 3 / 4), "10 steps instead of 40"
+    together = [Asked(at_s=0.0, num_tokens=10, prompt=n) for n in range(4)]
+    busy_s, saved_s = least_s(SPEED, together, num_rows=4)
+    assert busy_s == pytest.approx(saved_s)
+
+
+def test_an_engines_least_work_leaves_out_what_was_computed_again() -> None:
+    requests = [Asked(at_s=0.0, num_tokens=40, prompt=n) for n in range(2)]
+    roomy, narrow = (replace(SPEED, step_s=0.0, cached_token_s=0.0, kv_tokens=room) for room in (0, 70))
+    (_, least), (worked, least_again) = (least_s(speed, requests, num_rows=2) for speed in (roomy, narrow))
+    assert worked > least_again == pytest.approx(least)
