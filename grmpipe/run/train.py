@@ -111,10 +111,10 @@ class TrainingRun(Run[Prepared]):
         running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals, self._state.open_counts)
-            bounds_of(running.judge).go_on(pipeline.counters.total.cascades)
             self._cascade_alarm.check(pipeline.counters.total.cascades)  # what was said before the resume
         for work in kept.values():
             pipeline.counters.recovered(work.uncounted)
+        bounds_of(running.judge).go_on(pipeline.counters.total_so_far().cascades)
         if not periodic_eval.initial:
             await periodic_eval.first(
                 pipeline_state.version, lambda: judge_monitor.first(pipeline_state.version, periodic_eval.seen)
