@@ -28,9 +28,8 @@ def test_a_run_is_profiled_searched_and_run_again_as_it_was_planned(
     assert time.monotonic() - began_s < 60
     assert "time of a step (measured in first; " in text
     assert "8 candidates, 0 too large for their slots" in text
-    (command,) = [line.split() for line in text.splitlines() if line.strip().startswith("python launch.py")]
-    overrides = command[2 : command.index("placement=planned") + 1]
-    launch(*overrides, *SMALL[1:], "train.num_steps=2", "run_dir=second")
+    (added,) = [line.split() for line in text.splitlines() if line.strip().startswith("--config-dir")]
+    launch(*added, *SMALL, "train.num_steps=2", "run_dir=second")
     ran = (tmp_path / "second/config.yaml").read_text()
     written = (tmp_path / "runs/ppo/plan/placement/planned.yaml").read_text()
     block = "\n".join(f"  {line}" for line in written.splitlines()[1:])

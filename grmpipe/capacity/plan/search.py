@@ -243,8 +243,8 @@ def write_best(plans: Plans, config: RunConfig) -> str:
     except OSError as error:
         raise ConfigError(f"plan.write: {path} can't be written ({error}); type plan.write=<a directory>") from error
     return "\n".join([
-        f"the best is in {path}; to run it",
-        f"  python launch.py --config-dir {directory} <your overrides> placement={NAME}",
+        f"the best is in {path}; to run it, add to the command of the run",
+        f"  --config-dir {directory} placement={NAME}",
     ])  # fmt: skip
 
 

@@ -337,7 +337,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
     first = next(line for line in text.splitlines() if line.startswith("  1  "))
     assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]
     assert "grm 3" in first
-    assert "python launch.py --config-dir found <your overrides> placement=planned" in text
+    assert "to run it, add to the command of the run\n  --config-dir found placement=planned" in text
 
     again = read_again(tmp_path / "found", *big_run, "engine=vllm")
     written = place(again.placement, again.roles, again.served, again.learners)
