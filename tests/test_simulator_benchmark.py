@@ -45,7 +45,7 @@ def row(name: str, measured: list[float], foretold: list[float], others: float =
     return simulator.Row(name=name, measured=dict(enumerate(measured)), foretold=by_round, others=others)
 
 
-def test_errors_are_counted_and_so_is_the_order_of_placements_that_can_be_told_apart() -> None:
+def test_errors_are_counted_and_so_is_the_order_of_placements_that_can_be_distinct_overrides() -> None:
     rows = [row("a", [1.0, 1.2], [1.1, 1.3]), row("b", [1.1, 1.3], [1.8, 1.9]), row("c", [2.0, 2.2], [0.9, 1.0])]
     text = simulator.verdicts(rows, ["laptop"])
     assert "1 of 3 within 15%" in text

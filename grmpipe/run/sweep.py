@@ -35,7 +35,7 @@ def sweep_table(runs: Sequence[SweepRun]) -> str:
     """A line per run: its number, objective or exit code, the overrides that tell the runs apart, its error."""
     failed = sum(run.exit_code != 0 for run in runs)
     rows = [("run", "objective", "overrides", "")]
-    rows += [(str(run.number), run.result, told_apart(run, runs), shortened(run.error)) for run in runs]
+    rows += [(str(run.number), run.result, distinct_overrides(run, runs), shortened(run.error)) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3]]) for row in rows
@@ -43,7 +43,7 @@ def sweep_table(runs: Sequence[SweepRun]) -> str:
     return "\n".join([f"sweep: {len(runs)} runs, {failed} failed", *(f"  {line.rstrip()}" for line in lines)])
 
 
-def told_apart(run: SweepRun, runs: Sequence[SweepRun]) -> str:
+def distinct_overrides(run: SweepRun, runs: Sequence[SweepRun]) -> str:
     """The overrides that not all runs have; of an only run all."""
     return " ".join(one for one in run.overrides if len(runs) == 1 or any(one not in each.overrides for each in runs))
 

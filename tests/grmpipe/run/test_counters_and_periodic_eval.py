@@ -246,7 +246,7 @@ class TwoJudges:
         return JudgeReport(verdict=LOST if "1" in rollout.text else ruled, by_judge=own)
 
 
-def test_of_several_judges_the_first_ones_score_and_the_reward_of_all_are_told_apart() -> None:
+def test_of_several_judges_the_first_ones_score_and_the_reward_of_all_are_distinct_overrides() -> None:
     """The first judge's metrics hold nothing of the truth that the rule added."""
     skill = MeasuredSkill()
     looking = dataclasses.replace(

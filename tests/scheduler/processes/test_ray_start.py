@@ -45,7 +45,7 @@ def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int
     assert threads_of(nodes, gpus) == threads
 
 
-def test_machines_of_one_host_name_are_told_apart_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_one_host_name_are_distinct_overrides_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would count as one machine."""
     found = [("vm", "10.0.0.1", True), ("vm", "10.0.0.2", True), ("other", "10.0.0.3", True), ("vm", "10.0.0.4", False)]
     nodes = [

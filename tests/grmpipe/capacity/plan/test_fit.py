@@ -105,7 +105,7 @@ def test_rows_over_time_are_those_under_way() -> None:
     assert Level.of(starts, ends, np.ones(3)).between(starts, ends).tolist() == [3.0, 3.0, 1.0]
 
 
-def test_a_learners_tokens_and_step_are_told_apart_where_steps_differ() -> None:
+def test_a_learners_tokens_and_step_are_distinct_overrides_where_steps_differ() -> None:
     tokens = [1000.0, 2000.0, 4000.0, 3000.0]
     fit = fit_learner(tokens, [0.5 + 0.001 * n for n in tokens])
     assert fit is not None

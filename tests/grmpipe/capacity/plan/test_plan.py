@@ -184,7 +184,7 @@ def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monke
     assert "OPENAI_API_KEY is not set" in text.split("not checked here")[1]
 
 
-def test_roles_that_crowd_one_gpu_are_told_apart(big_run: tuple[str, ...]) -> None:
+def test_roles_that_crowd_one_gpu_are_distinct_overrides(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
     survey = survey_run(config, lambda what, share: None)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}

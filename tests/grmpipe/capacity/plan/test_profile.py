@@ -160,7 +160,7 @@ def test_cpu_seconds_say_what_the_learner_and_an_engines_requests_took(tmp_path:
     assert half.engines["policy"] == whole.engines["policy"], "nobody counted its seconds"
 
 
-def test_the_driver_of_a_single_process_is_not_told_apart(tmp_path: Path) -> None:
+def test_the_driver_of_a_single_process_is_not_distinct_overrides(tmp_path: Path) -> None:
     run_dir = made_by_hand(tmp_path / "run")
     (run_dir / "config.yaml").write_text(to_yaml(RunConfig(placement=APART, cluster=ClusterConfig(kind="inprocess"))))
     profile = read_profile(str(run_dir), CORES)

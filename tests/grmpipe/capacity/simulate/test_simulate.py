@@ -421,7 +421,7 @@ def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
     assert lengths_in(tmp_path) == {"policy": [20], "judge": [30]}
 
 
-def test_lengths_of_several_judges_are_told_apart_by_their_names(tmp_path: Path) -> None:
+def test_lengths_of_several_judges_are_distinct_overrides_by_their_names(tmp_path: Path) -> None:
     judged = [{"judge": name, "completion": {"token_ids": [1] * count}} for name, count in (("judge", 30), ("b", 7))]
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({"turns": [{"token_ids": [1] * 20}]}) + "\n")
     (tmp_path / "judgements.jsonl").write_text(json.dumps({"judgements": judged, "failures": []}) + "\n")
