@@ -18,8 +18,8 @@ RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", 
 # A judge's accuracy is the metric <name>_accuracy, and a model's metrics are <name>/...: names that would make others.
 METRICS = (
     "true", "alarm", "cascade", "driver", "engines", "eval", "experts", "groups", "judge_monitor", "memory",
-    "mismatch", "moves", "perf", "response_length", "reward", "rollout", "slots", "staleness", "stall", "sync", "time",
-    "train",
+    "mismatch", "moves", "perf", "prompt_length", "response_length", "reward", "rollout", "slots", "staleness",
+    "stall", "sync", "time", "train",
 )  # fmt: skip
 LEARNER = "_learner"  # the end of the name of the role that trains a judging model
 

@@ -360,7 +360,8 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
         "train/grm_score": statistics.fmean(v.score for v in verdicts),
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        "response_length/mean": statistics.fmean(lengths),
+        **spread("response_length", lengths),
+        **spread("prompt_length", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
         "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
         "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
         "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
@@ -378,6 +379,17 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
             f"reward/{name}_max": max(parts),
         }
     return metrics
+
+
+def spread(name: str, lengths: Sequence[int]) -> Metrics:
+    """Mean and bounds of lengths, in tokens."""
+    if not lengths:
+        return {}
+    return {
+        f"{name}/mean": statistics.fmean(lengths),
+        f"{name}/min": float(min(lengths)),
+        f"{name}/max": float(max(lengths)),
+    }
 
 
 def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:

@@ -36,6 +36,17 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     )
 
 
+def check_answer_fits(config: RunConfig, role: ServedRole) -> None:
+    """Check that the policy's window has room for an answer, where the model isn't here to count a prompt's tokens."""
+    window = context_limit_of(role, role.model.shape.context_tokens)
+    if 0 < window <= config.rollout.max_new_tokens:
+        limit = f"{role.option_key('max_context_tokens')}={window}"
+        raise ConfigError(
+            f"rollout.max_new_tokens: {config.rollout.max_new_tokens} leave no room for a prompt in the policy's "
+            f"window of {window} tokens; type less, or more than {limit}"
+        )
+
+
 def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
     """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
     known = {model.name: model for model in models}

@@ -10,7 +10,7 @@ from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.validate.context_limits import check_judges, check_policy
+from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
@@ -90,6 +90,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         unchecked += lacking
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
+    else:
+        check_answer_fits(config, roles.served["policy"])
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
     check_swap(roles, found)

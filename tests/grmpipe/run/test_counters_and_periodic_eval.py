@@ -97,6 +97,9 @@ def test_failed_siblings_are_in_no_mean() -> None:
     assert metrics["reward/rule_mean"] == 0.5
     assert metrics["staleness/max"] == 1
     assert metrics["judge/score_length_correlation"] == pytest.approx(-1)
+    lengths = [metrics[f"response_length/{name}"] for name in ("min", "mean", "max")]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[2]
+    assert metrics["prompt_length/min"] >= 1
 
 
 def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() -> None:

@@ -135,6 +135,11 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
     assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
+def test_an_answer_longer_than_the_window_is_refused_though_the_model_is_not_here(big_run: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens: 8000 .* 7168 .*max_context_tokens=7168$"):
+        planned(*big_run, "rollout.max_new_tokens=8000")
+
+
 def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run: tuple[str, ...]) -> None:
     assert "warnings" not in planned(*big_run)
     embedded = ("engine=embedded", "engine.embedded.max_context_tokens=7168", "engine.embedded.max_batch_rows=64")
