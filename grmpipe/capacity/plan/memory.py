@@ -91,11 +91,21 @@ def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
     lora = config.models[model].lora
+    longest = config.rollout if model == POLICY else config.judge_training(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
+    train = with_room_for(longest.max_new_tokens, train)
     shards = ranks // train.parallel.dp_replicate
     working = working_of(train, footprint, shards, frozen=lora.learns)
     held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
     return _parts_of_rank(held, shards, working, train)
+
+
+def with_room_for(answer_tokens: int, train: TrainConfig) -> TrainConfig:
+    """The same settings with micro-batches that hold the longest answer: a sample isn't divided but over the ranks that
+    share it.
+    """
+    own = -(-answer_tokens // train.parallel.cp)
+    return replace(train, micro_batch_tokens=max(train.micro_batch_tokens, own))
 
 
 def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: TrainConfig) -> list[Part]:
@@ -169,7 +179,8 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
 
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """The parts of a critic: those of a learner without a reference."""
-    train, copy = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(1)
+    config, copy = survey.config, footprint.shard_bytes(1)
+    train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
     held = [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),

@@ -135,6 +135,21 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
     assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
+def test_a_micro_batch_holds_the_longest_answer_whatever_its_size() -> None:
+    """It isn't divided, but for the ranks that share it."""
+
+    def activations(role: str, *overrides: str) -> str:
+        survey = survey_run(composed("+experiment=ppo", *overrides), lambda what, share: None)
+        (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("activations"))
+        return part
+
+    for role in ("learner", "critic"):
+        assert (
+            activations(role, "train.micro_batch_tokens=10", "rollout.max_new_tokens=60") == "activations of 60 tokens"
+        )
+    assert activations("learner", "train.micro_batch_tokens=100") == "activations of 100 tokens"
+
+
 def test_an_answer_longer_than_the_window_is_refused_though_the_model_is_not_here(big_run: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens: 8000 .* 7168 .*max_context_tokens=7168$"):
         planned(*big_run, "rollout.max_new_tokens=8000")
