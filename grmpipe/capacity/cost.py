@@ -153,10 +153,8 @@ def learner_speed(
     """
     flops = token_flops(num_active or num_parameters, num_adapters=num_adapters, checkpointing=checkpointing)
     flops_per_s = ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE
-    bytes_per_s, host_bytes_per_s = (
-        device.memory_gb_per_s * GB * BANDWIDTH_SHARE,
-        device.host_gb_per_s * GB * LINK_SHARE,
-    )
+    bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
+    host_bytes_per_s = device.host_gb_per_s * GB * LINK_SHARE
     step_bytes = OPTIMIZER_BYTES * (num_adapters or num_parameters)
     token_s = flops.training / flops_per_s + 2 * token_bytes_to_host / (ranks * host_bytes_per_s)
     return LearnerSpeed(

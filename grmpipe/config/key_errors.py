@@ -104,7 +104,7 @@ def no_such_default(text: str) -> str:
     if not found:
         return ""
     message = f"{found[1]}: nothing of it is chosen; to choose {found[2]} type +{found[1]}={found[2]}"
-    return message + f", to name the run experiment_name={found[2]}" * (found[1] == "experiment")
+    return f"{message}, to name the run experiment_name={found[2]}" if found[1] == "experiment" else message
 
 
 def chosen_twice(text: str) -> str:

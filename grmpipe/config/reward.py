@@ -435,10 +435,8 @@ def is_band(band: object) -> bool:
     """Whether it is a pair of rewards in ascending order."""
     if not isinstance(band, list | tuple) or len(band) != 2:
         return False
-    return (
-        not any(isinstance(end, bool) or not isinstance(end, int | float) for end in band)
-        and 0 <= band[0] <= band[1] <= 1
-    )
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in band)
+    return numbers and 0 <= band[0] <= band[1] <= 1
 
 
 def _gate(reward: RewardConfig, path: str) -> None:

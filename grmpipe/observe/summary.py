@@ -145,9 +145,8 @@ class Summary:
     bottleneck: str | None = None  # None if nothing dominated
     alarms: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()  # of the configuration, by resumes
-    journal_failures: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by file: lines that the last process could not write
+    # By file: lines that the last process could not write.
+    journal_failures: Mapping[str, int] = field(default_factory=dict)
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:

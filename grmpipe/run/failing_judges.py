@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
 from grmpipe.config.judge import JudgeConfig
@@ -40,16 +40,21 @@ class FailingJudges:
         """Whether an alarm is on; empty with a single judge."""
         return {"alarm/failing_judge": float(bool(self._ringing))} if self._judges else {}
 
+    def _latest(self, name: str) -> JudgeCounts:
+        latest = JudgeCounts()
+        for one in self._recent[name]:
+            latest.add(one)
+        return latest
+
     def _exceeds(self, name: str) -> bool:
-        judge, seen = self._judges[name], sum(map(num_verdicts, self._recent[name]))
-        failed = sum(one.failed_verdicts for one in self._recent[name])
-        return seen >= max(1, judge.failure_window // 4) and failed > judge.max_failure_rate * seen
+        judge, latest = self._judges[name], self._latest(name)
+        seen = num_verdicts(latest)
+        return seen >= max(1, judge.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
 
     def _text(self, name: str) -> str:
-        seen = sum(map(num_verdicts, self._recent[name]))
-        failed = sum(one.failed_verdicts for one in self._recent[name])
-        causes = sum((one.failed for one in self._recent[name]), Counter[str]())
-        why = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
+        latest = self._latest(name)
+        seen, failed = num_verdicts(latest), latest.failed_verdicts
+        why = ", ".join(f"{count} {cause}" for cause, count in latest.failed.most_common())
         return (
             f"The judge {name} fails: {failed} of its last {seen} verdicts ({failed / seen:.0%}; "
             f"{key_of_judge(name)}.max_failure_rate={self._judges[name].max_failure_rate:g}), its judgements by cause: "

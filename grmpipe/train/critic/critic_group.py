@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import cast
 
 import numpy as np
 
 from grmpipe.train.critic.value_samples import SequenceRound, ValueRound
+from grmpipe.train.sample_groups import SampleGroups
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import Metrics
 from models.stored_files import StoredFile
@@ -30,7 +31,7 @@ class CriticGroup:
     def __init__(self, actors: ActorGroup, events: EventSink | None = None, cp: int = 1) -> None:
         """cp: the ranks that share each sample."""
         self._actors = actors
-        self._cp = cp
+        self._groups = SampleGroups(actors, cp)
         self._events = events or NoEvents()
         self._meter = BusyMeter()
         self._version = 0
@@ -38,7 +39,7 @@ class CriticGroup:
     @property
     def dp_size(self) -> int:
         """The number of batches in a round: ranks, or groups of ranks that share samples."""
-        return self._actors.size // self._cp
+        return self._groups.dp_size
 
     @property
     def version(self) -> int:
@@ -52,12 +53,12 @@ class CriticGroup:
 
     async def scores(self, round_: SequenceRound) -> list[np.ndarray]:
         """The head's output at each packed token, by batch."""
-        scores = await self._call("values", self._actors.call_each("scores", self._by_rank(round_)))
-        return cast(list[np.ndarray], scores[:: self._cp])
+        each = [(sequences,) for sequences in round_]
+        return cast(list[np.ndarray], await self._call("values", self._groups.call_each("scores", each)))
 
     async def accumulate(self, round_: ValueRound) -> None:
         """Forward and backward on a round."""
-        await self._call("accumulate", self._actors.call_each("accumulate", self._by_rank(round_)))
+        await self._call("accumulate", self._groups.call_each("accumulate", [(batch,) for batch in round_]))
 
     async def step(self) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
@@ -87,9 +88,6 @@ class CriticGroup:
 
     async def export(self, path: str) -> None:
         await self._actors.call_all("export", path)
-
-    def _by_rank(self, round_: Sequence[object]) -> list[tuple[object]]:
-        return [(batch,) for batch in round_ for _ in range(self._cp)]
 
     async def _call(self, name: str, call: Awaitable[list[object]]) -> list[object]:
         began_s = asyncio.get_running_loop().time()

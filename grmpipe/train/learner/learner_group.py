@@ -13,6 +13,7 @@ import numpy as np
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.learner.rank_metrics import over_ranks
+from grmpipe.train.sample_groups import SampleGroups
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
@@ -31,7 +32,7 @@ class LearnerGroup:
     def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
         """cp: the ranks that share each sample."""
         self._actors = actors
-        self._cp = cp
+        self._groups = SampleGroups(actors, cp)
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._version = 0
         self._work = RankWork()  # of the open batch
@@ -43,9 +44,7 @@ class LearnerGroup:
     @property
     def dp_size(self) -> int:
         """The number of micro-batches in a round: ranks, or groups of ranks that share samples."""
-        groups, rest = divmod(self._actors.size, self._cp)
-        assert rest == 0, (self._actors.size, self._cp)
-        return groups
+        return self._groups.dp_size
 
     @property
     def version(self) -> int:
@@ -62,25 +61,20 @@ class LearnerGroup:
         self._tokens.add(round_.micro_batches)
         before = old if old is not None else [None] * len(round_.micro_batches)
         async with self._takes_memory():
-            sums = await self._call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
+            sums = await self._groups.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
     async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
         """The old pass over each micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[OldPass], await self._call_each("old_pass", each))
+            return cast(list[OldPass], await self._groups.call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: MicroBatchRound) -> list[np.ndarray]:
         """log pi_ref of each micro-batch, for a KL that is subtracted from the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[np.ndarray], await self._call_each("reference_logprobs", each))
-
-    async def _call_each(self, method: str, each: Sequence[tuple[object, ...]]) -> list[object]:
-        """Call ranks with the arguments of each micro-batch. Returns an answer for each."""
-        answers = await self._actors.call_each(method, [args for args in each for _ in range(self._cp)])
-        return answers[:: self._cp]
+            return cast(list[np.ndarray], await self._groups.call_each("reference_logprobs", each))
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
