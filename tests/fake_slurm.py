@@ -161,7 +161,7 @@ def write_script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def end(job: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
+def end(job: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str]:
     """(exit code, output) of a job; all of its processes are ended if it takes longer."""
     try:
         output, _ = job.communicate(timeout=timeout_s)

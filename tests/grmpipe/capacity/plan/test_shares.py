@@ -103,6 +103,7 @@ def test_models_that_leave_no_room_get_no_share() -> None:
     assert shares_of(survey) == {}
 
 
+@pytest.mark.vllm
 def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """As passed to vLLM; here with local models, on a described GPU."""
     monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)

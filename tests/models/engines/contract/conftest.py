@@ -15,7 +15,6 @@ import pytest
 from torch import nn
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.installed import vllm_missing
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.engines.vllm.vllm_engine import VllmEngine
@@ -86,7 +85,6 @@ KINDS = {
     "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, hashes_broadcasts=False),
     "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens),
 }
-needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTHON names no interpreter with SGLang")
 
 
@@ -94,7 +92,7 @@ needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTH
     scope="session",
     params=[
         "embedded",
-        pytest.param("vllm", marks=needs_vllm),
+        pytest.param("vllm", marks=pytest.mark.vllm),
         pytest.param("sglang", marks=[needs_sglang, pytest.mark.sglang]),
         "sglang_replayed",
     ],

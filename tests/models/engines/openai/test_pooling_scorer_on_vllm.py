@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.openai.pooling_scorer import PoolingScorer
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.renderer import Renderer
@@ -24,11 +23,7 @@ from models.tiny.problems import make_problems
 from models.tiny.resolve import SHIPPED
 from models.types import Message
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.long,
-    pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 MODEL, START_S = str(SHIPPED / "reward_model"), 240
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.options import FIXED, INSTEAD, Adapters, VllmStart, arguments_of, environment_of
 from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
-pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+pytestmark = pytest.mark.vllm
 
 
 def start_of(

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
 from models.types import Pressure
 
-pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+pytestmark = pytest.mark.vllm
 NUM_PROMPTS, PROMPT_TOKENS = 256, 48  # 12 288 tokens: three steps of 4096
 CACHE_BLOCKS = 560  # of 32 tokens: two for each prompt and little more
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -23,9 +22,7 @@ from models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
 from models.weights.object_store import ObjectStore
 from models.weights.weight_stream import WeightStream
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 LORA = LoraConfig(rank=4, alpha=8.0, sync="adapters")
 TENSORS = 3 * 7 * 2  # layers, linear layers of each, A and B
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models.engines.installed import vllm_missing
-
-pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+pytestmark = pytest.mark.vllm
 
 ENGINE = """
 import asyncio, os, signal, sys, time

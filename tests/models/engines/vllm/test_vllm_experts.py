@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm.options import VllmStart, arguments_of, check_vllm_options
 from models.engines.vllm.vllm_requests import VllmSample, experts_of
 from models.settings import VllmConfig
-
-needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 
 
 @pytest.mark.parametrize(("told", "carried"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
@@ -26,7 +23,7 @@ def test_an_answer_that_tells_none_has_none() -> None:
     assert experts_of(VllmSample(), layers=(0,)) is None
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_the_last_piece_tells_all() -> None:
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
@@ -45,7 +42,7 @@ def test_the_last_piece_tells_all() -> None:
     assert sampled.token_ids == [1, 2, 3] and sampled.experts_TLK is experts_TLK
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_vllm_is_asked_for_them_by_the_key_of_the_algorithm_alone() -> None:
     start = VllmStart(
         model_path="m", config=VllmConfig(), context_tokens=128, dtype="float32", device="cuda", tensor_parallel=1,

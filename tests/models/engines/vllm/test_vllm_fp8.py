@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
@@ -18,9 +17,7 @@ from models.weights.weight_stream import WeightStream
 from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
 from scheduler.weights.weight_push import SyncConfig
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def test_a_push_is_quantized_anew_and_passes_with_the_wider_tolerance_alone(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.lm.expert_routing import Routers
@@ -22,7 +21,7 @@ from models.weights.weight_stream import WeightStream
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
+    pytest.mark.vllm,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 KV_CACHE_MB = 512

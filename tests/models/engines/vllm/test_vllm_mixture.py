@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -20,7 +19,7 @@ from models.types import WeightReceipt
 from models.weights.object_store import ObjectStore
 from models.weights.weight_stream import WeightStream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))]
+pytestmark = pytest.mark.vllm
 
 FAULTY = """
 from pathlib import Path

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
@@ -15,9 +14,7 @@ from models.types import WeightReceipt
 from models.weights.object_store import ObjectStore
 from models.weights.weight_stream import WeightStream
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def test_fused_layers_and_a_tied_head_in_two_halves_take_a_push_and_score_as_the_whole_model(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engines.installed import vllm_missing
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -17,7 +16,7 @@ from models.settings import VllmConfig
 from models.weights.object_store import ObjectStore
 from models.weights.weight_stream import WeightStream
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 FAULTY = """
 from models.engines.vllm import vllm_worker
