@@ -38,9 +38,9 @@ def test_every_rollout_is_judged_by_every_judge_and_each_is_counted_by_its_name(
     assert judging["asked"] == sum(one["asked"] for one in judging["by_judge"].values())
     assert judging["tokens"] == sum(one["tokens"] for one in judging["by_judge"].values())
     assert {"grm", "weak"} <= summary["busy_s"].keys()
-    last = files.steps()[-1]
-    assert {f"judge/{name}/score_mean" for name in judging["by_judge"]} <= last.keys()
-    assert {f"reward/{name}_mean" for name in ("panel", "judge", "second", "short")} <= last.keys()
+    shown = {name for step in files.steps() for name in step}  # a step in which no verdict came has no scores
+    assert {f"judge/{name}/score_mean" for name in judging["by_judge"]} <= shown
+    assert {f"reward/{name}_mean" for name in ("panel", "judge", "second", "short")} <= shown
 
 
 def test_no_model_that_judges_can_be_called_like_an_area_of_the_metrics(judged_by_several: Any) -> None:

