@@ -36,14 +36,19 @@ def serve() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def handle_as_in_foreground(*numbers: signal.Signals) -> None:
+    """Give signals their usual handlers: a process in the background ignores SIGINT, one under nohup SIGHUP."""
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def run(
     script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str, errors: str
 ) -> None:
     """Run a script like `python script ...` there; it prints to the files `output` and `errors`."""
     for number, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests are in the background, or under nohup
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    handle_as_in_foreground(signal.SIGINT, signal.SIGHUP)
     os.chdir(cwd)
     os.environ.update(environment)
     sys.path.insert(0, str(Path(script).parent))

@@ -502,7 +502,7 @@ def ran(world: World) -> Run:
         logging.disable(logging.NOTSET)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(worlds)
 def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
     """Guarantees 2, 3, 5 and 7, and no slot idles next to work for longer than a switch and a check take."""
@@ -525,7 +525,7 @@ def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
         assert not ledger.dropped, "nothing befell it"
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(worlds, st.integers(0, 2))
 def test_weights_that_arrive_damaged_stop_the_run(world: World, version: int) -> None:
     world = replace(world, corrupts=version, num_steps=3, hung_share=0.0)

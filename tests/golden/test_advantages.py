@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.algorithm.advantages import (
@@ -199,7 +199,6 @@ def test_process_grpo_takes_the_mean_of_what_is_to_come_where_the_outcome_is_one
     assert found[1] == pytest.approx([0.0, 1 / 3, 0.0, -1.0], abs=1e-5)
 
 
-@settings(deadline=None)
 @given(score=SCORES, numbers=st.lists(st.integers(1, 9), min_size=2, max_size=6))
 @pytest.mark.parametrize("name", ["process", "process_grpo"])
 def test_equal_steps_give_no_advantage_however_many_there_are(name: str, score: float, numbers: list[int]) -> None:
@@ -208,7 +207,6 @@ def test_equal_steps_give_no_advantage_however_many_there_are(name: str, score: 
     assert all_advantages_zero(group, AlgorithmConfig(estimator=name))
 
 
-@settings(deadline=None)
 @given(rollouts=CONSTANT, gamma=st.sampled_from([1.0, 0.9]))
 @pytest.mark.parametrize("name", ["process", "process_grpo"])
 def test_better_steps_throughout_never_get_less_than_worse_ones(
@@ -222,7 +220,6 @@ def test_better_steps_throughout_never_get_less_than_worse_ones(
             assert name == "process" or min(found[better]) >= max(found[worse]) - 1e-6
 
 
-@settings(deadline=None)
 @given(group=st.lists(SCORES, min_size=2, max_size=6), k=st.integers(1, 5))
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "gae_raw", "gae_turns"}))
 def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, group: list[float], k: int) -> None:

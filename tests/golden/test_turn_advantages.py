@@ -111,7 +111,7 @@ def slow_gigpo(group: list[Rewards], gamma: float, weight: float) -> list[list[f
 EPISODE = st.lists(st.tuples(st.sampled_from("ab c"), st.floats(-2, 2)), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(EPISODE, min_size=2, max_size=5), st.integers(1, 3), st.sampled_from([1.0, 0.7]))
 def test_gigpo_equals_the_slow_reference(episodes: list[list[tuple[str, float]]], length: int, gamma: float) -> None:
     group = [turns(*(r for _, r in one), keys="".join(key for key, _ in one), length=length) for one in episodes]

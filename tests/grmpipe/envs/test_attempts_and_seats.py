@@ -62,7 +62,7 @@ def test_after_the_last_attempt_there_is_no_rollout_but_all_causes() -> None:
     assert result.failed.cause == "died"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.booleans()), max_size=12), st.integers(4, 6))
 def test_seats_are_never_overbooked_and_all_come_back(groups: list[tuple[int, int, bool]], capacity: int) -> None:
     """groups: (size, episodes that are really played, cancelled while it waits or plays)."""

@@ -118,7 +118,7 @@ def played(env: Scripted, policy: Policy, *, max_turns: int = 9, context_tokens:
 TEXTS = st.text("abc", min_size=1, max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(TEXTS, TEXTS), max_size=8), TEXTS, st.booleans())
 def test_the_new_ids_of_all_turns_are_what_the_engine_saw(
     dialogue: list[tuple[str, str]], last: str, has_tools: bool

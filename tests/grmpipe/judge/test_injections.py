@@ -129,7 +129,7 @@ def test_no_injection_of_either_voice_starts_a_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "steps", "turns", "deepseek_grm"])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     policy=st.text(st.characters(codec="utf-8") | st.sampled_from(LINE_BREAKS + "> |[]{}.")),
     environment=st.text(st.characters(codec="utf-8") | st.sampled_from(LINE_BREAKS + "> |[]{}.")),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
@@ -80,7 +80,6 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@settings(deadline=None)
 @given(text=hostile)
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
     """In every place where a template shows a response."""

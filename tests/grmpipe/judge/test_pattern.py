@@ -145,7 +145,6 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
     assert (re.fullmatch(judgement_pattern("boxed", Scale(), num_scores), text) is not None) == good
 
 
-@settings(deadline=None)
 @given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(ONE))
 def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
     for ending in ("", "\n" + FORMS[name].format(7)):

@@ -131,7 +131,7 @@ def composed_of(whole: JudgeReport, by_judge: dict[str, JudgeReport], events: li
 
 NAMED_REPORTS = st.dictionaries(TEXT.filter(bool), OWN_REPORTS, min_size=1, max_size=3)
 REPORTS = OWN_REPORTS | st.builds(composed_of, OWN_REPORTS, NAMED_REPORTS, st.lists(TALLIES, max_size=2))
-ANY_EXAMPLE = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+ANY_EXAMPLE = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def plain_rollout(group_id: str = "g0", num_tokens: int = 3) -> Rollout:

@@ -364,7 +364,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
 # -- in any order ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, staleness: int, seed: int) -> None:
     """Groups end in any order, some are dropped; training takes the group that a search over all ready ones gives."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import handle_as_in_foreground
 
 from grmpipe.run.signals import asked_to_stop, ended_by_signals
 
@@ -19,12 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The handlers of a process in the foreground, also where the tests themselves are in the background (SIGINT is
-    ignored there) or under nohup (SIGHUP is).
-    """
     kept = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    handle_as_in_foreground(*SIGNALS)
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)

@@ -21,7 +21,7 @@ def test_the_dynamic_code_has_256_rising_values_with_0_and_1(signed: bool) -> No
     assert {0.0, 1.0} <= set(values) and (min(values) < -0.99) == signed
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(length=st.integers(1, 2 * BLOCK), signed=st.booleans(), decades=st.floats(-12, 6), seed=st.integers(0, 99))
 def test_8_bits_are_the_nearest_value_of_the_code(length: int, signed: bool, decades: float, seed: int) -> None:
     values = drawn(3, length, seed=seed) * 10.0**decades

@@ -154,7 +154,7 @@ def test_two_continuations_of_one_turn_keep_its_recorded_ids(
 MOVES = st.lists(st.tuples(st.sampled_from(["extend", "rewrite", "both"]), st.integers(0, 9)), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=MOVES, seed=st.integers(0, 999))
 def test_whatever_a_workflow_asks_the_rollout_holds_exactly_what_the_engine_saw(
     make_engine: Callable,

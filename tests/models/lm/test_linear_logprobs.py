@@ -24,7 +24,7 @@ def parts(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Te
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), chosen
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     chunk_logits=st.integers(1, 2 * ROWS * VOCABULARY),
     temperature=st.sampled_from([1.0, 0.3, 1.7]),

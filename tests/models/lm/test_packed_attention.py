@@ -57,7 +57,7 @@ def trees(draw: st.DrawFn) -> Packing:
     return Packing(torch.tensor(lengths), Prefixes(parents_S=torch.tensor(parents), lengths_S=torch.tensor(prefixes)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     packing=FAMILIES.map(packing_of) | trees(),
     window=st.none() | st.integers(1, 12),

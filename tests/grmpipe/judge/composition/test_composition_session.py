@@ -73,7 +73,7 @@ def may_be_missed(kind: str) -> set[str]:
 
 @KINDS
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_failure_is_never_a_number(group_bench: Any, kind: str, data: st.DataObject) -> None:
     """A verdict is made of verdicts only: each is finite, and a judge that failed is in no breakdown. Only a jury does
     without a judge; a cascade without its first one, and a gate without whom its veto makes superfluous.

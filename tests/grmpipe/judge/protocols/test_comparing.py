@@ -168,7 +168,7 @@ def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
     assert reports[0].saved_tokens + reports[1].saved_tokens == round(3 * sum(lengths) / 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), wave=st.integers(1, 3), num_judgements=st.sampled_from([4, 8]))
 def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int, num_judgements: int) -> None:
     """For any judgements in any order, and also if some fail."""

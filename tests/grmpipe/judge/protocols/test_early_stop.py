@@ -31,7 +31,7 @@ def fixed_after(votes: Sequence[float | None], count: int) -> bool:
     return winner_is_fixed(counters(votes, count, 0), counters(votes, count, 1))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(votes=VOTES)
 def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(votes: Sequence[float | None]) -> None:
     even, odd = ([vote for vote in votes[parity::2] if vote is not None] for parity in (0, 1))

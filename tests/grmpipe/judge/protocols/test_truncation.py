@@ -87,7 +87,7 @@ def test_without_truncation_it_does_not_fit() -> None:
     assert isinstance(truncated_to_fit(as_prompt, [LONG], 10, "middle"), str)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     turns=st.lists(st.tuples(st.text("a\n>|[.]", max_size=300), st.text("b\n>|[.]", max_size=600)), min_size=1),
     room=st.integers(150, 2000),

@@ -182,7 +182,7 @@ def test_a_rollout_that_must_stay_whole_is_never_cut(make_episodes, shared: bool
     assert max(len(round_.samples[0]) for round_ in cut) == 1, "else a long one is packed in parts"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.text("ab", min_size=1, max_size=4), min_size=2, max_size=5), min_size=1, max_size=8),
     st.integers(4, 60), st.booleans(), st.integers(1, 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.train.batching.splitting import shuffled_parts
@@ -12,7 +12,6 @@ from grmpipe.train.batching.splitting import shuffled_parts
 IDS = [f"g{number:03}" for number in range(64)]
 
 
-@settings(deadline=None)
 @given(ids=st.permutations(IDS[:9]), parts=st.integers(1, 12), seed=st.integers(0, 5))
 def test_parts_hold_every_group_once_and_know_no_order_of_arrival(ids: list[str], parts: int, seed: int) -> None:
     found = shuffled_parts(ids, parts, seed, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -36,7 +36,6 @@ def after(text: str, pattern: str) -> Matcher:
     return matcher
 
 
-@settings(deadline=None)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXTS | st.sampled_from(["Score: 3", "x\nScore: 10\n", "\\boxed{1, 10}", "ab", "aab", "12.3", ""]))
 def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
@@ -47,7 +46,6 @@ def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
     assert (accepts and bool(allowed_by(matcher)[STOP])) == (re.fullmatch(pattern, text) is not None)
 
 
-@settings(deadline=None)
 @given(choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), pattern=st.sampled_from([SCORE_LINE, BOXED]))
 def test_whatever_is_drawn_of_the_allowed_tokens_can_still_end_well(choices: list[int], pattern: str) -> None:
     matcher, token_ids = GRAMMAR.start(pattern), []

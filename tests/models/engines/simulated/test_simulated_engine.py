@@ -215,7 +215,7 @@ async def answered(speed: EngineSpeed, requests: list[Asked], pauses: list[tuple
     return await answers(SimulatedEngine("policy", write, speed=speed), requests, pauses)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(REQUESTS, SPEEDS, PAUSES)
 def test_between_changes_of_the_batch_time_is_what_it_is_step_by_step(
     requests: list[Asked], speed: EngineSpeed, pauses: list[tuple[float, float]]
@@ -226,7 +226,7 @@ def test_between_changes_of_the_batch_time_is_what_it_is_step_by_step(
         assert got.at_s == pytest.approx(want.at_s, abs=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(REQUESTS, CROWDED, PAUSES)
 def test_where_rows_have_to_make_room_nothing_is_lost_and_the_last_ends_at_about_the_same_time(
     requests: list[Asked], speed: EngineSpeed, pauses: list[tuple[float, float]]
