@@ -164,6 +164,7 @@ def check_rewards(
                 f"siblings; type {path}.escalate=group"
             )
     _check_cycles(rewards)
+    _check_named_once(reward, rewards)
     _check_normalised(reward, rewards)
 
 
@@ -346,6 +347,19 @@ def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
         visit(name, ())
 
 
+def _check_named_once(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Check that a composition which waits for siblings stands in one place: in two of them each could wait for the
+    other.
+    """
+    for name, inner in rewards.items():
+        above = [path for path, one in _reachable(reward, rewards) if name in one.names]
+        if len(above) > 1 and waits_for_siblings(inner, rewards):
+            raise ValueError(
+                f"rewards.{name}: {above[0]} and {above[1]} both name it, and its verdicts depend on siblings; "
+                f"name a copy in one of them: +reward@rewards.{name}_2={inner.kind}"
+            )
+
+
 def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
     """Check that rewards normalised by their group, which aren't on [0, 1], enter no other composition."""
 
@@ -483,6 +497,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         keys=("members", "vote", "quorum", "pass_at"),
         names=lambda reward: tuple(reward.members),
         check=_jury,
+        waits=lambda reward: reward.quorum is not None and reward.quorum < len(reward.members),
     ),
     "cascade": RewardKind(
         keys=(

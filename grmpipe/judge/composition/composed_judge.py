@@ -153,7 +153,8 @@ class Builder:
 
     def jury(self, name: str, config: RewardConfig) -> Part:
         parts = tuple(map(self.part, config.names))
-        return Jury(name=name, parts=parts, quorum=config.quorum or len(parts), vote=jury_vote(config))
+        quorum = config.quorum or len(parts)
+        return Jury(name=name, parts=parts, quorum=quorum, vote=jury_vote(config), by_skill=config.uses_accuracy)
 
     def cascade(self, name: str, config: RewardConfig) -> Part:
         band = None if config.unsure_band is None else (float(config.unsure_band[0]), float(config.unsure_band[1]))
