@@ -16,7 +16,7 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards, check_rewards_used, weighed_by_accuracy
+from grmpipe.config.reward import check_doubts, check_rewards, check_rewards_used, weighed_by_accuracy
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -116,6 +116,7 @@ def check_reward(config: RunSections) -> None:
     check_rewards(
         config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
     )
+    check_doubts(config.reward, config.rewards, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them

@@ -167,6 +167,13 @@ class JudgeConfig:
         """What other modules must know of the protocol."""
         return protocol_named(self.protocol)
 
+    @property
+    def gives_one_score(self) -> bool:
+        """Whether a response gets one score, which has no standard deviation."""
+        if self.kind == "generative":
+            return self.num_judgements == 1 and not self.protocol_kind.compares
+        return self.kind != "custom"
+
     def responses_shown(self, size: int) -> int:
         """The number of responses in one judgement, for a group of `size` siblings."""
         return self.protocol_kind.responses_shown(size)
@@ -292,6 +299,11 @@ class JudgeConfig:
             raise ValueError(
                 f"vote: {self.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {self.vote}; "
                 f"type judge.vote={protocol.votes[0]}"
+            )
+        if self.abstain_above_std is not None and self.gives_one_score:
+            raise ValueError(
+                "abstain_above_std: one judgement has no standard deviation; type judge.num_judgements=4, or "
+                "judge.abstain_above_std=null"
             )
         if self.k_meta > self.num_judgements:
             raise ValueError(f"k_meta: {self.k_meta} of judge.num_judgements={self.num_judgements} can't vote")

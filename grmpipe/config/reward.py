@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from grmpipe.config.judging import JUDGE
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE, key_of_judge
 
 ROOT = "reward"
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
 ESCALATIONS = ("group", "rollout")
+MAX_STD = 0.5  # of rewards on [0, 1]: half of them 0, half of them 1
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,20 @@ class RewardConfig:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
         for key, reward in (("pass_at", self.pass_at), ("min_reward", self.min_reward), ("floor", self.floor)):
             if not 0 <= reward <= 1:
-                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {key}=0.5")
+                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {ROOT}.{key}=0.5")
         for key, share in (("share", self.share), ("audit_share", self.audit_share)):
             if not 0 < share <= 1:
-                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {key}=0.1")
+                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {ROOT}.{key}=0.1")
         if not 0 < self.max_error < math.inf:
-            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type max_error=0.1")
-        if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < math.inf:
+            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type {ROOT}.max_error=0.1")
+        if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < MAX_STD:
             raise ValueError(
-                f"unsure_above_std: must be 0 or more, got {self.unsure_above_std}; type unsure_above_std=0.1"
+                f"unsure_above_std: must be 0 or more and below {MAX_STD}, the largest standard deviation of rewards on "
+                f"[0, 1], got {self.unsure_above_std}; type {ROOT}.unsure_above_std=0.1"
+            )
+        if self.floor == 1:
+            raise ValueError(
+                f"floor: 1 is as much as the best response that passes the gate can get; type {ROOT}.floor=0"
             )
 
     @property
@@ -225,6 +232,31 @@ def longest_chain(
     if reward.reward_kind.later(reward):
         return tuple(dict.fromkeys(name for chain in chains for name in chain))
     return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
+
+
+def check_doubts(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Mapping[str, JudgeConfig]
+) -> None:
+    """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains where it
+    may not escalate.
+    """
+    for path, one in _reachable(reward, rewards):
+        if one.kind != "cascade":
+            continue
+        for name in judges_of(RewardConfig(judge=one.first), rewards):
+            judge, key = judges[name], key_of_judge(name)
+            if judge.abstain_above_std is not None and one.share < 1:
+                raise ValueError(
+                    f"{key}.abstain_above_std: beyond {path}.share={one.share:g} the rollouts on which {name} abstains "
+                    f"would have no verdict; type {key}.abstain_above_std=null and {path}.unsure_above_std="
+                    f"{judge.abstain_above_std / (judge.score_max - judge.score_min):.3g}, or {path}.share=1"
+                )
+            if one.unsure_above_std is not None and name == one.first and judge.gives_one_score:
+                raise ValueError(
+                    f"{path}.unsure_above_std: {name} gives one score, which has no standard deviation; type "
+                    f"'{path}.unsure_band=[0.3, 0.7]' instead"
+                    + (f", or {key}.num_judgements=4" if judge.kind == "generative" else "")
+                )
 
 
 def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
