@@ -27,7 +27,7 @@ from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from grmpipe.config.key_errors import explain
+from grmpipe.config.key_errors import explain, no_choice
 from grmpipe.config.redact import USERINFO, environment_secrets, looks_secret, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, schema
@@ -170,6 +170,10 @@ def main() -> int:
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
+    except ValueError as error:  # Hydra's, of a group without a choice; it names no key
+        if not str(error).startswith("Config group override") or not (message := no_choice(sys.argv[1:])):
+            raise
+        return complain(message, 2)
     finally:
         if RUNS:
             print(sweep_table(RUNS), flush=True)

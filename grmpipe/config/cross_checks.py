@@ -16,7 +16,8 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_doubts, check_rewards, check_rewards_used, weighed_by_accuracy
+from grmpipe.config.reward import weighed_by_accuracy
+from grmpipe.config.reward_checks import check_doubts, check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR

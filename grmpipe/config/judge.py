@@ -300,7 +300,7 @@ class JudgeConfig:
                 f"vote: {self.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {self.vote}; "
                 f"type judge.vote={protocol.votes[0]}"
             )
-        if self.abstain_above_std is not None and self.gives_one_score:
+        if self.abstain_above_std is not None and self.kind == "generative" and self.gives_one_score:
             raise ValueError(
                 "abstain_above_std: one judgement has no standard deviation; type judge.num_judgements=4, or "
                 "judge.abstain_above_std=null"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
-from grmpipe.config.reward import check_sources, idle_routes
+from grmpipe.config.reward import idle_routes
+from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled

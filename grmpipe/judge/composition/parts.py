@@ -47,12 +47,17 @@ class JudgePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """The weighted mean. `by_group`: each component is normalised by its group before it is weighted."""
+    """The weighted mean.
+
+    by_group:      each component is normalised by its group before it is weighted.
+    min_group_std: added to the group's standard deviation.
+    """
 
     name: str
     parts: tuple[Part, ...]
     weights: Mapping[str, float]
     by_group: bool = False
+    min_group_std: float = 0.0
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = answered(group, self.parts, sibling)
@@ -72,7 +77,7 @@ class Mix:
         if len(known) < group.size:
             return Pending()
         valid = [found.verdicts for found in known if not found.failures]
-        return normalised(valid, mine.verdicts, self.weights)
+        return normalised(valid, mine.verdicts, self.weights, self.min_group_std)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
