@@ -130,9 +130,10 @@ class JudgeConfig:
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = 64
     anchor_every: int = 10  # [steps] Interval between evaluations on held-out prompts.
-    # [score] Rise of the GRM's score since the start that fires the reward-hacking alarm, with anchor_min_gold_fall.
-    anchor_min_score_rise: float = 1.0
-    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_score_rise.
+    # [share] Rise of the reward on held-out prompts, as a share of the room that the first evaluation left to 1, that
+    # fires the reward-hacking alarm, with anchor_min_gold_fall.
+    anchor_min_reward_rise: float = 0.1
+    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_reward_rise.
     anchor_min_gold_fall: float = 0.10
 
     def __post_init__(self) -> None:
@@ -268,7 +269,7 @@ class JudgeConfig:
             ("abstain_above_std", self.abstain_above_std or 0.0),
             ("max_retries", self.max_retries),
             ("pause_s", self.pause_s),
-            ("anchor_min_score_rise", self.anchor_min_score_rise),
+            ("anchor_min_reward_rise", self.anchor_min_reward_rise),
             ("anchor_min_gold_fall", self.anchor_min_gold_fall),
         ):
             if not 0 <= value < math.inf:

@@ -8,15 +8,16 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.pointwise_adapter import judge_alone
+from grmpipe.judge.monitor.reward_hacking import REWARD, Reading
+from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -33,12 +34,18 @@ EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out problem and its judged answer. `right` is None without a reference."""
+    """A held-out problem and its judged answer.
+
+    right:   None without a reference.
+    rewards: on [0, 1], as composed (REWARD) and by each judge that was asked; None: its verdict failed. If a judge
+             compares: beside the answer of the first evaluation to the same prompt, 0.5 if the two are alike.
+    """
 
     prompt: Prompt
     rollout: Rollout
     report: JudgeReport
     right: bool | None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class Evaluator:
                 make the reward are, whose scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
     by_model:   whether a model judges, so that there is an accuracy of the GRM.
+    compares:   whether one of the judges compares, so that an answer is also judged beside that in `start`.
+    start:      prompt_id -> the answer of the first evaluation.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
@@ -71,6 +80,8 @@ class Evaluator:
     first: str | None = None
     pass_reward: float | None = None
     by_model: bool = True
+    compares: bool = False
+    start: dict[str, Rollout] = field(default_factory=dict)
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
@@ -149,7 +160,41 @@ class Evaluator:
             return None
         report = await judge_alone(self.judge, prompt, rollout)
         right = None if prompt.reference is None else self.is_right(rollout.answer, prompt.reference)
-        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
+        rewards = await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report)
+        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right, rewards=rewards)
+
+    async def _beside_the_start(self, prompt: Prompt, rollout: Rollout) -> dict[str, float | None]:
+        """The rewards of an answer beside that of the first evaluation: 0.5, plus half of the difference."""
+        if (start := self.start.get(prompt.prompt_id)) is None:
+            return {}
+        pair = [replace(one, group_id=rollout.group_id, sibling=i) for i, one in enumerate((start, rollout))]
+        then, now = map(rewards_by, await judge_group(self.judge, prompt, pair))
+        return {
+            name: None if reward is None or (before := then.get(name)) is None else (1 + reward - before) / 2
+            for name, reward in now.items()
+        }
+
+
+def rewards_by(report: JudgeReport) -> dict[str, float | None]:
+    """The reward as composed (REWARD) and by each judge that was asked; None: its verdict failed."""
+    verdicts = {name: one.verdict for name, one in {REWARD: report, **report.by_judge}.items()}
+    return {name: verdict.outcome if isinstance(verdict, Verdict) else None for name, verdict in verdicts.items()}
+
+
+def reading(step: int, judged: Sequence[JudgedRollout]) -> Reading | None:
+    """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
+    the answers only has no part in it: which ones others chose moves its mean.
+    """
+    right = [one.right for one in judged if one.right is not None]
+    if not right:
+        return None
+    found = {
+        name: [reward for one in judged if (reward := one.rewards[name]) is not None]
+        for name in judged[0].rewards
+        if all(name in one.rewards for one in judged)
+    }
+    rewards = {name: statistics.fmean(given) for name, given in found.items() if given}
+    return Reading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right)) if rewards else None
 
 
 def _result(task: asyncio.Task[T]) -> T | None:

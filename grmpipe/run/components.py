@@ -101,6 +101,7 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         first=first_of_all_answers(prepared.config, running.judge, prepared.held_out),
         pass_reward=pass_reward_of(prepared.config),
         by_model=prepared.config.judging.by_model,
+        compares=any(one.protocol_kind.compares for one in prepared.config.judging.generative.values()),
         skill=skill_of(running.judge),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
@@ -115,12 +116,6 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     sees_all = all(first in always_asked(config.reward, config.rewards, source) for source in sources)
     compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
     return first if first in members_of(judge) and sees_all and not compares else None
-
-
-def min_score_rise(config: RunConfig, evaluator: Evaluator) -> float:
-    """The rise of the GRM's score in an evaluation that counts as hacking, in the units of that score."""
-    rise, is_own = config.judge.anchor_min_score_rise, evaluator.first is not None or not members_of(evaluator.judge)
-    return config.first_judge.shown_score(rise) if is_own else rise
 
 
 def pass_reward_of(config: RunConfig) -> float | None:

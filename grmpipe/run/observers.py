@@ -36,6 +36,7 @@ FILES = {
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
     "groups.jsonl": "how each group ended",
+    "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
     "canaries.jsonl": "fixed responses that show whether the judge drifts",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "changes.jsonl": "keys that a resume changed",

@@ -12,8 +12,9 @@ from grmpipe.config.reward import max_errors, varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
-from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
+from grmpipe.judge.monitor.circuit_breaker import JudgeFitness
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
+from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary
@@ -21,13 +22,13 @@ from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.components import make_evaluator, make_parts, min_score_rise
+from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
 from grmpipe.run.failing_judges import FailingJudges
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
-from grmpipe.run.periodic_eval import PeriodicEval
+from grmpipe.run.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.start import RunComponents, start
@@ -224,9 +225,10 @@ class TrainingRun(Run[Prepared]):
         self._periodic_eval = PeriodicEval(
             evaluator,
             RewardHackingDetector(
-                min_score_rise=min_score_rise(self._config, evaluator), min_gold_fall=judge.anchor_min_gold_fall
+                min_reward_rise=judge.anchor_min_reward_rise, min_gold_fall=judge.anchor_min_gold_fall
             ),
             self._observers,
+            self._run_dir / ANCHORS,
             anchors=judge.anchors,
             every=judge.anchor_every,
         )
