@@ -72,11 +72,11 @@ def test_captured_judges_are_named_whether_or_not_the_reward_follows_them() -> N
     assert said is not None and "at step 10 that of judge praise is 1.00" in said
 
 
-def test_an_accuracy_that_stays_fires_by_chance_in_less_than_one_run_of_fifty() -> None:
+def test_an_accuracy_that_stays_fires_by_chance_in_less_than_one_run_of_thirty() -> None:
     """Five readings of 64 answers each, right with probability 0.7 all the time, while the reward rises."""
     draw = random.Random(0)
     rung = 0
     for _ in range(500):
         drawn = [(0.5 + 0.1 * index, sum(draw.random() < 0.7 for _ in range(64)) / 64) for index in range(5)]
         rung += any(alarm(drawn[:count]) is not None for count in range(2, 6))
-    assert rung < 10
+    assert rung < 500 / 30
