@@ -28,7 +28,7 @@ from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import make_learner
+from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining
 from grmpipe.validate.shared_folder import check_shared

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,6 +59,20 @@ def test_a_prompt_without_a_rubric_and_a_judgement_of_too_few_scores_are_no_numb
     two = (Criterion(text="rhymes"), Criterion(text="is short"))
     report = bench.run(judge.judge(replace(bench.prompt(), rubric=two), bench.rollout("a poem")))
     assert report.verdict.cause == "unparseable"
+
+
+def test_the_protocol_of_the_docs_judges(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "judging.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(# my_module.py.*?)```", page, re.DOTALL)
+    module = ModuleType("my_module")
+    exec(block, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_module", module)
+    shown: list[str] = []
+    author = lambda prompt, context: shown.append(prompt) or bench.answer("Score: 7/10")  # noqa: E731
+    judge, _ = bench.generative(author, protocol="my_module.LAST_LINE", num_judgements=1)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("First 5.\nThen 12.")))
+    assert report.verdict.score == 7
+    assert "Then 12." in shown[0] and "First 5." not in shown[0]
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
