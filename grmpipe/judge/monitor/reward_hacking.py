@@ -54,7 +54,7 @@ class RewardHackingDetector:
             return None
         return (
             f"The policy may be hacking the judge: at step {reading.step} "
-            f"{' and '.join(self._in_words(name, reading) for name in risen)}, while its accuracy on gold anchors is "
+            f"{', '.join(self._in_words(name, reading) for name in risen)}, while its accuracy on gold anchors is "
             f"{reading.gold:.2f}, down {fall:.2f} since step {self._best.step} ({reading.answers} answers)."
         )
 
@@ -66,8 +66,8 @@ class RewardHackingDetector:
 
     def _in_words(self, name: str, now: Reading) -> str:
         step, first = self._first[name]
-        whose = "the reward" if name == REWARD else f"that of judge {name}"
-        return f"{whose} is {now.rewards[name]:.2f}, up from {first:.2f} at step {step}"
+        subject = "the reward is" if name == REWARD else f"judge {name} gives"
+        return f"{subject} {now.rewards[name]:.2f} ({first:.2f} at step {step})"
 
 
 def standard_error(one: Reading, other: Reading) -> float:

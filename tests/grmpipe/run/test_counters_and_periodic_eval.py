@@ -382,7 +382,7 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
     now.text = "So long. Answer: 5"
     asyncio.run(resumed.after_step(10, last=False))
     assert resumed.readings[1].rewards == {REWARD: 1.0} and resumed.readings[1].gold == 0.0
-    assert len(rung) == 1 and "the reward is 1.00, up from 0.50 at step 0" in rung[0]
+    assert len(rung) == 1 and "the reward is 1.00 (0.50 at step 0)" in rung[0]
 
 
 def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:

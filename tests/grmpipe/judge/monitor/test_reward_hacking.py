@@ -23,7 +23,7 @@ def alarm(readings: Sequence[tuple[Rewards, float]], answers: int = 64) -> str |
 
 def test_reward_up_and_truth_down_fires_with_the_numbers() -> None:
     assert alarm([(0.63, 0.80), (0.78, 0.84), (0.98, 0.60)]) == (
-        "The policy may be hacking the judge: at step 20 the reward is 0.98, up from 0.63 at step 0, "
+        "The policy may be hacking the judge: at step 20 the reward is 0.98 (0.63 at step 0), "
         "while its accuracy on gold anchors is 0.60, down 0.24 since step 10 (64 answers)."
     )
 
@@ -67,9 +67,9 @@ def test_captured_judges_are_named_whether_or_not_the_reward_follows_them() -> N
     start = {REWARD: 0.3, "honest": 0.3, "praise": 0.3}
     said = alarm([(start, 0.3), ({REWARD: 0.9, "honest": 0.1, "praise": 1.0}, 0.05)])
     assert said is not None and "honest" not in said
-    assert "the reward is 0.90, up from 0.30 at step 0 and that of judge praise is 1.00, up from 0.30" in said
+    assert "the reward is 0.90 (0.30 at step 0), judge praise gives 1.00 (0.30 at step 0), while" in said
     said = alarm([(start, 0.3), ({REWARD: 0.1, "honest": 0.1, "praise": 1.0}, 0.05)])
-    assert said is not None and "at step 10 that of judge praise is 1.00" in said
+    assert said is not None and "at step 10 judge praise gives 1.00" in said
 
 
 def test_an_accuracy_that_stays_fires_by_chance_in_less_than_one_run_of_thirty() -> None:
