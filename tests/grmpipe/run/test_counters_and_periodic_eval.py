@@ -310,7 +310,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
 
     judge = Judge(lambda rollout: verdict(now.score))
     looker = Evaluator(
-        prompts=[prompt("1")],
+        prompts=[prompt("1")] * 8,
         play_sampled=play,
         play_greedy=play,
         judge=PointwiseAdapter(judge),
