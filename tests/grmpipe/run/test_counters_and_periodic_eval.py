@@ -318,7 +318,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         seed=0,
     )
     alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=1, every=10)  # type: ignore[arg-type]
+    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=8, every=10)  # type: ignore[arg-type]
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
         asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(step * 10, last=False))
@@ -326,7 +326,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
     assert ringing == [False, True, True, False, True]
     assert len(rung) == len(periodic_eval.alarms) == 2
     again = PeriodicEval(
-        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), observers, NOWHERE, anchors=1, every=10
+        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), observers, NOWHERE, anchors=8, every=10
     )  # type: ignore[arg-type]
     again.restore(periodic_eval.initial, tuple(periodic_eval.alarms), tuple(periodic_eval.readings))
     assert again.ringing
