@@ -17,7 +17,7 @@ from grmpipe.config.judging import (
     key_of_model,
 )
 from grmpipe.config.reward import weighed_by_accuracy
-from grmpipe.config.reward_checks import check_doubts, check_rewards, check_rewards_used
+from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -117,6 +117,7 @@ def check_reward(config: RunSections) -> None:
     check_rewards(
         config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
     )
+    check_normalised_units(config.reward, config.rewards, config.algorithm)
     check_doubts(config.reward, config.rewards, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)

@@ -24,7 +24,8 @@ class RewardConfig:
     # before a better one (cascade), or a judge with a veto (gate).
     kind: str = "single"
     judge: str | None = None  # For single: name of the judge; null: the first one.
-    # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised.
+    # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised. A component of weight 0
+    # is shown and doesn't count; if its verdict fails, so does that of the mix.
     mix: Any = None
     # For mix: what is done to a component's rewards before they are weighted: nothing (none), or they lose their
     # group's mean and are divided by its standard deviation (group_std: GDPO, arXiv 2601.05242).
@@ -269,11 +270,12 @@ def _single(reward: RewardConfig, path: str) -> None:
 def _mix(reward: RewardConfig, path: str) -> None:
     _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
     for name, weight in reward.mix.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ValueError(
-                f"{path}.mix.{name}: a weight must be a number above 0, got {weight!r}; leave out components that "
-                f"don't count, or type {path}.mix.{name}=1"
+                f"{path}.mix.{name}: a weight must be a number of 0 or more, got {weight!r}; type {path}.mix.{name}=1"
             )
+    if not any(reward.mix.values()):
+        raise ValueError(f"{path}.mix: all weights are 0; type {path}.mix.{next(iter(reward.mix))}=1")
 
 
 def _route(reward: RewardConfig, path: str) -> None:

@@ -16,6 +16,7 @@ from grmpipe.config.reward import (
     sections,
     waits_for_siblings,
 )
+from grmpipe.config.train import AlgorithmConfig
 
 
 def check_rewards(
@@ -71,6 +72,24 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
                 f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
                 f"{path}.default={JUDGE}"
             )
+
+
+def check_normalised_units(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], algorithm: AlgorithmConfig
+) -> None:
+    """Raises ValueError if a penalty in units of rewards would be taken from rewards in standard deviations of their
+    group, or if nothing compares siblings.
+    """
+    for path, one in in_use(reward, rewards):
+        if one.normalise == "none":
+            continue
+        penalties = (("overlong_buffer_share", algorithm.overlong_buffer_share > 0, "0"),)
+        for key, is_set, off in (*penalties, ("kl_in_reward", algorithm.kl_in_reward, "false")):
+            if is_set:
+                raise ValueError(
+                    f"algorithm.{key}: is in units of rewards, and {path}.normalise={one.normalise} gives standard "
+                    f"deviations of the group; type algorithm.{key}={off}, or {path}.normalise=none"
+                )
 
 
 def check_doubts(reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Mapping[str, JudgeConfig]) -> None:

@@ -18,7 +18,14 @@ from grmpipe.config.reward import (
     varies_by_group,
     waits_for_siblings,
 )
-from grmpipe.config.reward_checks import check_doubts, check_rewards, check_rewards_used, check_sources
+from grmpipe.config.reward_checks import (
+    check_doubts,
+    check_normalised_units,
+    check_rewards,
+    check_rewards_used,
+    check_sources,
+)
+from grmpipe.config.train import AlgorithmConfig
 
 JUDGES = ("judge", "safety", "short")
 MIX = {"kind": "mix", "mix": {"judge": 0.7, "safety": 0.3}}
@@ -52,7 +59,10 @@ def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
     [
         ({"kind": "mix"}, r"^reward\.mix: names no judge, got null; type 'reward\.mix="),
         ({"kind": "mix", "mix": {}}, r"^reward\.mix: names no judge"),
-        ({"kind": "mix", "mix": {"judge": 0.0}}, r"^reward\.mix\.judge: a weight must be a number above 0, got 0\.0"),
+        (
+            {"kind": "mix", "mix": {"judge": 0.0, "safety": 0}},
+            r"^reward\.mix: all weights are 0; type reward\.mix\.judge=1",
+        ),
         ({"kind": "mix", "mix": {"judge": -1}}, r"^reward\.mix\.judge: a weight"),
         ({"kind": "mix", "mix": {"judge": float("inf")}}, r"^reward\.mix\.judge: a weight"),
         ({"kind": "mix", "mix": {"judge": "much"}}, r"^reward\.mix\.judge: a weight .*'much'"),
@@ -176,6 +186,26 @@ def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
     with pytest.raises(ValueError, match=r"^rewards\.short_first: rewards\.\w+ and rewards\.\w+ both name it"):
         check(twice, first=inner, second={**inner, "gate": "short"}, short_first=CASCADE)
     check(twice, first=inner, second={**inner, "gate": "short"}, short_first=MIX)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            {"overlong_buffer_share": 0.1},
+            r"^algorithm\.overlong_buffer_share: .*type algorithm\.overlong_buffer_share=0, or",
+        ),
+        ({"kl_in_reward": True}, r"^algorithm\.kl_in_reward: .*or rewards\.style\.normalise=none$"),
+    ],
+)
+def test_penalties_in_units_of_rewards_are_refused_beside_normalised_ones(
+    algorithm: dict[str, Any], message: str
+) -> None:
+    style = {"style": RewardConfig(**MIX, normalise="group_std")}
+    settings = AlgorithmConfig(kl_coefficient=0.1, **algorithm)
+    with pytest.raises(ValueError, match=message):
+        check_normalised_units(RewardConfig(judge="style"), style, settings)
+    check_normalised_units(RewardConfig(), style, settings)
 
 
 @pytest.mark.parametrize("inner", ["a", "b"])

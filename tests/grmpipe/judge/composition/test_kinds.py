@@ -66,7 +66,14 @@ def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(group
         assert verdict.num_judgements == 1 + 2
 
 
-@pytest.mark.parametrize("weight", [1e-6, 1e6])
+def test_a_component_of_weight_0_is_shown_and_does_not_count(group_bench: Any) -> None:
+    mix = {"kind": "mix", "mix": {"judge": 1, "safety": 0}}
+    table = group_bench.composed(mix, {"judge": ladder, "safety": always(0.5)})
+    assert table.outcomes() == list(LADDER)
+    assert verdict_of(table.reports(group_id="g000001")[0]).breakdown["safety"] == 0.5
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-6, 1e6])
 def test_a_failed_component_is_never_weighted_away(group_bench: Any, weight: float) -> None:
     judges = {"judge": ladder, "safety": failing(group_bench, 2)}
     table = group_bench.composed({"kind": "mix", "mix": {"judge": 1, "safety": weight}}, judges)
