@@ -28,7 +28,14 @@ sys.path.append(str(Path(__file__).parent))  # the processes of environments imp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=16, file_mb=4)
-NAMESPACES = ("user namespace", "process namespace", "IPC namespace", "network namespace", "mount namespace")
+NAMESPACES = (
+    "bubblewrap",
+    "user namespace",
+    "process namespace",
+    "IPC namespace",
+    "network namespace",
+    "mount namespace",
+)
 NOBODY = 65534
 PRELUDE = """
 import ctypes, os, socket
@@ -55,6 +62,7 @@ ATTACKS = {
     "keeps memory in a file without a name": "print(os.write(os.memfd_create(''), bytes(2**20)))",
     "shares memory": "print(call(29, 0, ctypes.c_size_t(2**29), 0o1600))",
     "asks the kernel by a ring": "print(call(425, 8, ctypes.create_string_buffer(256)))",
+    "lists folders of the machine": "print(os.listdir('/var'))",
     "reads keys": "print(call(250, 0, -3, 0))",
 }
 
@@ -120,16 +128,25 @@ def listening() -> Iterator[tuple[str, str]]:
     shutil.rmtree(folder)
 
 
+KINDS: dict[str, tuple[str, ...]] = {"bubblewrap": (), "own": ("bubblewrap",), "own, no namespaces": NAMESPACES}
+MARKS = {"bubblewrap": [pytest.mark.bubblewrap], "own, no namespaces": [pytest.mark.long]}
+
+
 @pytest.fixture(
-    scope="module", params=["own user", "other user", "own user, no namespaces", "other user, no namespaces"]
+    scope="module",
+    params=[
+        pytest.param((kind, user), id=f"{kind}, {user}", marks=MARKS.get(kind, []))
+        for kind in KINDS
+        for user in ("this user", "another user")
+    ],
 )
 def answers(request: pytest.FixtureRequest, listening: tuple[str, str]) -> Iterator[dict[str, str]]:
-    """What each attack said, in a run of this user or, started as root, of another one."""
-    user, _, rest = request.param.partition(", ")
+    """What each attack said in a kind of isolation, in a run of this user or, started as root, of another one."""
+    kind, user = request.param
     prefix: list[str] = []
     python: str | None = sys.executable
     run_dir = Path(tempfile.mkdtemp())
-    if user == "other user":
+    if user == "another user":
         if os.geteuid() != 0 or shutil.which("setpriv") is None:
             pytest.skip("another user needs root and setpriv")
         prefix = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
@@ -143,7 +160,7 @@ def answers(request: pytest.FixtureRequest, listening: tuple[str, str]) -> Itera
         for attack, code in ATTACKS.items()
     }
     done = subprocess.run(
-        [*prefix, python, __file__, str(run_dir), json.dumps(NAMESPACES if rest else ()), json.dumps(programs)],
+        [*prefix, python, __file__, str(run_dir), json.dumps(KINDS[kind]), json.dumps(programs)],
         capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
