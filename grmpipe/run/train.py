@@ -34,7 +34,7 @@ from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.start import RunComponents, start
 from grmpipe.run.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
@@ -50,6 +50,7 @@ class TrainingRun(Run[Prepared]):
     def __init__(self, prepared: Prepared, session: Session) -> None:
         super().__init__(prepared, session)
         self._state = session.state
+        self._run_id = run_id_of(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._stats = RunStats(prepared.config)
         self._running: RunComponents | None = None
@@ -268,7 +269,7 @@ class TrainingRun(Run[Prepared]):
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
         """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
-        run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
+        run_id, marks = self._run_id, self._state.journal_marks if self._state else {}
         counted = self._state.counted_marks if self._state else NOTHING_COUNTED
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
@@ -287,6 +288,7 @@ class TrainingRun(Run[Prepared]):
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, periodic_eval: PeriodicEval) -> None:
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
+        check_is_there(self._run_dir, self._run_id)
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
             pipeline_state=pipeline.state(),
@@ -301,6 +303,7 @@ class TrainingRun(Run[Prepared]):
             held_out_envs=self._stats.held_out.saved(),
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(periodic_eval.alarms),
+            run_id=self._run_id,
             wandb_run_id=self._observers.wandb.run_id,
             hacking_readings=tuple(periodic_eval.readings),
             judge_accuracy=skill_of(running.judge).accuracy,

@@ -51,6 +51,7 @@ class RunState:
     totals: Mapping[str, object]  # counts of all closed steps
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
+    run_id: str = ""
     wandb_run_id: str | None = None
     hacking_readings: tuple[Reading, ...] = ()  # of held-out evaluations
     judge_accuracy: Mapping[str, float] = field(default_factory=dict)  # on held-out prompts, by judge
