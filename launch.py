@@ -16,7 +16,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import hydra
@@ -30,11 +30,12 @@ from hydra.types import RunMode
 from grmpipe.config.key_errors import explain
 from grmpipe.config.redact import USERINFO, environment_secrets, looks_secret, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, schema
+from grmpipe.config.yaml_io import build, interpolated_keys, schema
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
+from grmpipe.validate.typed_keys import check_typed_keys
 
 # Without it Hydra prints its own report and exits 1 before we can explain the error.
 os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -59,9 +60,16 @@ class RunEnded(SystemExit):
 # type: ignore[no-untyped-def]  # a DictConfig, which only grmpipe/config/yaml_io.py reads
 def compose_and_run(config) -> float | None:
     def run() -> float | None:
-        return run_to_end(lambda: run_task(build(config)))
+        return run_to_end(lambda: run_task(checked(build(config), interpolated_keys(config))))
 
     return run_in_sweep(run, config.objective) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
+
+
+def checked(config: RunConfig, read_by_others: Set[str]) -> RunConfig:
+    """The configuration. Raises ConfigError if the task would ignore a key of the command line."""
+    typed = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    check_typed_keys(config, [one.get_key_element().lstrip("+~") for one in typed], read_by_others)
+    return config
 
 
 def run_to_end(run: Callable[[], float | None]) -> float | None:

@@ -242,7 +242,7 @@ def check_meta_rm(config: RunSections) -> None:
 
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    for role, model in config.models.items():
+    for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
         key, kind = key_of_model(role), config.engine_kind_of(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
