@@ -54,6 +54,8 @@ def check_run(config: RunSections) -> None:
             "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
             f"{config.experiment_name!r}"
         )
+    if not config.data.path and config.task != "evaluate":  # which trains on no prompts
+        raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.run_dir == "":
         raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.judge.kind != "label":

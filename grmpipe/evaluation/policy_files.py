@@ -103,4 +103,4 @@ def policy_notes(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pas
         if own.num_unplayed:
             yield f"{name}: {own.num_unplayed} answers never came (run.log says why): in no figure"
         if policy.num_left_out:
-            yield f"{name}: {policy.num_left_out} prompts without a reference are left out"
+            yield f"{name}: left out without a reference: {policy.num_left_out} prompts"

@@ -46,9 +46,12 @@ class EvaluationRun(Run[PreparedEvaluation]):
     async def _evaluate(self, running: EvaluationComponents) -> Status:
         ready = self._prepared
         if ready.items:
+            self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters)
         if ready.prompt_sets:
-            await evaluate_policy(ready, running, self._run_dir, self._counters, self._policies, self._rows)
+            await evaluate_policy(
+                ready, running, self._run_dir, self._counters, self._policies, self._rows, self._observers.note
+            )
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}

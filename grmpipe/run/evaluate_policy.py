@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from grmpipe.config.evaluation import NUM_SAMPLES
@@ -23,33 +23,38 @@ from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 from scheduler.clock import ActiveClock
 
 
-@dataclass(slots=True, kw_only=True)
 class AnswerLog:
-    """Writes each answer as it comes, and counts it. An error of the file fails nothing."""
+    """Writes each answer to eval_rollouts.jsonl as it comes, and counts it. An error of the file fails nothing."""
 
-    journal: Journal
-    counters: Counters
-    guard: Guard
+    def __init__(self, run_dir: Path, counters: Counters) -> None:
+        self.run_dir = run_dir
+        self.counters = counters
+        self._journal = Journal(run_dir / ANSWERS)
+        self._guard = Guard()
 
     def add(self, prompts: str, answer: JudgedRollout) -> None:
         self.counters.report(answer.report)
-        with self.guard.watch(ANSWERS):
-            self.journal.append(record_of(prompts, answer))
+        with self._guard.watch(ANSWERS):
+            self._journal.append(record_of(prompts, answer))
+
+    def close(self) -> None:
+        self._journal.close()
 
 
 async def evaluate_policy(
     ready: PreparedEvaluation,
     running: EvaluationComponents,
-    run_dir: Path,
-    counters: Counters,
+    answers: AnswerLog,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
+    note: Callable[[str], None],
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
     scoring = scoring_of(ready)
-    answers = AnswerLog(journal=Journal(run_dir / ANSWERS), counters=counters, guard=Guard())
     try:
         for name, found in ready.prompt_sets.items():
+            greedy = ", and a greedy one" if scoring.greedy else ""
+            note(f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}")
             evaluator = make_policy_evaluator(ready, running, name, found, answers)
             evaluated = await evaluator.evaluate(name)
             check_answered(name, evaluated)
@@ -59,9 +64,9 @@ async def evaluate_policy(
                 for one in evaluated.rollouts
                 if one.sample == 0
             ]
-            write_policies(run_dir, policies)
+            write_policies(answers.run_dir, policies)
     finally:
-        answers.journal.close()
+        answers.close()
     show_policies(policies, scoring, ready.config.labels.pass_score)
 
 

@@ -80,8 +80,8 @@ class PreparedEvaluation:
                 f"type evaluate.num_items={total}"
             )
         said += [
-            f"evaluate.prompts.{name}: {found.num_left_out} prompts have no reference, which the rule needs; they are "
-            "left out"
+            f"evaluate.prompts.{name}: left out, without a reference, which the rule needs: {found.num_left_out} of "
+            f"{found.num_left_out + len(found.prompts)} prompts"
             for name, found in self.prompt_sets.items()
             if found.num_left_out
         ]
