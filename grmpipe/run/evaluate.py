@@ -11,7 +11,7 @@ from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.evaluate_judge import evaluate_judge, metrics_of
-from grmpipe.run.evaluate_policy import evaluate_policy
+from grmpipe.run.evaluate_policy import AnswerLog, evaluate_policy
 from grmpipe.run.session import Run, Session
 from grmpipe.run.start_evaluation import EvaluationComponents, start_evaluation
 from grmpipe.run.stats import env_summary, judging
@@ -49,9 +49,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters)
         if ready.prompt_sets:
-            await evaluate_policy(
-                ready, running, self._run_dir, self._counters, self._policies, self._rows, self._observers.note
-            )
+            answers = AnswerLog(self._run_dir, self._counters)
+            await evaluate_policy(ready, running, answers, self._policies, self._rows, self._observers.note)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}
