@@ -37,9 +37,8 @@ def test_a_prompt_without_a_reference_is_left_out_where_a_rule_judges_it(tmp_pat
         {"prompt": "7 x 7?", "source": "math"},
         {"prompt": "A poem?", "source": "chat"},
     )
-    assert {
-        name: (len(found.prompts), found.num_left_out) for name, found in find_prompts(evaluation({"x": path})).items()
-    } == {"x": (1, 2)}
+    found = find_prompts(evaluation({"x": path}))["x"]
+    assert (len(found.prompts), found.num_left_out) == (1, 2)
     route = {
         "reward": RewardConfig(kind="route", route={"math": "judge", "chat": "grm_judge"}),
         "judges": {"grm_judge": JudgeConfig()},
@@ -77,7 +76,7 @@ def test_prompts_that_cannot_be_judged_are_refused_by_their_key(
 
 def test_a_judge_that_compares_or_passes_nothing_scores_no_policy() -> None:
     check_scoring(evaluation())
-    pairs = JudgeConfig(protocol="pairwise", template="pairwise", parser="boxed", num_judgements=2)
+    pairs = JudgeConfig(protocol="pairwise", template="pairwise", parser="boxed", num_judgements=2, vote="majority")
     with pytest.raises(ConfigError, match=r"^judge\.protocol: pairwise compares answers .* judge=rule"):
         check_scoring(evaluation(judge=pairs))
     with pytest.raises(ConfigError, match=r"^labels\.pass_score: pass@k counts .* type labels\.pass_score=10 or less"):
