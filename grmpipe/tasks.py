@@ -27,7 +27,7 @@ from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
 
 if TYPE_CHECKING:
-    from grmpipe.validate.judge_evaluation import PreparedEvaluation
+    from grmpipe.validate.evaluation import PreparedEvaluation
     from grmpipe.validate.meta_rm_training import MetaRmTraining
     from grmpipe.validate.retraining import PreparedRetraining
 
@@ -131,10 +131,15 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
 
 
 def evaluation() -> RunTask[PreparedEvaluation]:
-    from grmpipe.run.evaluate_judge import EvaluationRun
-    from grmpipe.validate.judge_evaluation import prepare_evaluation
+    from grmpipe.run.evaluate import EvaluationRun
+    from grmpipe.validate.evaluation import PreparedEvaluation, prepare_evaluation
 
-    return RunTask(prepare=prepare_evaluation, make_run=EvaluationRun, continued="type the command again")
+    return RunTask(
+        prepare=prepare_evaluation,
+        make_run=EvaluationRun,
+        notes=PreparedEvaluation.notes,
+        continued="type the command again",
+    )
 
 
 # -- tasks that show -------------------------------------------------------------------------------------------------

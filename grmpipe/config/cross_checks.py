@@ -55,6 +55,8 @@ def check_run(config: RunSections) -> None:
             "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
             f"{config.experiment_name!r}"
         )
+    if not config.data.path and config.task != "evaluate":  # which trains on no prompts
+        raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.run_dir == "":
         raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.judge.kind != "label":
@@ -245,7 +247,7 @@ def check_meta_rm(config: RunSections) -> None:
 
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    for role, model in config.models.items():
+    for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
         key, kind = key_of_model(role), config.engine_kind_of(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))

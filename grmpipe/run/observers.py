@@ -30,6 +30,8 @@ FILES = {
     REPORT: "the run on one page: open it in a browser",
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
+    "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
+    "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
     "judged.jsonl": "every item with its scores and critiques",
     "accuracy.png": "accuracy over k, or by judge",
     "metrics.jsonl": "one line per step",

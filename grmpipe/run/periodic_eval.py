@@ -44,8 +44,8 @@ class PeriodicEval:
         self.final: Metrics = {}
         self.alarms: list[str] = []
         self.readings: list[Reading] = []
-        self.rows: list[SampleRow] = []  # of the last evaluation
-        self.seen: list[tuple[Prompt, Rollout]] = []  # of the last evaluation
+        self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
+        self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
         self._alarm = alarm
         self._observers = observers
@@ -110,11 +110,12 @@ class PeriodicEval:
         if self.interrupted:
             return {}
         evaluated = self._evaluating.result()
+        firsts = [one for one in evaluated.rollouts if one.sample == 0]
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
-            for one in evaluated.rollouts
+            for one in firsts
         ]
-        self.seen = [(one.prompt, one.rollout) for one in evaluated.rollouts]
+        self.seen = [(one.prompt, one.rollout) for one in firsts]
         log.info("held-out at step %d: %s", step, evaluated.metrics)
         on_anchors = self._on_anchors(evaluated.rollouts)
         if self._evaluator.compares and not self._evaluator.start:

@@ -128,7 +128,7 @@ class Sampling:
         self._prepared = prepared
         self._note = note
         self._settings = prepared.config.rft
-        self._play: Play = make_play(prepared, running, prepared.config.rollout.temperature)
+        self._play: Play = make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
         self._path = path
         self._places = asyncio.Semaphore(max(1, prepared.config.rollout.max_concurrency // self._settings.num_samples))

@@ -16,6 +16,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.sampled_answers import Counting
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
@@ -149,6 +150,37 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert looked.metrics["true_accuracy"] == 0.5  # over two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
+
+
+def test_several_samples_of_a_prompt_have_avg_and_pass_at_k_and_the_first_is_the_same_as_alone() -> None:
+    """The second prompt is right in two of four samples, and the verdict on one of these fails."""
+    seeds: dict[str, int] = {}
+
+    async def sampled(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        seeds[request.group_id] = request.seed
+        _, _, sample = request.group_id.rpartition("-")[2].partition(".")
+        right = prompt.prompt_id == "p1" and int(sample or 0) in (0, 2)
+        return rollout(0, text=f"Answer: {7 if right else 8} {'lost' * (sample == '2')}")
+
+    def score(rollout: Rollout) -> Verdict | Failed:
+        return LOST if "lost" in rollout.text else verdict(10 if "7" in rollout.text else 1)
+
+    prompts = [dataclasses.replace(prompt("7"), prompt_id=f"p{index}") for index in range(2)]
+    alone = dataclasses.replace(
+        evaluator(score, ()), prompts=prompts, play_sampled=sampled, play_greedy=sampled, pass_reward=0.5
+    )
+    four = dataclasses.replace(alone, counting=Counting(num_samples=4, pass_k=(1, 4)), greedy=False)
+    looked = asyncio.run(four.evaluate("look")).metrics
+    assert [looked[name] for name in ("avg_at_4", "pass_at_1")] == pytest.approx([(0 + 1 / 3) / 2] * 2)
+    assert "pass_at_4" not in looked, "one verdict on each prompt failed"
+    assert (looked["true_avg_at_4"], looked["true_pass_at_4"], looked["true_accuracy"]) == (0.25, 0.5, 0.25)
+    assert looked["true_pass_at_4_low"] < 0.5 < looked["true_pass_at_4_high"]
+    assert "true_accuracy_greedy" not in looked
+    assert len(seeds) == len(set(seeds.values())) == 8
+    before = {group_id: seed for group_id, seed in seeds.items() if "." not in group_id}
+    one = asyncio.run(alone.evaluate("look")).metrics
+    assert {group_id: seeds[group_id] for group_id in before} == before
+    assert not [name for name in one if "_at_" in name]
 
 
 def test_an_evaluation_counts_its_episodes_and_those_that_its_environment_failed() -> None:
