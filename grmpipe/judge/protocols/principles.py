@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.prompt import PrinciplesPrompt
+from grmpipe.judge.prompt import PrinciplesPrompt, with_texts
 from grmpipe.judge.verdict import unasked
 from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt
 from models.types import Completion
@@ -82,7 +82,8 @@ class SharedPrinciples:
 
     async def _write(self, priority: int) -> Completion | Failed:
         try:
-            asked_for = self._client.grm.prompt(self._template.render(self._prompt))
+            asked = with_texts(self._prompt, self._client.grm.shown)
+            asked_for = self._client.grm.prompt(self._template.render(asked))
         except ValueError as error:
             return unasked("refused", str(error))
         if self._room is not None and asked_for.num_tokens > self._room:
