@@ -4,8 +4,8 @@
     {% block user %}{{ question }} {{ response }}{% endblock %}
 
 The name of a block is the role of its message, and a role may occur several times. An empty block `messages` stands for
-the messages of the prompt, under their own roles. A template without blocks is one user message. `{% set markers = [...] %}` declares a model's own markers, as regular expressions
-(grmpipe/judge/prompt.py).
+the messages of the prompt, under their own roles. A template without blocks is one user message.
+`{% set markers = [...] %}` declares a model's own markers, as regular expressions (grmpipe/judge/prompt.py).
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class Markup:
         """Whether the markup from start to end is found with a space in its middle."""
         assert self._found is not None
         before = text[max(0, start - 1) : start]
-        return self._found.match(f"{before}{text[start:middle]}{BREAK}{text[middle:end + 1]}", len(before)) is not None
+        return (
+            self._found.match(f"{before}{text[start:middle]}{BREAK}{text[middle : end + 1]}", len(before)) is not None
+        )
 
 
 def with_any_space(pattern: str) -> str:
@@ -69,7 +71,7 @@ def with_any_space(pattern: str) -> str:
 
 
 def folded(text: str) -> tuple[str, list[int]]:
-    """The text without the differences that markup is found in spite of, and where each of its characters comes from."""
+    """The text without differences of spelling that don't matter, and the place that each of its characters had."""
     pieces = list(map(folded_character, text))
     return "".join(pieces), [place for place, piece in enumerate(pieces) for _ in piece]
 

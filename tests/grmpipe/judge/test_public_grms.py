@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.conversation_template import ConversationTemplate
 from grmpipe.judge.fence import TextGuard
 from grmpipe.judge.parse import parser_named, scores_of
@@ -25,7 +26,9 @@ from grmpipe.types import Criterion, Prompt, Verdict
 from models.types import Completion, FinishReason, Message, VersionSpan
 
 CONF = Path(__file__).parents[3] / "conf"
-PUBLIC = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "set markers" in path.read_text(encoding="utf-8"))
+PUBLIC = sorted(
+    name for name in SHIPPED_TEMPLATES if "set markers" in (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+)
 PROMPT = Prompt(
     prompt_id="p",
     messages=(Message(role="user", content="What is 6 x 2?"),),
@@ -43,8 +46,22 @@ class Golden:
     no_verdicts: tuple[str, ...]
 
 
-LETTERS = {"[[A]]": (1.0, 0.0), "My verdict: [[B]].": (0.0, 1.0), "**[[A]]**": (1.0, 0.0)}
-NOT_LETTERS = ("[[A]] or [[B]]", "[A]", "Assistant A", "> [[A]]", "[[A]] is what it claims", "[[AB]]")
+LETTERS = {
+    "[[A]]": (1.0, 0.0),
+    "My verdict: [[B]].": (0.0, 1.0),
+    "**[[A]]**": (1.0, 0.0),
+    '"[[B]]"': (0.0, 1.0),
+    'My verdict is "[[A]]".': (1.0, 0.0),
+}
+NOT_LETTERS = (
+    "[[A]] or [[B]]",
+    '"[[A]]" or "[[B]]"',
+    "[A]",
+    "Assistant A",
+    "> [[A]]",
+    "[[A]] is what it claims",
+    "[[AB]]",
+)
 RANKINGS = {"1": (6.0, 1.0), "3": (4.0, 3.0), "4": (3.0, 4.0), "6": (1.0, 6.0)}
 GOLDEN = {
     "deepseek_grm": Golden(
@@ -54,8 +71,20 @@ GOLDEN = {
     ),
     "rm_r1": Golden(
         "<type>Reasoning</type>\n\n<solution>12</solution>\n\n<eval>\n<quote_A>It is 12.</quote_A> is right.\n</eval>",
-        {"<answer>[[A]]</answer>": (1, 0), "<answer>[[B]]</answer>": (0, 1)},
-        ("<answer>[[C]]</answer>", "<answer>[[A/B]]</answer>", "<answer>A</answer>", "[[A]]"),
+        {
+            "<answer>[[A]]</answer>": (1, 0),
+            "<answer>[[B]]</answer>": (0, 1),
+            "<answer>\n[[A]]\n</answer>": (1, 0),
+            "</eval> <answer>\n\n [[B]]</answer>": (0, 1),
+        },
+        (
+            "<answer>[[C]]</answer>",
+            "<answer>[[A/B]]</answer>",
+            "<answer>A</answer>",
+            "[[A]]",
+            "<answer>\n[[A]]\n[[B]]\n</answer>",
+            "> <answer>\n[[A]]\n</answer>",
+        ),
     ),
     "rm_r1_distilled": Golden(
         "Let me compute it: 12. So <answer>[[B]]</answer>? No.\n</think>\n\nThe first answer is right.",
@@ -68,8 +97,11 @@ GOLDEN = {
             "</think>\n<answer>9</answer><answer>2</answer>": (9, 2),
             "</think><answer>5</answer><answer>5</answer>": (5, 5),
             "That is all. </think> <answer>1</answer> <answer>10</answer>": (1, 10),
+            "</think>\n<answer>\n9\n</answer>\n<answer>\n2\n</answer>": (9, 2),
+            "</think>\n<answer>7.5</answer>\n<answer>7</answer>": (7.5, 7),
         },
         (
+            "</think>\n<answer>\n9.5\n</answer>\n<answer>\n10.5\n</answer>",
             "</think><answer>9</answer>",
             "<answer>9</answer><answer>2</answer>",
             "</think><answer>11</answer><answer>1</answer>",
@@ -81,27 +113,38 @@ GOLDEN = {
             '{\n  "Choice": "Model A"\n}': (1, 0),
             '```json\n{\n  "Choice": "Model B"\n}\n```': (0, 1),
             '{"Choice": "[Model A]"}': (1, 0),
+            '{"Reason": "It says \\"Choice\\": \\"Model B\\".", "Choice": "Model A"}': (1, 0),
         },
         ('{"Choice": "Model C"}', '{"Choice": "Model A or Model B"}', "Model A", '{"Choice": "Model A"}\nWell.'),
     ),
     "prometheus2": Golden(
         "The response computes it in one step.",
-        {"So it is clear. [RESULT] 4": (4,), "[RESULT] 5": (5,)},
-        ("[RESULT] 6", "[RESULT]", "So the score is 4.", "[RESULT] 4 or 5", "> [RESULT] 4"),
+        {
+            "So it is clear. [RESULT] 4": (4,),
+            "[RESULT] 5": (5,),
+            "[RESULT] (4)": (4,),
+            "So: [RESULT] 4/5": (4,),
+            "[Result]: 4 out of 5.": (4,),
+            "So it is clear. [RESULT]\n4": (4,),
+        },
+        (
+            "[RESULT] 6", "[RESULT] (6)", "[RESULT] 4/10", "[RESULT]\n4\n5", "[RESULT] 4.5", "[RESULT]",
+            "So the score is 4.", "[RESULT] 4 or 5", "> [RESULT] 4",
+        ),
     ),
     "prometheus2_pairwise": Golden(
         "Response A multiplies, Response B adds.",
-        {"So A is better. [RESULT] A": (1, 0), "[RESULT] B": (0, 1)},
+        {"So A is better. [RESULT] A": (1, 0), "[RESULT] B": (0, 1), "[RESULT] (B)": (0, 1), "[RESULT]\nA": (1, 0)},
         ("[RESULT] C", "[RESULT] A or B", "Response A", "> [RESULT] A"),
     ),
     "selene": Golden(
         "**Reasoning:** It meets the rubric but for one step.",
-        {"**Result:** 4": (4,), "**Result: 1**": (1,)},
-        ("**Result:** 6", "**Result:** 4 of 5", "**Result:**", "Four."),
+        {"**Result:** 4": (4,), "**Result: 1**": (1,), "**Result:**\n4": (4,), "**Result:** 4/5": (4,)},
+        ("**Result:** 6", "**Result:**\n6", "**Result:** 4 of 5", "**Result:**", "Four."),
     ),
     "selene_pairwise": Golden(
         "**Reasoning:** Response A is right, Response B isn't.",
-        {"**Result:** A": (1, 0), "**Result:** B": (0, 1)},
+        {"**Result:** A": (1, 0), "**Result:** B": (0, 1), "**Result:**\n\n**B**": (0, 1)},
         ("**Result:** C", "**Result:** A or B", "Response A"),
     ),
     "skywork_critic": Golden("", LETTERS, (*NOT_LETTERS, "[[C]]")),
@@ -109,8 +152,17 @@ GOLDEN = {
     "mt_bench_pairwise": Golden("Both are right.", LETTERS | {"So: [[C]]": (0, 0)}, NOT_LETTERS),
     "mt_bench": Golden(
         "The assistant is right.",
-        {"Rating: [[7]]": (7,), "[[10]].": (10,), "So my rating: [[1]]": (1,)},
-        ("Rating: 7", "Rating: [[11]]", "[[7]] or [[8]]", "Rating: [[A]]", "Rating: [7]"),
+        {
+            "Rating: [[7]]": (7,),
+            "[[10]].": (10,),
+            "So my rating: [[1]]": (1,),
+            "Rating: [[5.5]]": (5.5,),
+            '"[[7.25]]"': (7.25,),
+        },
+        (
+            "Rating: [[10.5]]", "Rating: [[0.5]]", "[[5.5]] [[6]]", "Rating: 7", "Rating: [[11]]", "[[7]] or [[8]]",
+            "Rating: [[A]]", "Rating: [7]",
+        ),
     ),
     "nemotron_genrm": Golden(
         "[The Begin of Analysis on Response 1]\nIt is right.\n[The End of Analysis on Response 1]\n"
@@ -121,8 +173,18 @@ GOLDEN = {
     "nemotron_genrm_json": Golden(
         "<think>\nThe first one is right.\n</think>\n",
         {f'{{"score_1": 5, "score_2": 1, "ranking": {ranking}}}': scores for ranking, scores in RANKINGS.items()}
-        | {'```json\n{\n    "score_1": 5,\n    "score_2": 1,\n    "ranking": 1\n}\n```': (6, 1)},
-        ('{"score_1": 5, "score_2": 1}', '{"ranking": 7}', '{"ranking": 1} Well.'),
+        | {
+            '```json\n{\n    "score_1": 5,\n    "score_2": 1,\n    "ranking": 1\n}\n```': (6, 1),
+            '{"analysis": "It says \\"ranking\\": 6.", "score_1": 4.5, "score_2": 2.0, "ranking": 2}': (5, 2),
+            '{"ranking": 2, "reason": "Both add.", "sure": true}': (5, 2),
+            '{\n  "score_1": 4.5,\n  "ranking": 5,\n  "ranking_reason": "It adds."\n}': (2, 5),
+        },
+        (
+            '{"ranking": 2, "ranking": 1}',
+            '{"ranking": "high", "ranking": 1}',
+            '{"reason": "\\"ranking\\": 2"}',
+            '{"ranking": 6.5}',
+            '{"score_1": 5, "score_2": 1}', '{"ranking": 7}', '{"ranking": 1} Well.'),
     ),
     "ce_rm": Golden(
         "1. Correctness: it is right. $\\boxed{5}$\n2. Clarity: it is short. $\\boxed{4.5}$",
