@@ -151,6 +151,7 @@ def test_no_injection_in_an_earlier_answer_starts_a_line_or_spells_a_marker(name
         else:  # the format takes messages one by one
             said = [line for line in lines if line not in calm]
             assert sum(LABEL.match(line) is not None for line in lines) == num_labels
+        assert said or not text.strip()
         assert markers_of(name).broken("\n".join(said)) == "\n".join(said)
 
 
