@@ -86,7 +86,7 @@ class JudgeConfig:
     # shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a
     # Jinja file.
     template: str = "tiny"
-    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
+    # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
     # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own (grmpipe/judge/forms.py).
     parser: str = "score_line"
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
@@ -110,7 +110,8 @@ class JudgeConfig:
     # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
     truncation: str = "error"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    max_retries: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
+    # [retries] How often an unparseable or truncated judgement is sampled again; at temperature 0 never.
+    max_retries: int = 1
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement; timeout_s is checked against it.

@@ -189,6 +189,27 @@ def test_principles_that_are_of_no_use_are_asked_for_again(bench: Any, finish_re
     assert asked[0] == "g7/principles/0.0" and asked[1] in ("g7/principles/0.1", "g7/principles/1.0")
 
 
+@pytest.mark.parametrize(
+    ("finish_reason", "num_asked", "causes"),
+    [("length", 1, ["truncated", "truncated"]), ("abort", 2, ["died", None])],  # a greedy judge would write the same
+)
+def test_greedy_principles_are_asked_for_again_only_if_the_engine_failed(
+    bench: Any, finish_reason: Any, num_asked: int, causes: Any
+) -> None:
+    asked: list[str] = []
+    author = writes_principles(bench, asked, bench.answer("Be", finish_reason))
+    judge, _ = bench.generative(author, temperature=0, **AHEAD)
+
+    async def go() -> list[Any]:
+        session = judge.open(bench.prompt(), "g7", 2)
+        members = [one for sibling in (0, 1) for one in session.add(bench.rollout("12", sibling=sibling))]
+        return [report for one in members for report in (await session.judge(one)).values()]
+
+    verdicts = [report.verdict for report in bench.run(go())]
+    assert [verdict.cause if isinstance(verdict, Failed) else None for verdict in verdicts] == causes
+    assert sum("/principles/" in request_id for request_id in asked) == num_asked
+
+
 def test_without_principles_a_rollout_is_failed_by_their_cause(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: EngineDied("killed"), **AHEAD)
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
