@@ -155,6 +155,10 @@ class EngineKind(ABC, Generic[Options]):
         change.
         """
 
+    def nccl_version(self) -> str:
+        """The version of NCCL in an environment of its own, as far as it is known here; empty: it uses this one."""
+        return ""
+
     # -- what follows from the options -----------------------------------------------------------------------------
 
     @property
