@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MAX_STUCK = 64  # calls of one function that were given up and still run
+MAX_STUCK = 256  # calls of one function that were given up and still run
 MAX_THREADS = 512  # of an executor
 
 
@@ -98,12 +98,8 @@ async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         if not future.done():  # a running call refuses to be cancelled
             number = _stuck.add(place, 1)
             future.add_done_callback(lambda ended: _stuck.add(place, -1))
-            log.log(
-                logging.WARNING if number == 1 else logging.INFO,
-                "a call of %s was given up; its thread runs on (calls like that: %d)",
-                place,
-                number,
-            )
+            level = logging.WARNING if number.bit_count() == 1 else logging.INFO  # 1, 2, 4, 8, .. are for the console
+            log.log(level, "a call of %s was given up; its thread runs on (calls like that: %d)", place, number)
         raise
 
 

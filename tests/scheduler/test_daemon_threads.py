@@ -17,16 +17,6 @@ from scheduler.daemon_threads import DaemonThreads, TooManyStuck, in_own_thread
 ROOT = Path(__file__).parents[2]
 
 
-def test_many_calls_at_once_each_get_a_thread() -> None:
-    async def go() -> float:
-        begun_s = time.monotonic()
-        async with asyncio.timeout(3):
-            await asyncio.gather(*(in_own_thread(time.sleep, 0.5) for _ in range(64)))
-        return time.monotonic() - begun_s
-
-    assert asyncio.run(go()) < 2.5, "calls waited for each other"
-
-
 def test_calls_that_are_stuck_are_bounded_by_function_and_free_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_threads, "MAX_STUCK", 3)
     free = threading.Event()

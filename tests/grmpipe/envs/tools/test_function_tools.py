@@ -191,6 +191,16 @@ def test_calls_of_a_turn_run_at_once_and_their_results_keep_the_calls_order(modu
     assert time.monotonic() - begun_s < 1.4, "one after the other they take 1.5 s"
 
 
+def test_calls_of_many_episodes_at_once_wait_for_no_thread(module: str) -> None:
+    async def go() -> None:
+        limits = StageLimits(boot_s=5, step_s=3, close_s=5, max_observation_chars=100)
+        envs = [LimitedEnv(ToolEnv(module), limits) for _ in range(64)]
+        steps = await asyncio.gather(*(env.step(Action(text="", tool_calls=(hang(0.5),))) for env in envs))
+        assert [step.messages[0].content for step in steps] == ["after 0.5"] * 64
+
+    asyncio.run(go())
+
+
 def test_calls_of_a_tool_set_that_shares_a_state_run_one_after_the_other(module: str) -> None:
     begun = importlib.import_module(module).BEGUN
     begun.clear()
