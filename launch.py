@@ -34,6 +34,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, interpolated_keys, schema
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.process_end import leave
 from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
 from grmpipe.validate.typed_keys import TaskReads, check_typed_keys
@@ -203,4 +204,4 @@ def complain(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

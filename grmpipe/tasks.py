@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from grmpipe.validate.devices import device_notes
 from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
+from scheduler.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from grmpipe.validate.evaluation import PreparedEvaluation
@@ -71,7 +71,7 @@ def run(config: RunConfig, task: RunTask[P]) -> float | None:
             prepared = task.prepare(config, progress)
         print_notes([*claim.place.notes, *task.notes(prepared)])
         run_dir = claim.open()
-        summary = asyncio.run(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
+        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":

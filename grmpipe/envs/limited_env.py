@@ -13,6 +13,7 @@ from typing import TypeVar
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.types import EnvCause
 from models.types import Message
+from scheduler.event_loop import TimeIsUp, within
 from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
@@ -94,13 +95,12 @@ class LimitedEnv:
 async def in_time(doing: Awaitable[T], limit_s: float, key: str, stage: str, late: EnvCause) -> T:
     """The result of a stage. Raises PolicyFault as it is, and EnvFault for everything else."""
     try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await doing
+        return await within(limit_s, doing, f"{LANE}.{stage}")
     except (PolicyFault, EnvFault):
         raise
+    except TimeIsUp:
+        raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
     except Exception as error:  # the user's code may raise anything
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
         raise EnvFault(f"{stage} raised {type(error).__name__}: {error}", "broken") from error
 
 
