@@ -17,6 +17,7 @@ from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import judge_alone
+from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -79,7 +80,8 @@ class Evaluator:
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
         prompts = self.prompts[:limit]
-        sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
+        with asking_for("held_out"):
+            sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
         greedy = [
             asyncio.create_task(self._played(f"{name}-greedy-{i}", prompt, self.play_greedy))
             for i, prompt in enumerate(prompts)

@@ -10,24 +10,25 @@ from dataclasses import replace
 
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.judging import GRM
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.engines import start_engines
 from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.session import Run, Session
-from grmpipe.run.start_grm import connect_endpoints, find_grms
+from grmpipe.run.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.run.stats import judging
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.judge_evaluation import PreparedEvaluation
-from models.types import Engine, EngineDied, EngineRefused
+from models.types import Engine, EngineDenied, EngineDied, EngineRefused
 from scheduler.events import EventSink
 from scheduler.supervise import raising_first
 
@@ -48,7 +49,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
     async def run(self) -> Status:
         """Judge everything, write evaluation.json and its picture, print the table."""
         config = self._config
-        judged = await judge_all(self._prepared, self._observers.timeline)
+        judged = await self._judge_all()
         for report in (report for one in judged for report in one.reports):
             self._counters.report(report)
         self._result = result = evaluate(judged, config.first_judge.scale, recount_of(config))
@@ -58,6 +59,14 @@ class EvaluationRun(Run[PreparedEvaluation]):
         metrics = metrics_of(result, config.judging.first)
         self._observers.tracker.log(0, {f"eval/{name}": value for name, value in metrics.items()})
         return "completed"
+
+    async def _judge_all(self) -> list[JudgedItem]:
+        """Raises ConfigError if an endpoint serves nothing."""
+        try:
+            with asking_for("evaluation"):
+                return await judge_all(self._prepared, self._observers.timeline, self._observers.requests.of_model)
+        except EngineDenied as error:
+            raise ConfigError(str(error)) from error
 
     def summary(self, status: Status, failure: str | None) -> Summary:
         result = self._result
@@ -72,9 +81,9 @@ class EvaluationRun(Run[PreparedEvaluation]):
         )
 
 
-async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[JudgedItem]:
+async def judge_all(ready: PreparedEvaluation, events: EventSink, requests: LogOf) -> list[JudgedItem]:
     config, prepared = ready.config, ready.prepared
-    endpoints = connect_endpoints(prepared.roles)
+    endpoints = connect_endpoints(prepared.roles, requests)
     is_local = bool(prepared.grms or config.judging.scorer_roles)
     cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
     scalars: ScalarModels | None = None
@@ -85,9 +94,9 @@ async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[Judged
             started = await asyncio.gather(*(start_engines(cluster, grm, prepared, events) for grm in prepared.grms))
             engines = {grm.name: router for grm, router in zip(prepared.grms, started, strict=True)}
             scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
-            meta_rm = meta_rm_of(prepared.meta_rm, scorers)
-        scalars = await start_scalar_models(cluster, prepared, events)
-        grms = find_grms(prepared, engines, endpoints, events)
+            meta_rm = meta_rm_of(prepared.meta_rm, scorers, requests)
+        scalars = await start_scalar_models(cluster, prepared, events, requests)
+        grms = find_grms(prepared, engines, endpoints, events, requests)
         judge = make_judge(JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm, scalars=scalars.by_role))
         return await judge_items(judge, meta_rm, ready.items, config)
     finally:
