@@ -182,7 +182,7 @@ class EndpointClient:
     def _denial(self, reply: Reply, *, out_of_quota: bool) -> EngineDenied | EngineRefused:
         """The error for a denial: EngineRefused for a few in a row once the endpoint has served something."""
         self._num_denials += 1
-        said = f"{self.host} answered HTTP {reply.status}: {reply.words}"
+        said = f"{self.host} answered HTTP {reply.status}: {reply.words.rstrip('.')}"
         if self._has_served and self._num_denials < MOST_DENIALS:
             return EngineRefused(self.clean(said))
         if self._has_served:
