@@ -171,7 +171,8 @@ def judge_grid(metrics: Metrics) -> Table:
 
 
 def sample_panel(row: SampleRow, width: int) -> Panel:
-    parts = [("question", row.question, ""), ("answer", row.answer, "cyan"), ("critique", row.critique, "yellow")]
+    parts = [("question", row.question, ""), ("answer", row.answer, "cyan")]
+    parts += [("critique", row.critique, "yellow")] if row.critique else []  # a rule writes none
     grid = Table.grid(padding=(0, 2))
     for part, text, style in parts:
         grid.add_row(Text(part, style="dim"), Text(readable(text), style=style))
