@@ -21,6 +21,7 @@ from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.reward_hacking import REWARD, Reading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
+from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -116,15 +117,16 @@ class Evaluator:
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
         prompts = self.prompts[:limit]
-        sampled = [
-            asyncio.create_task(self._judged(request_of(name, i, sample), prompt, sample))
-            for i, prompt in enumerate(prompts)
-            for sample in range(self.counting.num_samples)
-        ]
-        greedy = [
-            asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
-            for i, prompt in enumerate(prompts if self.greedy else ())
-        ]
+        with asking_for("held_out"):
+            sampled = [
+                asyncio.create_task(self._judged(request_of(name, i, sample), prompt, sample))
+                for i, prompt in enumerate(prompts)
+                for sample in range(self.counting.num_samples)
+            ]
+            greedy = [
+                asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
+                for i, prompt in enumerate(prompts if self.greedy else ())
+            ]
         await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]

@@ -137,7 +137,11 @@ class GrmClient:
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         context = RequestContext(
-            request_id=request.request_id, group_id=request.group_id, role=self.grm.name, priority=request.priority
+            request_id=request.request_id,
+            group_id=request.group_id,
+            role=self.grm.name,
+            priority=request.priority,
+            is_retry=attempt > 0,
         )
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,

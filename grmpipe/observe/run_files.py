@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, m
 from grmpipe.observe.charts import Point
 from grmpipe.observe.evaluation_tables import FigureTable, evaluation_tables
 from grmpipe.observe.gauges import by_part, failures_by_cause
+from grmpipe.observe.judge_requests import RequestCounts, RequestTotals, read_totals
 from grmpipe.types import Metrics
 
 END_BYTES = 4_000_000  # read at each end of a journal
@@ -131,6 +132,7 @@ class RunFiles:
     failed: Mapping[str, int]  # judgements by cause
     by_judge: Mapping[str, JudgeNumbers]  # empty with a single judge
     cascades: Mapping[str, CascadeNumbers]
+    requests: RequestTotals  # to the models that judge
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     figures: Sequence[FigureTable]  # of task=evaluate
     shown: Sequence[Shown]
@@ -169,6 +171,7 @@ def read_run(run_dir: Path) -> RunFiles:
         failed=counts(part(judging, "failed")) if judging else failures_in(metrics),
         by_judge=judges_of(part(judging, "by_judge"), metrics),
         cascades=cascades_of(part(judging, "cascades"), metrics),
+        requests=requests_of(part(judging, "requests_by_model")) if judging else read_totals(run_dir),
         groups=groups_of(groups, metrics),
         figures=evaluation_tables(run_dir),
         shown=shown_of(run_dir) or answers_of(run_dir),
@@ -254,6 +257,21 @@ def judge_numbers_so_far(steps: Sequence[Metrics]) -> JudgeNumbers:
         tokens=int(sum(line.get("tokens", 0) for line in steps)),
         failed=failures_in({f"judge/{name}": value for name, value in line.items()} for line in steps),
         score=scores[-1] if scores else None,
+    )
+
+
+def requests_of(summed: Record) -> RequestTotals:
+    """The requests to each model, by purpose."""
+    known = {spec.name for spec in fields(RequestCounts)}
+    return RequestTotals(
+        {
+            model: {
+                purpose: RequestCounts(**{name: n for name, n in counts(part(own, purpose)).items() if name in known})
+                for purpose in own
+            }
+            for model in summed
+            if (own := part(summed, model))
+        }
     )
 
 

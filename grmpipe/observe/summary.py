@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from grmpipe.observe.judge_requests import RequestCounts, RequestTotals
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Metrics
 
@@ -73,6 +74,14 @@ class JudgingSummary:
     voided_verdicts: int = 0  # of groups that it judged again
     by_judge: Mapping[str, JudgeSummary] = field(default_factory=dict)  # empty with a single judge
     cascades: Mapping[str, CascadeSummary] = field(default_factory=dict)
+    # All requests to the models that judge, by purpose: training, held_out, preflight, monitoring, evaluation. Those of
+    # voided work and killed processes too: what an endpoint bills.
+    requests: Mapping[str, RequestCounts] = field(default_factory=dict)
+    requests_by_model: Mapping[str, Mapping[str, RequestCounts]] = field(default_factory=dict)
+
+
+def with_requests(judging: JudgingSummary, totals: RequestTotals) -> JudgingSummary:
+    return replace(judging, requests=totals.by_purpose, requests_by_model=totals.by_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from grmpipe.config.judging import POLICY
+from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.sample_rows import SampleRow
@@ -17,6 +18,7 @@ from grmpipe.run.start_evaluation import EvaluationComponents, start_evaluation
 from grmpipe.run.stats import env_summary, judging
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
+from models.types import EngineDenied
 from scheduler.supervise import run_until
 
 
@@ -40,8 +42,13 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def run(self) -> Status:
         """Evaluate all that is asked for; write evaluation.json, print the tables."""
-        self._running = running = await start_evaluation(self._prepared, self._observers.timeline, self._run_dir)
-        return await run_until(self._evaluate(running), **running.background())
+        self._running = running = await start_evaluation(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
+        try:
+            return await run_until(self._evaluate(running), **running.background())
+        except EngineDenied as error:
+            raise ConfigError(str(error)) from error
 
     async def _evaluate(self, running: EvaluationComponents) -> Status:
         ready = self._prepared

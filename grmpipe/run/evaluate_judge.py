@@ -15,6 +15,7 @@ from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluat
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.start_evaluation import EvaluationComponents
@@ -31,7 +32,8 @@ async def evaluate_judge(
 ) -> JudgeEvaluation:
     """Judge all items, write evaluation.json and its picture, print the table. counters: get the reports."""
     config = ready.measured
-    judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
+    with asking_for("evaluation"):
+        judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
     for report in (report for one in judged for report in one.reports):
         counters.report(report)
     result = evaluate(judged, config.first_judge.scale, recount_of(config))

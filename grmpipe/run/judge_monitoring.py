@@ -20,6 +20,7 @@ from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, ju
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
+from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.observe.records import decode_messages
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
@@ -128,7 +129,8 @@ class JudgeMonitor:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _check(self, step: int) -> Metrics:
-        metrics = await probe_judge(self._monitored.judge, self._probes())
+        with asking_for("monitoring"):
+            metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
             metrics |= await self._check_canaries(step)
         if metrics:
@@ -147,7 +149,8 @@ class JudgeMonitor:
         return metrics
 
     async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
-        return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
+        with asking_for("monitoring"):
+            return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
 
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
         if drift.is_sure and name not in self._drifting:

@@ -61,7 +61,9 @@ class RftRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
+        self._running = running = await start(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
         await run_until(self._train(running), **running.background())
         return "completed"
 

@@ -13,7 +13,7 @@ from grmpipe.run.engines import start_routers
 from grmpipe.run.maintenance import Maintenance, make_maintenance
 from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.start_envs import Envs, start_envs
-from grmpipe.run.start_grm import connect_endpoints, find_grms
+from grmpipe.run.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.types import Judge
@@ -62,16 +62,21 @@ class EvaluationComponents:
             await self.cluster.shutdown()
 
 
-async def start_evaluation(ready: PreparedEvaluation, events: EventSink, run_dir: Path) -> EvaluationComponents:
-    """Start all processes. On failure ends what was started."""
+async def start_evaluation(
+    ready: PreparedEvaluation, events: EventSink, run_dir: Path, requests: LogOf
+) -> EvaluationComponents:
+    """Start all processes. On failure ends what was started.
+
+    requests: of models that judge.
+    """
     config, prepared = ready.config, ready.prepared
     if config.train.deterministic or config.engine.embedded.batch_invariant:
         choose_repeatable_kernels()
     is_local = bool(ready.models or config.judging.scorer_roles)
     cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
-    endpoints = connect_endpoints(prepared.roles)
+    endpoints = connect_endpoints(prepared.roles, requests)
     try:
-        return await start_on(cluster, ready, endpoints, events, run_dir)
+        return await start_on(cluster, ready, endpoints, events, run_dir, requests)
     except BaseException:
         for endpoint in endpoints.values():
             await endpoint.close()
@@ -86,6 +91,7 @@ async def start_on(
     endpoints: Mapping[str, ChatEngine],
     events: EventSink,
     run_dir: Path,
+    requests: LogOf,
 ) -> EvaluationComponents:
     config, prepared = ready.config, ready.prepared
     routers: Mapping[str, Router] = {}
@@ -95,8 +101,8 @@ async def start_on(
         routers = served.routers
         maintenance = make_maintenance(prepared, served, None, {}, events)
         scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
-        meta_rm = meta_rm_of(prepared.meta_rm, scorers)
-    scalars = await start_scalar_models(cluster, prepared, events)
+        meta_rm = meta_rm_of(prepared.meta_rm, scorers, requests)
+    scalars = await start_scalar_models(cluster, prepared, events, requests)
     if ready.prompt_sets:
         assert cluster is not None, "a policy that plays has engines"
         envs = await start_envs(cluster, config, run_dir, events)
@@ -106,7 +112,7 @@ async def start_on(
         routers=routers,
         maintenance=maintenance,
         envs=envs,
-        grms=find_grms(prepared, routers, endpoints, events, stops),
+        grms=find_grms(prepared, routers, endpoints, events, requests, stops),
         endpoints=tuple(endpoints.values()),
         scalars=scalars,
         meta_rm=meta_rm,

@@ -13,8 +13,9 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness
-from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements
+from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
+from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary
@@ -38,6 +39,7 @@ from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
+from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
 from scheduler.supervise import run_until
 
@@ -67,7 +69,9 @@ class TrainingRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
+        self._running = running = await start(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
         if (resumed := self._session.resumed) is not None:
             for model in running.trained:
                 await model.ranks.load(str(resumed / model.learner_role))
@@ -86,7 +90,7 @@ class TrainingRun(Run[Prepared]):
 
     async def _train(self, running: RunComponents) -> Status:
         """Make all steps, between two held-out evaluations."""
-        if self._state is None and self._config.judged_by_model:
+        with asking_for("preflight"):
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
         periodic_eval, cotrainings = self._make_periodic_eval(running), self._make_cotrainings(running, kept)
@@ -210,14 +214,23 @@ class TrainingRun(Run[Prepared]):
         return self._stats.cotrainings
 
     async def _try_judge(self, running: RunComponents) -> None:
-        """Raises ConfigError for a judge whose answers can't be read."""
-        prompts = [
-            self._prepared.prompts.at(prompt_index)
-            for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
-        ]
-        generative, judge = self._config.judging.generative, with_own_bounds(running.judge)
-        if problem := await preflight_judgements(judge, members_of(running.judge), generative, prompts):
-            raise ConfigError(problem)
+        """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one whose answers
+        can't be read.
+        """
+        config, prompts = self._config, self._prepared.prompts
+        first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
+        judge, members = with_own_bounds(running.judge), members_of(running.judge)
+        asking = {**config.judging.generative, **config.judging.scalar}
+        outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
+        try:
+            if self._state is None and config.judged_by_model:
+                if problem := await preflight_judgements(judge, members, config.judging.generative, first):
+                    raise ConfigError(problem)
+                outside = [name for name in outside if name not in config.judging.generative]
+            for name in outside:
+                await tried(members.get(name, judge), first[0])
+        except EngineDenied as error:
+            raise ConfigError(str(error)) from error
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge, evaluator = self._config.judge, make_evaluator(self._prepared, running)

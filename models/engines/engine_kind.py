@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from models.engines.endpoint_use import EndpointUse
 from models.settings import EngineConfig, LoraConfig, ModelConfig
-from models.types import ChatEngine, Engine, RemoteScorer, SendLimits
+from models.types import ChatEngine, Engine, RemoteScorer
 
 UNBOUNDED_ROWS = UNBOUNDED_RANK = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
@@ -135,15 +136,16 @@ class EngineKind(ABC, Generic[Options]):
         """Make an engine, in its own process: here the kind's library is imported. rank: of the replica, from 0."""
         raise NotImplementedError(f"{type(self).__name__} makes no engine here")
 
-    def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
-        """Make the client of an endpoint. limits: asked before each try."""
+    def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
+        """Make the client of an endpoint."""
         raise NotImplementedError(f"{type(self).__name__} is no endpoint")
 
-    def connect_scorer(self, key: str, model: ModelConfig, limits: SendLimits) -> RemoteScorer:
-        """Make the client of an endpoint that scores. key: the configuration's section of the model."""
+    def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
+        """Make the client of an endpoint that scores."""
+        key = f"{use.model_key}.engine"
         raise ValueError(
-            f"{key}.engine: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
-            f"{key}.engine=openai for a pooling endpoint"
+            f"{key}: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
+            f"{key}=openai for a pooling endpoint"
         )
 
     def scorer_tokenizer(self, model: ModelConfig) -> str:

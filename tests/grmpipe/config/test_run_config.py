@@ -139,6 +139,13 @@ def test_the_nearest_key_is_named_across_sections() -> None:
     assert "train.group_size" in unknown_key("rollout.group_size", known_keys())
     assert "did you mean" not in unknown_key("qqqqqqq", known_keys())
     assert "did you mean" not in unknown_key("batch_size", known_keys()), "nothing that merely looks alike"
+    for typed, meant in {
+        "algorithm.drop_zero_advantage": "algorithm.dynamic_sampling_batches",  # by what its sentence says
+        "algorithm.clip_hihg": "algorithm.clip_high",
+        "train.group_per_batch": "train.groups_per_batch",
+        "rollout.max_tokens": "rollout.max_new_tokens",
+    }.items():
+        assert unknown_key(typed, known_keys()).startswith(f"unknown key {typed!r}; did you mean {meant}")
 
 
 def test_an_error_of_a_section_gets_the_sections_key() -> None:

@@ -117,6 +117,9 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     changed = from_values(RunConfig, {"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
+    Path("runs/x/1/policy").mkdir()
+    with pytest.raises(ConfigError, match=r"another run_dir \(policy\.path=runs/x/1/policy goes on from its policy\)$"):
+        locate_run(changed)
 
 
 EVALUATION = dataclasses.replace(CONFIG, task="evaluate")
