@@ -225,7 +225,7 @@ class _Episode:
         try:
             observation = await self.env.step(action)
         except PolicyFault as fault:
-            observation = replace(shown_fault(action, fault), state_key=self.state_key)
+            observation = replace(after_fault(action, fault), state_key=self.state_key)
         if not observation.messages and not observation.done:
             raise EnvFault("step returned no messages, and didn't end the episode: return done=True", "protocol")
         self.state_key = observation.state_key
@@ -239,8 +239,12 @@ class _Episode:
         )
 
 
-def shown_fault(action: Action, fault: PolicyFault) -> Observation:
-    """What the policy reads of its own fault: a tool's result after a call, else a message of the user."""
+def after_fault(action: Action, fault: PolicyFault) -> Observation:
+    """The end, if the fault ends the episode. Else what the policy reads of it: a tool's result after a call, a message
+    of the user without one.
+    """
+    if fault.ends:
+        return Observation(done=True, faults=(fault.kind,))
     text, calls = str(fault), action.tool_calls
     messages = [Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id) for call in calls]
     return Observation(messages=messages or [Message(role="user", content=text)], faults=(fault.kind,))

@@ -145,7 +145,7 @@ def test_what_an_environment_says_and_raises_arrives_as_it_was(tmp_path: Path) -
             with pytest.raises(PolicyFault, match="^say please$") as blamed:
                 await env.step(Action(text="blame"))
             assert blamed.value.kind == "manners"
-            with pytest.raises(EnvFault, match="step raised KeyError: 'its own error'") as broken:
+            with pytest.raises(EnvFault, match=r"Obedient\.step .* raised KeyError: 'its own error' \(.*:46\)") as broken:
                 await env.step(Action(text="break"))
             assert broken.value.cause == "broken" and "in step" in str(broken.value.__cause__), "the place is shown"
             assert (await env.step(Action(text="go"))).rewards == {"seed": 7.0}

@@ -276,7 +276,7 @@ def test_faults_keep_their_kind_and_text(host: Host) -> None:
     assert fault.value.cause == "unreachable"
     with pytest.raises(EnvFault, match="a bug of the environment") as bug:
         host.step("bug")
-    assert bug.value.cause == "broken" and "Traceback" in str(bug.value)
+    assert bug.value.cause == "broken" and "Traceback" in str(bug.value.__cause__)
 
 
 def test_seats_opened_are_closed_or_killed(host: Host) -> None:
