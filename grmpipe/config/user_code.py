@@ -26,6 +26,10 @@ class UserCodeError(Exception):
     """Code of the user's raised its `__cause__`, whatever that is. The text names the code, and the line."""
 
 
+class BadValueError(Exception):
+    """Code of the user's returned what can't be used. The text goes on after the code's name: "returned .."."""
+
+
 @contextmanager
 def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Context: a call of the user's code. What it raises becomes a UserCodeError: also what would end the process, as
@@ -38,7 +42,8 @@ def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator
     except BaseException as error:
         if comes_from_outside(error):
             raise
-        raise UserCodeError(f"{owner} raised {words_of(error)}") from error
+        words = str(error) if isinstance(error, BadValueError) else f"raised {words_of(error)}"
+        raise UserCodeError(f"{owner} {words}") from error
 
 
 def comes_from_outside(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from grmpipe.config.user_code import MAX_CHARS, UserCodeError, plain_text, shortened, words_of
+from grmpipe.config.user_code import MAX_CHARS, BadValueError, UserCodeError, plain_text, shortened, words_of
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.types import EnvCause
 
@@ -85,7 +85,8 @@ def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: 
     words = str(error) if said else f"{owner} raised {words_of(error)}"
     if rules.in_box and not has_acted and isinstance(error, MemoryError):
         return _caused(EnvFault(f"{words}: no memory was left; raise env.isolation.memory_mb", "boot"), error)
-    return _caused(EnvFault(words, "broken"), error)
+    is_answer = isinstance(error.__cause__, BadValueError)
+    return _caused(EnvFault(words, "protocol" if is_answer else "broken"), error)
 
 
 def _policys(error: BaseException, rules: FaultRules) -> PolicyFault | None:

@@ -165,7 +165,7 @@ class _Episode:
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
-        new_ids = prompt_ids = self.renderer.render(opening, self.tools)
+        new_ids = prompt_ids = self._rendered(lambda: self.renderer.render(opening, self.tools), "open")
         while True:
             room = self._room(prompt_ids)
             completion = await self._sampled(prompt_ids, room)
@@ -182,11 +182,21 @@ class _Episode:
                 return "turns"
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
-            new_ids = self.renderer.extend(turn.replies, self.tools)
+            replies = turn.replies
+            new_ids = self._rendered(lambda: self.renderer.extend(replies, self.tools), "step")
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
             self.request.on_turn(self._so_far())
+
+    def _rendered(self, render: Callable[[], tuple[int, ...]], stage: str) -> tuple[int, ...]:
+        """Token ids of what the environment returned. Raises EnvFault if the chat template doesn't take it."""
+        try:
+            return render()
+        except ValueError as error:
+            if not (self.opening or self.tools or self.turns):  # the data's own prompt
+                raise
+            raise EnvFault(f"{stage} returned what the chat template doesn't take: {error}", "protocol") from error
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that the next turn may take. The first turn takes all, so that its engine refuses a long prompt."""

@@ -3,7 +3,7 @@
 What an end of the seat means is decided here, from what the seat and its supervisor report:
 
     in `open`                      the environment's: EnvFault `boot`, `timeout` or `died`
-    in `step`, before it began     the environment's: EnvFault `timeout` or `died`
+    in `step`, before it began     the environment's: EnvFault `timeout` or `died`, unless it comes from a step before
     in `step`, at a limit          the policy's: the episode ends (`done`) with the fault `limit`, and is judged as it
       (time, CPU time, memory,     is; its seat is killed, so there is nothing to go on with
       files, processes), and by a
@@ -107,6 +107,8 @@ class HostedEnv:
         self._moment: FaultMoment | None = None
         self._seat: SeatLink | None = None
         self._began = False
+        self._is_step = False
+        self._has_acted = False  # a step has begun
         self._owes_reply = False
         self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
 
@@ -187,7 +189,7 @@ class HostedEnv:
     async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""
         assert self._seat is not None
-        self._began, self._owes_reply = False, True
+        self._began, self._owes_reply, self._is_step = False, True, isinstance(request, Step)
         await self._send(request)
         if self._moment is not None and self._moment.has_come(turn):
             await asyncio.sleep(self._moment.delay_s)
@@ -213,6 +215,7 @@ class HostedEnv:
             report = await next_report(self._seat.reader)
             if isinstance(report, Began):
                 self._began = True
+                self._has_acted |= self._is_step
             elif report is None:
                 raise SeatEnded
             elif isinstance(report, Ended):
@@ -224,7 +227,7 @@ class HostedEnv:
 
     def _ended_in_step(self, ended: Ended | None) -> Observation:
         """What the policy's program did, if it ran. Raises EnvFault for any other end."""
-        if self._began and self._moment is None and ended is not None:
+        if self._has_acted and self._moment is None and ended is not None:
             stopped_by = signal.SIGTERM if ended.exit_code == STOPPED else ended.signal
             if how := policys_end(stopped_by, ended.limit):
                 return stopped_at_limit(f"stopped by {how}", ended)

@@ -14,6 +14,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from grmpipe.config.user_code import BadValueError, scalar_of, shown
 from grmpipe.envs.env import PolicyFault
 from models.types import ToolCall, ToolSpec
 
@@ -46,8 +47,21 @@ class FunctionTool:
 
 
 def text_of(result: object) -> str:
-    """A text as it is, anything else as JSON."""
-    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+    """A text as it is, anything else as JSON, also with scalars of numpy and torch. Raises BadValueError."""
+    if isinstance(result, str):
+        return result
+    try:
+        return msgspec.json.encode(scalar_of(result), enc_hook=plain_scalar).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadValueError(
+            f"returned {shown(result)}, which is no JSON ({error}): return a text, numbers, lists and dicts"
+        ) from error
+
+
+def plain_scalar(value: object) -> object:
+    if (plain := scalar_of(value)) is value:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return plain
 
 
 @functools.cache

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from grmpipe.config.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
 from models.types import Message, ToolCall, ToolSpec
 
 
@@ -86,4 +87,10 @@ class ToolEnv:
         tool = self._tools.get(call.name)
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
-        return await tool.call(call)
+        with called(f"the tool {owner_of(tool)}", (PolicyFault, EnvFault)):
+            return await tool.call(call)
+
+
+def owner_of(tool: Tool) -> str:
+    """The function of a tool, or the name of one on a server."""
+    return described(tool.function) if isinstance(tool, FunctionTool) else tool.spec.name

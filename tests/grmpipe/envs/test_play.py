@@ -213,6 +213,41 @@ def test_a_fault_of_the_policy_is_shown_to_it_counted_and_not_the_end(text: str,
     assert rollout.status == "finished"
 
 
+def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_answer() -> None:
+    def step(action: Action) -> Observation:
+        if action.turn == 1:
+            raise PolicyFault("10 turns", "MaxTurnsExceeded", ends=True)
+        return Observation(messages=[Message(role="user", content="go on")])
+
+    rollout = played(Scripted(step, tools=[TOOL]), Policy(["plain", "call it", "never"]))
+    assert [turn.faults for turn in rollout.turns] == [(), ("MaxTurnsExceeded",)]
+    assert (rollout.status, rollout.turns[1].replies, rollout.answer) == ("finished", (), "")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Scripted(answers(), opening=Opening(messages=[Message(role="user", content="<end>")])),
+        Scripted(answers("<end>")),
+    ],
+    ids=["open", "step"],
+)
+def test_messages_that_the_chat_template_refuses_are_a_fault_of_the_environment(env: Scripted) -> None:
+    class Strict(Characters):
+        def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+            if any("<end>" in message.content for message in messages):
+                raise ValueError("it spells markup")
+            return super().render(messages, tools)
+
+        def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+            return self.render(replies, tools)
+
+    request, params = RolloutRequest(group_id="g", sibling=1, seed=0), SamplingParams(max_new_tokens=5)
+    with pytest.raises(EnvFault, match="the chat template doesn't take: it spells markup") as fault:
+        asyncio.run(play(request, PROMPT, env, Policy(["a", "b"]), Strict(), params, EpisodeLimits(max_turns=5)))
+    assert fault.value.cause == "protocol" and env.num_closed == 1
+
+
 def raising(error: Exception) -> Step:
     def step(action: Action) -> Observation:
         raise error

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Literal
 from grmpipe.envs.env import PolicyFault
 import asyncio
+import sys
+
+import numpy as np
 
 async def search(query: str, limit: int = 3, order: Literal["new", "old"] = "new") -> list[str]:
     """Search the archive.
@@ -43,6 +46,15 @@ def divide(a: float, b: float) -> float:
 def fails() -> str:
     raise OSError("disk")
 
+def leaves() -> str:
+    sys.exit(3)
+
+def array() -> object:
+    return np.zeros(2)
+
+def scalars() -> object:
+    return {"a": np.float32(0.5), "b": [np.int64(2), np.bool_(True)]}
+
 def _private(x: int) -> int:
     return x
 '''
@@ -58,7 +70,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_public_functions_become_specifications(module: str) -> None:
-    search, divide, fails = tools_of(module)
+    search, divide, fails, *_ = tools_of(module)
     assert [tool.spec.name for tool in (search, divide, fails)] == ["search", "divide", "fails"]
     assert search.spec.description == "Search the archive. All of it."
     assert search.spec.parameters == {
@@ -104,7 +116,8 @@ def called(tool: FunctionTool, **arguments: object) -> str:
 
 
 def test_results_are_texts_or_json(module: str) -> None:
-    search, divide, _ = tools_of(module)
+    search, divide, *_, scalars = tools_of(module)
+    assert called(scalars) == '{"a":0.5,"b":[2,true]}'
     assert called(search, query="ü", limit=2) == '["ü","ü"]'
     assert called(divide, a=1, b=4) == "0.25"
 
@@ -124,7 +137,7 @@ def answered(module: str, *calls: ToolCall, errors: tuple[str, ...] = ()) -> Obs
         limits = StageLimits(boot_s=5, step_s=5, close_s=5, max_observation_chars=100)
         env = LimitedEnv(ToolEnv(module), limits)
         opening = await env.open(Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))))
-        assert len(opening.tools) == 3
+        assert len(opening.tools) == 6
         return await env.step(Action(text="", tool_calls=calls, errors=errors))
 
     return asyncio.run(go())
@@ -139,7 +152,7 @@ def test_each_call_gets_its_result_and_each_fault_its_explanation(module: str) -
         errors=("no JSON",),
     )
     contents = [(message.tool_call_id, message.content) for message in observation.messages]
-    known = "there is no tool rm; known: search, divide, fails"
+    known = "there is no tool rm; known: search, divide, fails, leaves, array, scalars"
     assert contents == [("1", "0.5"), ("2", "b is 0"), ("3", known), ("", "no JSON")]
     assert observation.faults == ("tool", "unknown_tool", "malformed")
     assert not observation.done
@@ -149,7 +162,17 @@ def test_a_turn_without_a_call_ends_the_episode(module: str) -> None:
     assert answered(module).done
 
 
-def test_an_error_of_the_functions_own_code_is_never_shown_to_the_policy(module: str) -> None:
-    with pytest.raises(EnvFault, match="OSError: disk") as fault:
-        answered(module, ToolCall(name="fails", arguments={}))
-    assert fault.value.cause == "broken"
+@pytest.mark.parametrize(
+    ("name", "said", "cause"),
+    [
+        ("fails", r"raised OSError: disk \(.*users_tools\.py:\d+\)", "broken"),
+        ("leaves", r"raised .*SystemExit: 3", "broken"),
+        ("array", r"returned array\(\[0\., 0\.\]\), which is no JSON .*: return a text, numbers", "protocol"),
+    ],
+)
+def test_an_error_of_the_functions_own_code_names_it_and_is_never_shown_to_the_policy(
+    module: str, name: str, said: str, cause: str
+) -> None:
+    with pytest.raises(EnvFault, match=rf"^the tool users_tools\.{name} \(.*users_tools\.py:\d+\) {said}") as fault:
+        answered(module, ToolCall(name=name, arguments={}))
+    assert fault.value.cause == cause
