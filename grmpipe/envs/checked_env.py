@@ -5,14 +5,14 @@ plain. Has no limits of time.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
 from grmpipe.config.user_code import called, comes_from_outside, described, number_of, plain_text, scalar_of, shown
 from grmpipe.envs.blame import FaultRules, fault_of
-from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
 from models.types import Message, ToolSpec
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -90,7 +90,9 @@ async def closed(env: Env) -> None:
         await env.close()
 
 
-async def in_time(ask: Callable[[], Awaitable[T]], limit_s: float, key: str, stage: str, late: EnvCause = "timeout") -> T:
+async def in_time(
+    ask: Callable[[], Awaitable[T]], limit_s: float, key: str, stage: str, late: EnvCause = "timeout"
+) -> T:
     """The result of a stage. Raises PolicyFault or EnvFault for whatever it raises, but a cancellation from outside."""
     try:
         async with asyncio.timeout(limit_s) as limit:

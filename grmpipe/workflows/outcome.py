@@ -49,5 +49,7 @@ def plain_rewards(returned: object, owner: str, name: str = OUTCOME) -> object:
 
 def _number(name: str, value: object) -> float:
     if (number := number_of(value)) is None:
-        raise EnvFault(f"the workflow returned {shown(value)} as the reward {name}, and it must be a number", "protocol")
+        raise EnvFault(
+            f"the workflow returned {shown(value)} as the reward {name}, and it must be a number", "protocol"
+        )
     return number

@@ -143,7 +143,18 @@ def test_a_stage_that_takes_too_long_ends_with_the_key_of_its_limit(
         Observation(done=True, rewards=1.0),  # type: ignore[arg-type]
         *(
             Observation(done=True, rewards={"answer": reward})
-            for reward in (math.nan, math.inf, None, "1", 10**400, 10**5000, np.zeros(2), torch.zeros(1), np.str_("1"), 1j)
+            for reward in (
+                math.nan,
+                math.inf,
+                None,
+                "1",
+                10**400,
+                10**5000,
+                np.zeros(2),
+                torch.zeros(1),
+                np.str_("1"),
+                1j,
+            )
         ),
         Observation(done=True, rewards={7: 1.0}),  # type: ignore[dict-item]
     ],

@@ -164,7 +164,9 @@ def test_what_an_environment_says_and_raises_arrives_as_it_was(tmp_path: Path) -
             assert (limit.value.kind, limit.value.ends) == ("MaxTurnsExceeded", True)
             with pytest.raises(EnvFault, match=r"Obedient\.step .* raised SystemExit: 3"):
                 await env.step(Action(text="leave"))
-            with pytest.raises(EnvFault, match=r"Obedient\.step .* raised KeyError: 'its own error' \(.*:\d+\)") as broken:
+            with pytest.raises(
+                EnvFault, match=r"Obedient\.step .* raised KeyError: 'its own error' \(.*:\d+\)"
+            ) as broken:
                 await env.step(Action(text="break"))
             assert broken.value.cause == "broken" and "in step" in str(broken.value.__cause__), "the place is shown"
             assert (await env.step(Action(text="go"))).rewards == {"seed": 7.0}

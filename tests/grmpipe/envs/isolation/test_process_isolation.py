@@ -244,9 +244,7 @@ def test_an_end_that_the_policys_program_asked_for_in_an_earlier_step_is_its_fau
 @pytest.mark.parametrize(
     ("doing", "kind"), [("take_too_many_turns", "MaxTurnsExceeded"), ("move_too_often", "TooManyMoves")]
 )
-def test_an_exception_that_is_the_policys_doing_ends_an_isolated_episode(
-    host: Host, doing: str, kind: str
-) -> None:
+def test_an_exception_that_is_the_policys_doing_ends_an_isolated_episode(host: Host, doing: str, kind: str) -> None:
     with pytest.raises(PolicyFault) as fault:
         host.step(doing)
     assert (fault.value.kind, fault.value.ends) == (kind, True)
