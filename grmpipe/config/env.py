@@ -141,8 +141,8 @@ class EnvConfig:
     max_failure_rate: float = 0.5
     failure_window: int = 64  # [episodes] Latest episodes that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause, in which no group is opened.
-    # Module and name of further exceptions that are the policy's doing, such as my_agent.TooManyMoves: after the policy's
-    # first turn one of them, or of their subclasses, ends the episode, which is judged as it is. Those of known agent
+    # Module and name of further exceptions that are the policy's doing, as my_agent.TooManyMoves: one of them, or of
+    # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
     # frameworks (docs/agents.md) count by themselves.
     policy_errors: list[str] = field(default_factory=list)
     inject_faults: float = 0.0  # [share] Share of episodes in which the environment is made to fail, to test a run.

@@ -58,15 +58,13 @@ def described(code: object) -> str:
     """A function, a class, or the class of an object: its dotted name, with file and line where they are known."""
     while isinstance(code, functools.partial):
         code = code.func
-    if not (inspect.isroutine(code) or inspect.isclass(code)):
-        code = type(code)
-    code = inspect.unwrap(code)  # type: ignore[arg-type]
-    name = f"{code.__module__}.{code.__qualname__}"
-    function = inspect.unwrap(code.__func__) if inspect.ismethod(code) else code
+    named = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
+    name = f"{named.__module__}.{named.__qualname__}"
+    function = inspect.unwrap(named.__func__ if inspect.ismethod(named) else named)
     if inspect.isfunction(function):
         return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
     try:
-        return f"{name} ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"  # type: ignore[arg-type]
+        return f"{name} ({inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]})"
     except (OSError, TypeError):  # built in, or typed into a shell
         return name
 

@@ -8,7 +8,8 @@ re-tokenized.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -165,7 +166,8 @@ class _Episode:
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
-        new_ids = prompt_ids = self._rendered(lambda: self.renderer.render(opening, self.tools), "open")
+        with self._rendering("open"):
+            new_ids = prompt_ids = self.renderer.render(opening, self.tools)
         while True:
             room = self._room(prompt_ids)
             completion = await self._sampled(prompt_ids, room)
@@ -182,19 +184,20 @@ class _Episode:
                 return "turns"
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
-            replies = turn.replies
-            new_ids = self._rendered(lambda: self.renderer.extend(replies, self.tools), "step")
+            with self._rendering("step"):
+                new_ids = self.renderer.extend(turn.replies, self.tools)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
             self.request.on_turn(self._so_far())
 
-    def _rendered(self, render: Callable[[], tuple[int, ...]], stage: str) -> tuple[int, ...]:
-        """Token ids of what the environment returned. Raises EnvFault if the chat template doesn't take it."""
+    @contextmanager
+    def _rendering(self, stage: str) -> Iterator[None]:
+        """Context: what the chat template refuses is the environment's fault, unless it is the data's own prompt."""
         try:
-            return render()
+            yield
         except ValueError as error:
-            if not (self.opening or self.tools or self.turns):  # the data's own prompt
+            if not (self.opening or self.tools or self.turns):
                 raise
             raise EnvFault(f"{stage} returned what the chat template doesn't take: {error}", "protocol") from error
 

@@ -32,8 +32,8 @@ def rewards_of(returned: object, completion_ids: Sequence[str]) -> Rewards:
 
 
 def plain_rewards(returned: object, owner: str, name: str = OUTCOME) -> object:
-    """What a workflow returned, in plain numbers: None, a number, or a mapping of them. Raises EnvFault (protocol), which
-    names the owner, for anything else.
+    """What a workflow returned, in plain numbers: None, a number, or a mapping of them. Raises EnvFault (protocol),
+    which names the owner, for anything else.
     """
     if returned is None and name == OUTCOME:
         return None
@@ -41,7 +41,8 @@ def plain_rewards(returned: object, owner: str, name: str = OUTCOME) -> object:
         return {plain_text(str(key)): plain_rewards(value, owner, str(key)) for key, value in returned.items()}
     if (number := number_of(returned)) is None:
         raise EnvFault(
-            f"{owner} returned {shown(returned)} as the reward {name}; return None, a finite number, or numbers by name",
+            f"{owner} returned {shown(returned)} as the reward {name}; return None, a finite number, or numbers by "
+            "name",
             "protocol",
         )
     return number

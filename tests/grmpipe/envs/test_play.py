@@ -78,15 +78,16 @@ class Policy:
 class Scripted:
     """An environment by a function of the action."""
 
-    def __init__(self, step: Step, tools: Sequence[ToolSpec] = (), opening: Exception | None = None) -> None:
-        self._step, self._tools, self._failure = step, tools, opening
+    def __init__(self, step: Step, tools: Sequence[ToolSpec] = (), opening: Exception | str = "") -> None:
+        self._step, self._tools, self._opening = step, tools, opening
         self.actions: list[Action] = []
         self.num_closed = 0
 
     async def open(self, episode: Episode) -> Opening:
-        if self._failure is not None:
-            raise self._failure
-        return Opening(messages=episode.prompt.messages, tools=self._tools, state_key="start")
+        if isinstance(self._opening, Exception):
+            raise self._opening
+        messages = [Message(role="user", content=self._opening)] if self._opening else episode.prompt.messages
+        return Opening(messages=messages, tools=self._tools, state_key="start")
 
     async def step(self, action: Action) -> Observation:
         assert self.num_closed == 0
@@ -227,7 +228,7 @@ def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_a
 @pytest.mark.parametrize(
     "env",
     [
-        Scripted(answers(), opening=Opening(messages=[Message(role="user", content="<end>")])),
+        Scripted(answers(), opening="<end>"),
         Scripted(answers("<end>")),
     ],
     ids=["open", "step"],
