@@ -49,7 +49,10 @@ def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator
 def comes_from_outside(error: BaseException) -> bool:
     """Whether somebody else ends the present task with this: its canceller, or the end of the event loop."""
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no event loop runs here
+            return False
         return task is not None and task.cancelling() > 0
     return isinstance(error, GeneratorExit)
 

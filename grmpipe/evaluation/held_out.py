@@ -33,12 +33,14 @@ EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out problem and its judged answer. `right` is None without a reference."""
+    """A held-out problem and its judged answer. right: how right it is by the rule, from 0 to 1; None without a
+    reference that the rule can use.
+    """
 
     prompt: Prompt
     rollout: Rollout
     report: JudgeReport
-    right: bool | None
+    right: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,9 @@ class Evaluator:
         await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_right = [
-            self.is_right(rollout.answer, prompt.reference)
+            right
             for prompt, task in zip(prompts, greedy, strict=True)
-            if (rollout := _result(task)) is not None and prompt.reference is not None
+            if (rollout := _result(task)) is not None and (right := self._right(prompt, rollout)) is not None
         ]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
         self.skill.measured(by_judge)
@@ -148,8 +150,17 @@ class Evaluator:
         if rollout is None:
             return None
         report = await judge_alone(self.judge, prompt, rollout)
-        right = None if prompt.reference is None else self.is_right(rollout.answer, prompt.reference)
-        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
+        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=self._right(prompt, rollout))
+
+    def _right(self, prompt: Prompt, rollout: Rollout) -> float | None:
+        """How right an answer is; None without a reference that the rule can use."""
+        if prompt.reference is None:
+            return None
+        try:
+            return self.is_right(rollout.answer, prompt.reference)
+        except ValueError as error:
+            log.warning("held-out prompt %s has no known truth: %s", prompt.prompt_id, error)
+            return None
 
 
 def _result(task: asyncio.Task[T]) -> T | None:
@@ -158,7 +169,7 @@ def _result(task: asyncio.Task[T]) -> T | None:
 
 def summarise(
     judged: Sequence[JudgedRollout],
-    greedy_right: Sequence[bool],
+    greedy_right: Sequence[float],
     first: str | None = None,
     pass_reward: float | None = None,
 ) -> Metrics:
@@ -181,7 +192,7 @@ def summarise(
     return metrics
 
 
-RightAndVerdict = tuple[bool | None, Verdict]  # whether an answer is right, if that is known, and a verdict on it
+RightAndVerdict = tuple[float | None, Verdict]  # how right an answer is, if that is known, and a verdict on it
 
 
 def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[RightAndVerdict]:
@@ -197,8 +208,9 @@ def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[Righ
 
 
 def agreements(verdicts: Sequence[RightAndVerdict], pass_reward: float) -> list[bool]:
-    """Whether a judge passes right answers and fails wrong ones, for the answers with known truth."""
-    return [reaches(verdict.outcome, pass_reward) == right for right, verdict in verdicts if right is not None]
+    """Whether a judge passes and fails the same answers as the rule, for the answers with known truth."""
+    known = [(right, verdict.outcome) for right, verdict in verdicts if right is not None]
+    return [reaches(reward, pass_reward) == reaches(right, pass_reward) for right, reward in known]
 
 
 def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:
