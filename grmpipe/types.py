@@ -440,6 +440,7 @@ class JudgeTask:
     part: JudgeTask | None = None
 
 
+@runtime_checkable
 class JudgeSession(Protocol):
     """The judging of one group, from its admission on. Used once; it ends with the group.
 

@@ -70,7 +70,7 @@ def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
 
 
 def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return load_custom_judge(judge)
+    return load_custom_judge(judge, key_of_judge(name))
 
 
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:

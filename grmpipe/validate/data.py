@@ -129,7 +129,7 @@ def rulable(config: RunConfig, prompt: Prompt) -> bool:
     try:
         check_reference(config.judge, prompt)
     except RuleBrokenError as error:
-        raise ConfigError(f"{error}; {PROBED}") from error
+        raise ConfigError(f"{error}; it was tried with {PROBED}") from error
     except ValueError:
         return False
     return True
@@ -155,7 +155,7 @@ def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt], k
         try:
             check_reference(judge, prompt, key)
         except RuleBrokenError as error:
-            raise ConfigError(f"{error}; it was asked about {place_of(path, prompt)}, and {PROBED}") from error
+            raise ConfigError(f"{error}; it was tried on {place_of(path, prompt)}, with {PROBED}") from error
         except ValueError as error:
             raise ValueError(f"{place_of(path, prompt)}: {error}") from error
 
