@@ -46,6 +46,22 @@ def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator
         raise UserCodeError(f"{owner} {words}") from error
 
 
+@contextmanager
+def noted(owner: str) -> Iterator[None]:
+    """Context: an exception keeps its type, and says in which code of the user's it was raised. What would end the
+    process becomes an exception.
+    """
+    try:
+        with called(owner, (Exception, asyncio.CancelledError)):
+            yield
+    except UserCodeError:
+        raise
+    except Exception as error:
+        place = place_of(error)
+        error.add_note(f"in {owner}{f', {place}' if place else ''}:")
+        raise
+
+
 def comes_from_outside(error: BaseException) -> bool:
     """Whether somebody else ends the present task with this: its canceller, or the end of the event loop."""
     if isinstance(error, asyncio.CancelledError):

@@ -4,14 +4,12 @@ and made plain.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, get_args
 
-from grmpipe.config.user_code import UserCodeError, called, described, number_of, place_of, scalar_of, shown
+from grmpipe.config.user_code import UserCodeError, called, described, noted, number_of, scalar_of, shown
 from grmpipe.judge.pointwise_adapter import RolloutJudge
 from grmpipe.judge.verdict import unasked
 from grmpipe.types import (
@@ -135,22 +133,6 @@ class CheckedTurnwiseSession(CheckedSession):
 
     def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
         return self._tasks(self._add_turn, so_far)
-
-
-@contextmanager
-def noted(owner: str) -> Iterator[None]:
-    """Context: an exception keeps its type, and says in which code of the user's it was raised. What would end the
-    process becomes an exception.
-    """
-    try:
-        with called(owner, (Exception, asyncio.CancelledError)):
-            yield
-    except UserCodeError:
-        raise
-    except Exception as error:
-        place = place_of(error)
-        error.add_note(f"in {owner}{f', {place}' if place else ''}:")
-        raise
 
 
 def checked_report(report: object, owner: str, rollout: Rollout) -> JudgeReport:
