@@ -5,11 +5,14 @@ environments and workflows, wherever they run (docs/agents.md has the table).
 from __future__ import annotations
 
 import errno
+import inspect
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.user_code import MAX_CHARS, BadValueError, UserCodeError, plain_text, shortened, words_of
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.types import EnvCause
@@ -52,12 +55,31 @@ SENT_BY_PROGRAMS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 class FaultRules:
     """What counts as the policy's doing.
 
-    policy_errors: module and name of further exceptions (env.policy_errors).
+    policy_errors: module and name of further exceptions.
     in_box:        the code runs within limits that only this episode can reach.
     """
 
     policy_errors: tuple[str, ...] = ()
     in_box: bool = False
+
+
+def fault_rules(policy_errors: Sequence[str], *, in_box: bool = False) -> FaultRules:
+    """The rules by `env.policy_errors`: also by the names that those exceptions have where they are defined, if they
+    can be imported here.
+    """
+    names = set(policy_errors)
+    for path in policy_errors:
+        with suppress(ValueError):
+            names.add(name_of(exception_at(path)))
+    return FaultRules(policy_errors=tuple(sorted(names)), in_box=in_box)
+
+
+def exception_at(path: str) -> type[BaseException]:
+    """Raises ValueError that begins with the key, for what isn't here or is no exception."""
+    found = found_at(path, "policy_errors")
+    if not (inspect.isclass(found) and issubclass(found, BaseException)):
+        raise ValueError(f"policy_errors: {path} is no exception; name a class such as my_agent.TooManyMoves")
+    return found
 
 
 class RaisedElsewhere(Exception):

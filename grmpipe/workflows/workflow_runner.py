@@ -8,7 +8,7 @@ from typing import cast
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.user_code import described
-from grmpipe.envs.blame import FaultRules
+from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import Play
@@ -33,7 +33,7 @@ class WorkflowRunner:
         self._gateway = Gateway()
         self.counts = SeatCounts()
         self._faults = FaultInjection(share=config.inject_faults, seed=seed)
-        self._rules = FaultRules(policy_errors=tuple(config.policy_errors))
+        self._rules = fault_rules(config.policy_errors)
         program = f"the program {' '.join(config.command)}"
         self._owner = program if config.command else described(found_at(config.target, "target"))
         self._limits = WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s)

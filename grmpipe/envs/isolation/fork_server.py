@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.blame import FaultRules
+from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
@@ -73,7 +73,7 @@ def main(control: socket.socket, parent: int) -> None:
 
 def checked(config: EnvConfig) -> Callable[[], Env]:
     """Constructs environments behind their door, for seats. Raises ValueError."""
-    make, rules = env_factory(config), FaultRules(policy_errors=tuple(config.policy_errors), in_box=True)
+    make, rules = env_factory(config), fault_rules(config.policy_errors, in_box=True)
     return lambda: CheckedEnv(make, rules)
 
 

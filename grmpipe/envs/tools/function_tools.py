@@ -72,7 +72,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
     """
     try:
         module = importlib.import_module(path)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"functions: {path} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
             "PYTHONPATH"
