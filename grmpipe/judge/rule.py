@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from typing import cast
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import RULES
@@ -51,8 +52,7 @@ def rule_named(name: str, key: str = JUDGE) -> Rule:
 
     key: the configuration's section of the judge.
     """
-    rule = RULES.found(name)
-    assert callable(rule), "the configuration checks it"
+    rule = cast(Callable[[str, str], object], RULES.found(name))
     owner = f"{key}.rule: {described(rule)}"
 
     def graded(text: str, reference: str) -> float:

@@ -121,7 +121,9 @@ def test_an_environment_in_processes_of_its_own_with_faults_on_purpose(run_once:
 
 
 def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run: Callable) -> None:
-    with pytest.raises(ConfigError, match=r"^env: the first 8 episodes all failed .*Twice\.step \(.*\) raised KeyError"):
+    with pytest.raises(
+        ConfigError, match=r"^env: the first 8 episodes all failed .*Twice\.step \(.*\) raised KeyError"
+    ):
         small_run(*TWICE, "+env.options.broken=true", "env.attempts=1", "judge=rule")
 
 
