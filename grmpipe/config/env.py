@@ -158,6 +158,10 @@ class EnvConfig:
     max_failure_rate: float = 0.5
     failure_window: int = 64  # [episodes] Latest episodes that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause, in which no group is opened.
+    # Module and name of further exceptions that are the policy's doing, as my_agent.TooManyMoves: one of them, or of
+    # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
+    # frameworks (docs/agents.md) count by themselves.
+    policy_errors: list[str] = field(default_factory=list)
     inject_faults: float = 0.0  # [share] Share of episodes in which the environment is made to fail, to test a run.
 
     def __post_init__(self) -> None:
@@ -190,6 +194,12 @@ class EnvConfig:
             raise ValueError(
                 f"max_failure_rate: must be above 0 and at most 1 (a share of episodes), got {self.max_failure_rate}"
             )
+        for name in self.policy_errors:
+            if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+                raise ValueError(
+                    f"policy_errors: {name!r} is no module and name of an exception; type for example "
+                    "env.policy_errors=[my_agent.TooManyMoves], or builtins.ValueError for one of Python's own"
+                )
         if not 0 <= self.inject_faults < 1:
             raise ValueError(f"inject_faults: must be at least 0 and below 1, got {self.inject_faults}")
 

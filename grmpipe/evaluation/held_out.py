@@ -41,7 +41,7 @@ EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", 
 class JudgedRollout:
     """A held-out prompt and one judged answer to it.
 
-    right:   by the rule; None without a reference that it can use.
+    right:   how right it is by the rule, from 0 to 1; None without a reference that it can use.
     sample:  which of the answers to the prompt; None: the greedy one.
     rewards: on [0, 1], as composed (REWARD) and by each judge that was asked; None: its verdict failed. If a judge
              compares: beside the answer of the first evaluation to the same prompt, 0.5 if the two are alike.
@@ -50,12 +50,12 @@ class JudgedRollout:
     prompt: Prompt
     rollout: Rollout
     report: JudgeReport
-    right: bool | None
+    right: float | None
     sample: int | None = 0
     rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
-GreedyAnswer = tuple[bool | None, JudgedRollout | None]  # whether it is right; itself, if it is judged
+GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
 
 
 def ignore_answer(answer: JudgedRollout) -> None:
@@ -214,13 +214,14 @@ class Evaluator:
         rollout = await self._played(group_id, prompt, self.play_greedy)
         return None if rollout is None else (self._right(prompt, rollout), None)
 
-    def _right(self, prompt: Prompt, rollout: Rollout) -> bool | None:
-        """Whether an answer is right; None without a reference that the rule can use."""
+    def _right(self, prompt: Prompt, rollout: Rollout) -> float | None:
+        """How right an answer is; None without a reference that the rule can use."""
         if prompt.reference is None:
             return None
         try:
             return self.is_right(rollout.answer, prompt.reference)
-        except ValueError:
+        except ValueError as error:
+            log.warning("held-out prompt %s has no known truth: %s", prompt.prompt_id, error)
             return None
 
     async def _beside_the_start(self, prompt: Prompt, rollout: Rollout) -> dict[str, float | None]:
@@ -282,12 +283,13 @@ def figures_of(judged: Sequence[JudgedRollout], counting: Counting, pass_reward:
         for name, own in rewards.items()
         if pass_reward is not None
     }
-    return figures(rewards, passed, counting) | figures(truths, truths, counting, prefix="true_")
+    right = {name: [float(reaches(truth, 1.0)) for truth in own] for name, own in truths.items()}
+    return figures(rewards, passed, counting) | figures(truths, right, counting, prefix="true_")
 
 
 def summarise(
     judged: Sequence[JudgedRollout],
-    greedy_right: Sequence[bool],
+    greedy_right: Sequence[float],
     first: str | None = None,
     pass_reward: float | None = None,
 ) -> Metrics:
@@ -310,7 +312,7 @@ def summarise(
     return metrics
 
 
-RightAndVerdict = tuple[bool | None, Verdict]  # whether an answer is right, if that is known, and a verdict on it
+RightAndVerdict = tuple[float | None, Verdict]  # how right an answer is, if that is known, and a verdict on it
 
 
 def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[RightAndVerdict]:
@@ -326,8 +328,9 @@ def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[Righ
 
 
 def agreements(verdicts: Sequence[RightAndVerdict], pass_reward: float) -> list[bool]:
-    """Whether a judge passes right answers and fails wrong ones, for the answers with known truth."""
-    return [reaches(verdict.outcome, pass_reward) == right for right, verdict in verdicts if right is not None]
+    """Whether a judge passes and fails the same answers as the rule, for the answers with known truth."""
+    known = [(right, verdict.outcome) for right, verdict in verdicts if right is not None]
+    return [reaches(reward, pass_reward) == reaches(right, pass_reward) for right, reward in known]
 
 
 def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:

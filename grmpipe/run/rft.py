@@ -189,7 +189,7 @@ class Sampling:
 
     def _is_right(self, judging_task: Prompt, rollout: Rollout) -> bool:
         assert judging_task.reference is not None
-        return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference)
+        return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference) == 1
 
 
 def imitated(critique: Rollout) -> Sequence[TrainingSample]:

@@ -156,7 +156,7 @@ def check_judges_without_model(config: RunConfig) -> None:
             )
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
-                load_custom_judge(judge)
+                load_custom_judge(judge, key_of_judge(name))
 
 
 def check_objective(config: RunConfig) -> None:

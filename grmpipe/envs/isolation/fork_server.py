@@ -23,6 +23,8 @@ from pathlib import Path
 import msgspec
 
 from grmpipe.config.env import EnvConfig
+from grmpipe.envs.blame import fault_rules
+from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation import kernel
@@ -61,13 +63,19 @@ def main(control: socket.socket) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup).env
-        make = env_factory(config)
+        make = checked(config)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
         return
     control.send(msgspec.msgpack.encode(Ready()))
     ForkServer(control, make).stay()
+
+
+def checked(config: EnvConfig) -> Callable[[], Env]:
+    """Constructs environments behind their door, for seats. Raises ValueError."""
+    make, rules = env_factory(config), fault_rules(config.policy_errors, in_box=True)
+    return lambda: CheckedEnv(make, rules)
 
 
 class ForkServer:
@@ -149,7 +157,7 @@ class ForkServer:
 
 async def live_in(env_socket: socket.socket, make: Callable[[], Env]) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=env_socket)
-    await serve(make, reader, writer)
+    await serve(make(), reader, writer)
 
 
 def is_connected(control: socket.socket) -> bool:

@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from grmpipe.config.user_code import BadValueError, scalar_of, shown
 from grmpipe.envs.env import EnvFault, PolicyFault
 from models.types import ToolCall, ToolSpec
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
@@ -53,8 +54,21 @@ class FunctionTool:
 
 
 def text_of(result: object) -> str:
-    """A text as it is, anything else as JSON."""
-    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+    """A text as it is, anything else as JSON, also with scalars of numpy and torch. Raises BadValueError."""
+    if isinstance(result, str):
+        return result
+    try:
+        return msgspec.json.encode(scalar_of(result), enc_hook=plain_scalar).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadValueError(
+            f"returned {shown(result)}, which is no JSON ({error}): return a text, numbers, lists and dicts"
+        ) from error
+
+
+def plain_scalar(value: object) -> object:
+    if (plain := scalar_of(value)) is value:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return plain
 
 
 @functools.cache
@@ -65,7 +79,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
     """
     try:
         module = importlib.import_module(path)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"functions: {path} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
             "PYTHONPATH"

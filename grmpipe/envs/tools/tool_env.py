@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from grmpipe.config.env import CallLimits
+from grmpipe.config.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
 from models.types import Message, ToolCall, ToolSpec
 from scheduler.event_loop import TimeIsUp, within
 
@@ -112,11 +113,15 @@ class ToolEnv:
                 return PolicyFault(f"{call.name} did not end within {limit_s:.3g} s, and was given up", "timeout")
             except PolicyFault as fault:
                 return fault
-            except (SystemExit, KeyboardInterrupt) as error:  # from a task they would end the event loop
-                raise EnvFault(f"{call.name} raised {type(error).__name__}: {error}") from error
 
     async def _result(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
-        return await tool.call(call)
+        with called(f"the tool {owner_of(tool)}", (PolicyFault, EnvFault)):
+            return await tool.call(call)
+
+
+def owner_of(tool: Tool) -> str:
+    """The function of a tool, or the name of one on a server."""
+    return described(tool.function) if isinstance(tool, FunctionTool) else tool.spec.name

@@ -51,7 +51,13 @@ NAMESPACES = (
 
 
 def config_of(isolation: IsolationConfig = ISOLATION, **options: object) -> EnvConfig:
-    return EnvConfig(kind="custom", target="adversary.Adversary", options=options, isolation=isolation)
+    return EnvConfig(
+        kind="custom",
+        target="adversary.Adversary",
+        options=options,
+        isolation=isolation,
+        policy_errors=["adversary.TooManyMoves"],
+    )
 
 
 def episode(sibling: int = 0) -> Episode:
@@ -205,6 +211,53 @@ def test_too_much_cpu_time_is_the_policys_fault(tmp_path: Path) -> None:
         assert time.monotonic() - begun_s < 30
 
 
+@pytest.mark.parametrize(
+    ("harm", "part"),
+    [
+        ("careless_fill", "folder of bounded size"),
+        ("use_up_inodes", "folder of bounded size"),
+        ("careless_children 64", "process count"),
+        ("threads", "process count"),
+    ],
+)
+def test_a_limit_that_the_environment_does_not_expect_is_the_policys_fault_too(
+    host: Host, harm: str, part: str, needs: Callable[..., None]
+) -> None:
+    needs(part)
+    answer = host.step(f"careless_{harm.removeprefix('careless_')}")
+    assert answer.done and answer.faults == ("limit",)
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_a_signal_that_the_policys_program_sends_discards_no_episode(
+    host: Host, bare_host: Host, name: str, needs: Callable[..., None]
+) -> None:
+    assert bare_host.step(f"signal_parent {name}").faults == ("limit",)
+    needs("process namespace")
+    assert text_of(host.step(f"signal_parent {name}")) == "sent", "the first process of a namespace doesn't get it"
+
+
+def test_an_end_that_the_policys_program_asked_for_in_an_earlier_step_is_its_fault(host: Host) -> None:
+    async def work() -> Observation:
+        env = await host.seated()
+        await env.step(Action(text="signal_parent TERM"))
+        try:
+            return await env.step(Action(text="ping x"))
+        finally:
+            await env.close()
+
+    assert host.run(work()).faults == ("limit",)
+
+
+@pytest.mark.parametrize(
+    ("doing", "kind"), [("take_too_many_turns", "MaxTurnsExceeded"), ("move_too_often", "TooManyMoves")]
+)
+def test_an_exception_that_is_the_policys_doing_ends_an_isolated_episode(host: Host, doing: str, kind: str) -> None:
+    with pytest.raises(PolicyFault) as fault:
+        host.step(doing)
+    assert (fault.value.kind, fault.value.ends) == (kind, True)
+
+
 def test_there_is_no_network_but_the_seats_own(host: Host, needs: Callable[..., None]) -> None:
     needs("network namespace")
     assert text_of(host.step("connect")).startswith("refused")
@@ -283,7 +336,9 @@ def test_faults_keep_their_kind_and_text(host: Host) -> None:
     assert fault.value.cause == "unreachable"
     with pytest.raises(EnvFault, match="a bug of the environment") as bug:
         host.step("bug")
-    assert bug.value.cause == "broken" and "Traceback" in str(bug.value)
+    with pytest.raises(EnvFault, match=r"Adversary\.step \(.*\) raised SystemExit: 3 \(.*adversary\.py:\d+\)"):
+        host.step("leave")
+    assert bug.value.cause == "broken" and "Traceback" in str(bug.value.__cause__)
 
 
 def test_seats_opened_are_closed_or_killed(host: Host) -> None:

@@ -24,6 +24,7 @@ from typing import Literal
 from grmpipe.envs.env import PolicyFault
 import asyncio
 import time
+import numpy as np
 
 async def search(query: str, limit: int = 3, order: Literal["new", "old"] = "new") -> list[str]:
     """Search the archive.
@@ -65,6 +66,12 @@ async def stubborn() -> str:
 async def leaves() -> str:
     raise SystemExit(3)
 
+def array() -> object:
+    return np.zeros(2)
+
+def scalars() -> object:
+    return {"a": np.float32(0.5), "b": [np.int64(2), np.bool_(True)]}
+
 def _private(x: int) -> int:
     return x
 '''
@@ -81,7 +88,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_public_functions_become_specifications(module: str) -> None:
     search, divide, *others = tools_of(module)
-    names = ["fails", "hangs", "stubborn", "leaves"]
+    names = ["fails", "hangs", "stubborn", "leaves", "array", "scalars"]
     assert [tool.spec.name for tool in (search, divide, *others)] == ["search", "divide", *names]
     assert search.spec.description == "Search the archive. All of it."
     assert search.spec.parameters == {
@@ -127,7 +134,8 @@ def called(tool: FunctionTool, **arguments: object) -> str:
 
 
 def test_results_are_texts_or_json(module: str) -> None:
-    search, divide, *_ = tools_of(module)
+    search, divide, *_, scalars = tools_of(module)
+    assert called(scalars) == '{"a":0.5,"b":[2,true]}'
     assert called(search, query="ü", limit=2) == '["ü","ü"]'
     assert called(divide, a=1, b=4) == "0.25"
 
@@ -164,7 +172,7 @@ def test_each_call_gets_its_result_and_each_fault_its_explanation(module: str) -
         errors=("no JSON",),
     )
     contents = [(message.tool_call_id, message.content) for message in observation.messages]
-    known = "there is no tool rm; known: search, divide, fails, hangs, stubborn, leaves"
+    known = "there is no tool rm; known: search, divide, fails, hangs, stubborn, leaves, array, scalars"
     assert contents == [("1", "0.5"), ("2", "b is 0"), ("3", known), ("", "no JSON")]
     assert observation.faults == ("tool", "unknown_tool", "malformed")
     assert not observation.done
@@ -174,10 +182,20 @@ def test_a_turn_without_a_call_ends_the_episode(module: str) -> None:
     assert answered(module).done
 
 
-def test_an_error_of_the_functions_own_code_is_never_shown_to_the_policy(module: str) -> None:
-    with pytest.raises(EnvFault, match="OSError: disk") as fault:
-        answered(module, ToolCall(name="fails", arguments={}))
-    assert fault.value.cause == "broken"
+@pytest.mark.parametrize(
+    ("name", "said", "cause"),
+    [
+        ("fails", r"raised OSError: disk \(.*users_tools\.py:\d+\)", "broken"),
+        ("leaves", r"raised .*SystemExit: 3", "broken"),
+        ("array", r"returned array\(\[0\., 0\.\]\), which is no JSON .*: return a text, numbers", "protocol"),
+    ],
+)
+def test_an_error_of_the_functions_own_code_names_it_and_is_never_shown_to_the_policy(
+    module: str, name: str, said: str, cause: str
+) -> None:
+    with pytest.raises(EnvFault, match=rf"^the tool users_tools\.{name} \(.*users_tools\.py:\d+\) {said}") as fault:
+        answered(module, ToolCall(name=name, arguments={}))
+    assert fault.value.cause == cause
 
 
 def hang(seconds: float) -> ToolCall:
@@ -226,11 +244,6 @@ def test_many_calls_end_together_within_the_limit_of_a_turn(module: str) -> None
     assert first == "hangs did not end within 0.2 s, and was given up"
     assert last == "hangs was not called: the calls before it took too long"
     assert observation.faults == ("timeout",) * 4
-
-
-def test_a_call_that_ends_the_process_is_a_fault_of_the_environment(module: str) -> None:
-    with pytest.raises(EnvFault, match="leaves raised SystemExit: 3"):
-        answered(module, ToolCall(name="leaves", arguments={}))
 
 
 @pytest.mark.parametrize(
