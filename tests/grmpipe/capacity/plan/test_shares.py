@@ -121,8 +121,8 @@ def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkey
     for check in ("check_machine", "check_installed"):
         monkeypatch.setattr(f"grmpipe.validate.evaluation.{check}", lambda *_: None)
     config = composed(
-        "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate", "evaluate.what=policy",
-        "data.num_eval_prompts=2",
+        "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate",
+        "evaluate.what=policy", "data.num_eval_prompts=2",
     )  # fmt: skip
     prepared = prepare_evaluation(config, lambda *_: None).prepared
     assert set(prepared.placement.seats) == {"policy", "grm"}
