@@ -212,6 +212,15 @@ def test_beyond_its_key_heads_an_engine_holds_copies_of_keys_and_values(big_run:
     assert tokens("policy.shape.num_kv_heads=4") == pytest.approx(tokens(), rel=0.01), "1 head on each of 8 GPUs"
 
 
+def test_a_push_that_leaves_out_experts_is_refused_where_the_engine_fuses_them(big_run: tuple[str, ...]) -> None:
+    mixture = ("policy=qwen3_30b_a3b", "engine=vllm", "sync.delta=true")
+    with pytest.raises(
+        ConfigError, match=r"^sync\.delta: the engine of policy keeps all experts .* type sync\.delta=false"
+    ):
+        planned(*big_run, *mixture)
+    assert "vllm" in planned(*big_run, "engine=vllm", "sync.delta=true"), "a dense model"
+
+
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
     odd = ("placement.pools.rollout.slots=3", "placement.roles.policy.slots_per_replica=3")
     with pytest.raises(ConfigError, match=r"^placement\.roles\.policy\.slots_per_replica: 3 GPUs can't share 32"):
