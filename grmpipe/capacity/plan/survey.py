@@ -180,16 +180,20 @@ def scorer_dtypes(config: RunConfig) -> dict[str, str]:
 
 
 def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
-    """The sizes of a model with a scalar head. The run itself checks the head and the tokenizer."""
+    """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
     key, path = (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models[role].path)
     assert path is not None
     try:
-        footprint = footprint_of(find_files(resolve_model(path, progress), weights=False))
+        directory = find_files(resolve_model(path, progress), weights=False)
     except ValueError as error:
         shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
-    return Sized(role=role, model=None, footprint=footprint, context_tokens=0), []
+    from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
+
+    with section(f"{key}."):
+        scalar_config(directory)
+    return Sized(role=role, model=None, footprint=footprint_of(directory), context_tokens=0), []
 
 
 def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
