@@ -360,7 +360,7 @@ class TrainingSample:
     loss_mask:        1 on sampled tokens that are trained, 0 elsewhere.
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
-    versions:         spans over token_ids, for sampled tokens only.
+    versions:         spans over token_ids, for the tokens of completions only, inserted ones included.
     num_turns:        turns of the rollout that it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
@@ -376,6 +376,15 @@ class TrainingSample:
     versions: tuple[VersionSpan, ...]
     num_turns: int = 1
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
+
+    def of_completions(self) -> np.ndarray:
+        """[T] bool: the tokens of completions, among which a thinking budget may have inserted some. Rewards, values
+        and advantages have an entry for each of them.
+        """
+        found_T = np.zeros(len(self.token_ids), dtype=bool)
+        for span in self.versions:
+            found_T[span.start : span.end] = True
+        return found_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,7 @@ class RequestContext:
     deadline_s: float | None = None  # from submission; None: the caller enforces it
     num_sampled: int = 0  # tokens of the answer, sampled by another engine, that the prompt ends with
     trajectory_id: str = ""
+    is_retry: bool = False  # an earlier answer to the same question was of no use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +344,12 @@ class EngineRefused(Exception):
     """The engine can never serve this request (for example a prompt longer than its window): don't retry elsewhere."""
 
 
+class EngineDenied(ValueError):
+    """An endpoint serves nothing until its user changes something: a wrong key, an empty account, an unknown model. The
+    words name the key to change.
+    """
+
+
 class EngineDied(Exception):
     """The engine died with requests in flight: retry elsewhere."""
 
@@ -439,6 +446,35 @@ class SendLimits(Protocol):
 
     def settle(self, num_expected: int, num_used: int) -> None:
         """Report the tokens that an admitted request really used."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The tokens of one request, as its server counts them.
+
+    cached:  of the prompt's, those that the server had from before.
+    sampled: thoughts included.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+
+
+class RequestLog(Protocol):
+    """Counts the requests to one model."""
+
+    def sending(self, *, retry: bool) -> int:
+        """Note a request before it is sent; returns its number. retry: an earlier try was of no use."""
+        ...
+
+    def answered(self, number: int, usage: Usage) -> None:
+        """Note the tokens of a request. Those of a request that was never answered stay unknown."""
+        ...
+
+    def unsent(self, number: int) -> None:
+        """Withdraw a request that never left: there was no connection."""
         ...
 
 

@@ -258,10 +258,13 @@ def targets_of(name: str) -> Callable[[Rewards, AlgorithmConfig], tuple[np.ndarr
 
 
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
-    """Whether siblings are equal in what the estimator compares."""
+    """Whether the group has no gradient, as far as it can be seen without the rest of its batch."""
+    kind = algorithm.estimator_kind
     if len(group) < 2:
         return True
-    if algorithm.estimator_kind.compares == "outcomes":
+    if not kind.has_zero_groups:
+        return False
+    if kind.compares == "outcomes":
         return float(np.ptp(outcomes(group))) <= ROUNDING
     (found,) = estimator_of(algorithm.estimator)([group], algorithm)
     return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)

@@ -134,6 +134,9 @@ def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 # -- KL to the reference ---------------------------------------------------------------------------------------------
 
 
+MOST_K3_NATS = 10.0  # a token; reached where it is 14 times as likely to the reference, or 60,000 times less
+
+
 def k1_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """log pi_theta - log pi_ref: unbiased in value; may be negative."""
     return log_ratio(logprobs_T, reference_logprobs_T)
@@ -145,9 +148,13 @@ def k2_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 
 def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never negative."""
+    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never negative (joschu.net/blog/kl-approx).
+
+    At most MOST_K3_NATS, as in verl: at x = 20 it would be 5e8, and one token would be the whole batch. Beyond, a token
+    has no gradient.
+    """
     x_T = log_ratio(reference_logprobs_T, logprobs_T)
-    return x_T.exp() - x_T - 1
+    return (x_T.exp() - x_T - 1).clamp(max=MOST_K3_NATS)
 
 
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ class EstimatorKind:
                   groups, AlgorithmConfig) -> the same for each group, see grmpipe/algorithm/advantages.py.
     need:         what it needs at once. If it needs a group, it is called group by group, and the samples are trained
                   while the rest of the batch is still rolling out.
-    compares:     which values of siblings must differ for a group to have a gradient.
+    compares:     what says that a group has no gradient: "outcomes": all siblings have the same; "advantages": the
+                  estimator itself gives only zeros. An estimator that needs a batch, or a critic's values, can't say so
+                  of a group alone: with "advantages" each of its groups counts as having one.
     by_step:      it credits steps or turns, so that advantages differ within a rollout.
     by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
     needs_critic: it uses a critic's values.
@@ -50,12 +52,17 @@ class EstimatorKind:
 
     function: str
     need: Literal["group", "batch"] = "group"
-    compares: Literal["outcomes", "steps"] = "outcomes"
+    compares: Literal["outcomes", "advantages"] = "advantages"
     by_step: bool = False
     by_token: bool = False
     needs_critic: bool = False
     targets: str = "grmpipe.algorithm.advantages.gae_of"
     uses_pass_k: bool = False
+
+    @property
+    def has_zero_groups(self) -> bool:
+        """Whether a group can be seen to have no gradient, whatever is in its batch."""
+        return self.compares == "outcomes" or (self.need == "group" and not self.needs_critic)
 
 
 LOSSES: dict[str, LossKind] = {
@@ -68,20 +75,22 @@ LOSSES: dict[str, LossKind] = {
 }
 
 ESTIMATORS: dict[str, EstimatorKind] = {
-    "grpo": EstimatorKind(function="grmpipe.algorithm.advantages.grpo"),
-    "dr_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.dr_grpo"),
-    "rloo": EstimatorKind(function="grmpipe.algorithm.advantages.rloo"),
+    "grpo": EstimatorKind(function="grmpipe.algorithm.advantages.grpo", compares="outcomes"),
+    "dr_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.dr_grpo", compares="outcomes"),
+    "rloo": EstimatorKind(function="grmpipe.algorithm.advantages.rloo", compares="outcomes"),
     "reinforce_pp": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp", need="batch", by_token=True),
-    "reinforce_pp_baseline": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch"),
+    "reinforce_pp_baseline": EstimatorKind(
+        function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch", compares="outcomes"
+    ),
     "pass_at_k": EstimatorKind(function="grmpipe.algorithm.advantages.pass_at_k", uses_pass_k=True),
-    "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", compares="steps", by_step=True),
-    "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", compares="steps", by_step=True),
+    "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", by_step=True),
+    "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", by_step=True),
     "gae": EstimatorKind(
         function="grmpipe.algorithm.advantages.gae_whitened", need="batch", by_token=True, needs_critic=True
     ),
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
-    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", compares="steps", by_step=True),
-    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", compares="steps", by_step=True),
+    "gigpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.gigpo", by_step=True),
+    "mt_grpo": EstimatorKind(function="grmpipe.algorithm.turn_advantages.mt_grpo", by_step=True),
     "gae_turns": EstimatorKind(
         function="grmpipe.algorithm.turn_advantages.gae_turns",
         need="batch",
@@ -112,6 +121,7 @@ KL_ESTIMATORS = PathTable(
     "algorithm.kl_estimator", ("logprobs_T", "reference_logprobs_T"), "grmpipe.algorithm.losses",
     {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"},
 )  # fmt: skip
+KL_WITHOUT_GRADIENT = frozenset({"k1"})  # in the loss the mean of their gradients is 0
 AGGREGATIONS = PathTable(
     "algorithm.aggregation", (), "grmpipe.algorithm.losses",
     {"token_mean": "TOKEN_MEAN", "sequence_mean": "SEQUENCE_MEAN", "constant": "CONSTANT"},

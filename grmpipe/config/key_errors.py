@@ -10,6 +10,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
+from grmpipe.config.field_comments import comments_of
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import ROLES
 
@@ -62,9 +63,30 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
     if same_leaf := [other for other in by_likeness if leaf_of(other) == leaf]:
         return same_leaf[:3]
     beside = [leaf_of(other) for other in known if other.rpartition(".")[0] == section]
-    if close := difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6):
+    close = [name for name in difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6) if shares_words(leaf, name)]
+    if close or (close := described_by(leaf, section, beside)[:2]):
         return [f"{section}.{name}" if section else name for name in close]
     return difflib.get_close_matches(key, known, n=2, cutoff=0.8)
+
+
+def shares_words(typed: str, known: str) -> bool:
+    """Whether at least half of the words of a typed key are, up to a slip, words of a known one; or it is a slip as a
+    whole. Letters alone make drop_zero_advantage like step_advantage_w.
+    """
+    words, others = typed.split("_"), known.split("_")
+    shared = sum(bool(difflib.get_close_matches(word, others, n=1, cutoff=0.7)) for word in words)
+    return 2 * shared >= len(words) or difflib.SequenceMatcher(None, typed, known).ratio() >= 0.8
+
+
+def described_by(typed: str, section: str, beside: Sequence[str]) -> list[str]:
+    """The keys of a section whose sentence has all words of a typed key of several words: another framework's name of
+    what it does.
+    """
+    words = [word for word in typed.lower().split("_") if len(word) > 2]
+    if len(words) < 2:
+        return []
+    meanings = dict(_meanings(f"{section}." if section else ""))
+    return [name for name in beside if all(word in f"{name} {meanings.get(name, '')}".lower() for word in words)]
 
 
 def is_misspelt(name: str, known: Sequence[str]) -> bool:
@@ -126,7 +148,7 @@ def no_such_member(text: str) -> str:
     key, value = typed.groups()
     for section in (section for section, hint in _keys(RunConfig) if member_of(hint)):
         if key == section:
-            return f"{section}: has no such entry; to add one type '+{section}={value}'"
+            return f"{section}: has no such entry; to add one type {_choice_of_member(section, *_only(value))}"
         if key.startswith(f"{section}."):
             names = key.removeprefix(f"{section}.").split(".")
             lacking = re.search(r"is not in struct\s+full_key: (\S+)", text)
@@ -134,10 +156,31 @@ def no_such_member(text: str) -> str:
                 return ""
             if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
-            for name in reversed(names):
+            for name in reversed(names[1:]):
                 value = f"{{{name}: {value}}}"
-            return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type '+{section}={value}'"
+            return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type " + _choice_of_member(
+                section, names[0], value
+            )
     return ""
+
+
+def _only(value: str) -> tuple[str, str]:
+    """The name and the value of a typed mapping with one entry."""
+    name, _, inner = value.removeprefix("{").removesuffix("}").partition(":")
+    return name.strip(), inner.strip()
+
+
+def _choice_of_member(section: str, name: str, value: str) -> str:
+    """What adds a member: the choice of one of its group's files if the value is a word, else its keys."""
+    if section.removesuffix("s") in SINGULARS and re.fullmatch(r"\w+", value):
+        return f"+{section.removesuffix('s')}@{section}.{name}={value}"
+    return f"'+{section}={{{name}: {value}}}'"
+
+
+def no_choice(arguments: Sequence[str]) -> str:
+    """The message for a group of conf/ that is set to null, which chooses none of its files; empty for other errors."""
+    key = next((typed.removesuffix("=null") for typed in arguments if typed.endswith("=null") and "." not in typed), "")
+    return f"{key}: null chooses no file of conf/{key}; leave it out, or type one of them" if key else ""
 
 
 def not_there_yet(text: str) -> str:
@@ -193,6 +236,15 @@ def _keys_beside(beside: str) -> Iterator[tuple[str, object]]:
         if (member := member_of(hint)) and beside.startswith(f"{key}."):
             name = beside.removeprefix(f"{key}.").split(".")[0]
             yield from _keys(member, f"{key}.{name}.")
+
+
+def _meanings(path: str) -> Iterator[tuple[str, str]]:
+    """The keys of a section with a fixed name, and the sentence of each."""
+    cls: object = RunConfig
+    for name in filter(None, path.split(".")):
+        cls = typing.get_type_hints(cls).get(name) if isinstance(cls, type) else None
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        yield from comments_of(cls).items()
 
 
 def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:

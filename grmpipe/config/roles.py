@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -102,8 +102,7 @@ class ServedRole(ResolvedRole):
 
     def option_key(self, name: str) -> str:
         """The key that sets an option of its engine."""
-        own = name in self.model.engine_options or not self.engine.section
-        return f"{self.key}.engine_options.{name}" if own else f"engine.{self.engine.section}.{name}"
+        return option_key_of(self.key, self.model, self.engine)(name)
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
         """The specification of each of its engines. path: of its model, as the engine's process finds it."""
@@ -155,6 +154,16 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     served = {name: resolve_served(name, engines, config, placement) for name in engines}
     others = {name: resolve_other(name, config, placement) for name in placement.seats if name not in served}
     return Roles({**served, **others}, served)
+
+
+def option_key_of(key: str, model: ModelConfig, engine: AnyEngine) -> Callable[[str], str]:
+    """An option of a model's engine -> the key that sets it. key: the configuration's section of the model."""
+
+    def option_key(name: str) -> str:
+        own = name in model.engine_options or not engine.section
+        return f"{key}.engine_options.{name}" if own else f"engine.{engine.section}.{name}"
+
+    return option_key
 
 
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:

@@ -14,7 +14,7 @@ class TrackingConfig:
     # Mode of W&B; auto: online if WANDB_API_KEY is set, otherwise offline. No mode asks for a key.
     wandb_mode: str = "auto"
     project: str = "grmpipe"  # W&B's project.
-    run_name: str | None = None  # Name of the run in W&B; null: W&B's choice.
+    run_name: str | None = None  # Name of the run in W&B; null: that of its folder.
     tags: list[str] = field(default_factory=list)  # Tags of the run in W&B.
     table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in W&B; 0: none.
     table_rows: int = 8  # [rows] Rollouts of a table.

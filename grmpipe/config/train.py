@@ -8,6 +8,7 @@ from typing import Any
 from grmpipe.config.algorithm_tables import (
     AGGREGATIONS_BY_TOKEN,
     CORRECTIONS_BY_TOKEN,
+    KL_WITHOUT_GRADIENT,
     ONE_OF_EACH,
     REJECTIONS,
     EstimatorKind,
@@ -111,8 +112,7 @@ class AlgorithmConfig:
     # Regularisation.
 
     kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
-    # Estimator of the KL per token, or the dotted path of a function of your own; in the loss the gradient of k1 has
-    # mean 0, so k1 is for the reward.
+    # Estimator of the KL per token, or the dotted path of a function of your own; k1 is for the reward alone.
     kl_estimator: str = "k3"
     # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
     kl_in_reward: bool = False
@@ -136,6 +136,7 @@ class AlgorithmConfig:
         self._check_names()
         self._check_numbers()
         self._check_credit()
+        self._check_without_effect()
         self._check_weighed_once()
 
     @property
@@ -198,6 +199,21 @@ class AlgorithmConfig:
             raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
+
+    def _check_without_effect(self) -> None:
+        """Check that a setting that costs something can change the training."""
+        if self.dynamic_sampling_batches > 0 and not self.estimator_kind.has_zero_groups:
+            raise ValueError(
+                f"dynamic_sampling_batches: {self.estimator} compares no siblings, so groups of equal rewards have "
+                "a gradient too, and none would be replaced; type algorithm.dynamic_sampling_batches=0, or an "
+                "algorithm.estimator that compares them, such as grpo"
+            )
+        if self.kl_coefficient > 0 and not self.kl_in_reward and self.kl_estimator in KL_WITHOUT_GRADIENT:
+            raise ValueError(
+                f"kl_estimator: in the loss the gradient of {self.kl_estimator} is 0 on average, so it holds nothing "
+                "near the reference; type algorithm.kl_estimator=k2 (its gradient is that of the KL) or k3, or "
+                "algorithm.kl_in_reward=true"
+            )
 
     def _check_credit(self) -> None:
         """Check that credit by step or turn isn't averaged away."""

@@ -15,6 +15,7 @@ from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, check
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.types import EnvCause
 from models.types import Message
+from scheduler.event_loop import TimeIsUp, within
 from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
@@ -95,13 +96,12 @@ async def in_time(
 ) -> T:
     """The result of a stage. Raises PolicyFault or EnvFault for whatever it raises, but a cancellation from outside."""
     try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await ask()
+        return await within(limit_s, ask(), f"{LANE}.{stage}")
+    except TimeIsUp:
+        raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
     except BaseException as error:  # the user's code may raise anything
         if comes_from_outside(error):
             raise
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
         fault = fault_of(error, stage, NO_RULES, has_acted=stage != "open")
         if fault is error:
             raise

@@ -9,8 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grmpipe.judge.markup import Markup
+from models.engines.endpoint_use import NoRequestLog
 from models.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
-from models.types import ChatEngine, Completion, Generates, Message, RequestContext, SamplingParams
+from models.types import (
+    ChatEngine,
+    Completion,
+    Generates,
+    Message,
+    RequestContext,
+    RequestLog,
+    SamplingParams,
+    Usage,
+)
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.stage import BusyMeter
@@ -89,6 +99,7 @@ class LocalGrm(MeteredGrm):
 
     clock:    times its answers; stands still while all its engines are being replaced.
     thinking: of a model whose engine marks the thoughts in its completions.
+    requests: told of each request.
     """
 
     def __init__(
@@ -99,9 +110,11 @@ class LocalGrm(MeteredGrm):
         context_tokens: int,
         clock: ActiveClock | None = None,
         thinking: ThinkingMarkers | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         super().__init__(name, context_tokens)
         self._engine = engine
+        self._requests = requests or NoRequestLog()
         self.thinking = thinking
         self._renderer = renderer
         self._clock = clock
@@ -121,8 +134,11 @@ class LocalGrm(MeteredGrm):
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
+        number = self._requests.sending(retry=context.is_retry)
         with self._in_flight():
-            return await self._engine.generate(prompt.token_ids, params, context)
+            completion = await self._engine.generate(prompt.token_ids, params, context)
+        self._requests.answered(number, Usage(prompt=prompt.num_tokens, sampled=completion.num_tokens))
+        return completion
 
 
 class RemoteGrm(MeteredGrm):

@@ -101,6 +101,10 @@ class ConsoleSink:
         """Print how much of the run had no signal to learn from."""
         self._print(Text(f"no signal  {readable(text)}", style="yellow"))
 
+    def requests(self, text: str) -> None:
+        """Print the requests to one model that judges."""
+        self._print(Text(f"requests  {readable(text)}", style="dim"))
+
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Print three rollouts with the GRM's critiques, so that no score is shown without its critique."""
         self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))
@@ -167,7 +171,8 @@ def judge_grid(metrics: Metrics) -> Table:
 
 
 def sample_panel(row: SampleRow, width: int) -> Panel:
-    parts = [("question", row.question, ""), ("answer", row.answer, "cyan"), ("critique", row.critique, "yellow")]
+    parts = [("question", row.question, ""), ("answer", row.answer, "cyan")]
+    parts += [("critique", row.critique, "yellow")] if row.critique else []  # a rule writes none
     grid = Table.grid(padding=(0, 2))
     for part, text, style in parts:
         grid.add_row(Text(part, style="dim"), Text(readable(text), style=style))

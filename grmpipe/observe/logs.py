@@ -81,6 +81,8 @@ class LogFile(logging.FileHandler):
 
 def _file_handler(path: Path) -> logging.Handler:
     handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
+    # W&B has files of its own, and logs the whole configuration.
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] != "wandb")
     handler.setFormatter(MaskingFormatter(LINE))
     return handler
 

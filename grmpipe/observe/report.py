@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -38,6 +38,9 @@ REWARD_OF_PART = re.compile(r"reward/(\w+)_mean")
 ESCALATED = re.compile(r"cascade/(\w+)/escalated_share")
 AUDIT_ERROR = re.compile(r"cascade/(\w+)/audit_error")
 JUDGE_HEADS = ("judge", "judgements", "failed", "tokens", "mean score")
+REQUEST_HEADS = (
+    "requests to", "for", "requests", "retries", "prompt tokens", "of these cached", "sampled tokens", "unknown"
+)  # fmt: skip
 CASCADE_HEADS = ("cascade", "rollouts", "unsure", "escalated", "audited", "error where sure", "changes sides")
 UNKNOWN = "–"  # in the place of a number
 
@@ -70,6 +73,7 @@ class Page:
     judging: Sequence[Chart]
     judges: Sequence[Sequence[str]]  # rows under JUDGE_HEADS
     cascades: Sequence[Sequence[str]]  # rows under CASCADE_HEADS
+    requests: Sequence[Sequence[str]]  # rows under REQUEST_HEADS
     failures: Sequence[Bar]
     time: Sequence[Chart]
     waits: Sequence[Bar]
@@ -110,6 +114,7 @@ def render(page: Page) -> str:
         spark=(SPARK_WIDTH, SPARK_HEIGHT),
         judge_heads=JUDGE_HEADS,
         cascade_heads=CASCADE_HEADS,
+        request_heads=REQUEST_HEADS,
     )
 
 
@@ -133,6 +138,7 @@ def page_of(run: RunFiles) -> Page:
         ),
         judges=judge_rows(run),
         cascades=cascade_rows(run),
+        requests=request_rows(run),
         failures=failure_bars(run),
         time=present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
         waits=wait_bars(run),
@@ -172,6 +178,8 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     if run.wall_s is not None:
         yield Tile(name="wall time", value=duration(run.wall_s))
     for name, value in run.eval_final.items() or run.eval_initial.items():
+        if is_end_of_interval(name, run.eval_final or run.eval_initial):
+            continue
         before = short(run.eval_initial[name]) if run.eval_final and name in run.eval_initial else ""
         yield Tile(name=name.replace("_", " "), value=short(value), before=before)
     if run.asked:
@@ -179,6 +187,11 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="failed", value=percent(sum(run.failed.values()) / run.asked))
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
+
+
+def is_end_of_interval(name: str, metrics: Mapping[str, float]) -> bool:
+    """Whether a metric is the end of another one's interval."""
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ("_low", "_high"))
 
 
 def judge_rows(run: RunFiles) -> list[tuple[str, ...]]:
@@ -206,6 +219,14 @@ def cascade_rows(run: RunFiles) -> list[tuple[str, ...]]:
             UNKNOWN if cascade.flipped is None else percent(cascade.flipped),
         )
         for name, cascade in run.cascades.items()
+    ]
+
+
+def request_rows(run: RunFiles) -> list[tuple[str, ...]]:
+    return [
+        (model, purpose.replace("_", "-"), *(f"{count:,}" for count in astuple(counts)))
+        for model, by_purpose in run.requests.by_model.items()
+        for purpose, counts in by_purpose.items()
     ]
 
 

@@ -11,13 +11,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.charts import Point
+from grmpipe.observe.evaluation_tables import FigureTable, evaluation_tables
 from grmpipe.observe.gauges import by_part, failures_by_cause
+from grmpipe.observe.judge_requests import RequestCounts, RequestTotals, read_totals
 from grmpipe.types import Metrics
 
 END_BYTES = 4_000_000  # read at each end of a journal
@@ -130,7 +132,9 @@ class RunFiles:
     failed: Mapping[str, int]  # judgements by cause
     by_judge: Mapping[str, JudgeNumbers]  # empty with a single judge
     cascades: Mapping[str, CascadeNumbers]
+    requests: RequestTotals  # to the models that judge
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
+    figures: Sequence[FigureTable]  # of task=evaluate
     shown: Sequence[Shown]
     config: str
     log_end: str
@@ -167,8 +171,10 @@ def read_run(run_dir: Path) -> RunFiles:
         failed=counts(part(judging, "failed")) if judging else failures_in(metrics),
         by_judge=judges_of(part(judging, "by_judge"), metrics),
         cascades=cascades_of(part(judging, "cascades"), metrics),
+        requests=requests_of(part(judging, "requests_by_model")) if judging else read_totals(run_dir),
         groups=groups_of(groups, metrics),
-        shown=shown_of(run_dir),
+        figures=evaluation_tables(run_dir),
+        shown=shown_of(run_dir) or answers_of(run_dir),
         config=config,
         log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
@@ -254,6 +260,21 @@ def judge_numbers_so_far(steps: Sequence[Metrics]) -> JudgeNumbers:
     )
 
 
+def requests_of(summed: Record) -> RequestTotals:
+    """The requests to each model, by purpose."""
+    known = {spec.name for spec in fields(RequestCounts)}
+    return RequestTotals(
+        {
+            model: {
+                purpose: RequestCounts(**{name: n for name, n in counts(part(own, purpose)).items() if name in known})
+                for purpose in own
+            }
+            for model in summed
+            if (own := part(summed, model))
+        }
+    )
+
+
 def cascades_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, CascadeNumbers]:
     """The numbers of each cascade; without a summary, of its last step."""
     last: dict[str, Metrics] = {}
@@ -323,6 +344,24 @@ def shown_of(run_dir: Path) -> list[Shown]:
         ("late, judging failed", first_of([pair for pair in late if pair.score is None])),
         ("the last", late[-1] if late else None),
     ]
+    return each_once(choices)
+
+
+def answers_of(run_dir: Path) -> list[Shown]:
+    """A few answers of an evaluated policy: the ends of the scale, and a failure."""
+    early, late = ends_of(run_dir / "eval_rollouts.jsonl")
+    pairs = [Pair(rollout=line, report=line) for line in (*early, *late)]
+    judged = [pair for pair in pairs if pair.score is not None]
+    choices: list[tuple[str, Pair | None]] = [
+        ("scored highest", first_of(judged, key=lambda pair: -(pair.score or 0))),
+        ("scored lowest", first_of(judged, key=lambda pair: pair.score or 0)),
+        ("judging failed", first_of([pair for pair in pairs if pair.score is None])),
+    ]
+    return each_once(choices)
+
+
+def each_once(choices: Sequence[tuple[str, Pair | None]]) -> list[Shown]:
+    """The chosen rollouts, each for the first reason that chose it."""
     chosen: dict[tuple[str, int], tuple[str, Pair]] = {}
     for why, pair in choices:
         if pair is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from grmpipe.observe.judge_requests import RequestCounts, RequestTotals
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Metrics
 
@@ -17,10 +18,18 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """Held-out metrics before the first and after the last step; empty without an evaluation."""
+    """Held-out metrics before the first and after the last step; empty without an evaluation.
+
+    by_prompts: of task=evaluate, those of a policy, by the name of its prompts: in the file they stand beside `initial`
+                and `final`.
+    """
 
     initial: Metrics = field(default_factory=dict)
     final: Metrics = field(default_factory=dict)
+    by_prompts: Mapping[str, Metrics] = field(default_factory=dict)
+
+    def to_json(self) -> object:
+        return plain({"initial": self.initial, "final": self.final, **self.by_prompts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +74,14 @@ class JudgingSummary:
     voided_verdicts: int = 0  # of groups that it judged again
     by_judge: Mapping[str, JudgeSummary] = field(default_factory=dict)  # empty with a single judge
     cascades: Mapping[str, CascadeSummary] = field(default_factory=dict)
+    # All requests to the models that judge, by purpose: training, held_out, preflight, monitoring, evaluation. Those of
+    # voided work and killed processes too: what an endpoint bills.
+    requests: Mapping[str, RequestCounts] = field(default_factory=dict)
+    requests_by_model: Mapping[str, Mapping[str, RequestCounts]] = field(default_factory=dict)
+
+
+def with_requests(judging: JudgingSummary, totals: RequestTotals) -> JudgingSummary:
+    return replace(judging, requests=totals.by_purpose, requests_by_model=totals.by_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +172,7 @@ class Summary:
     def to_json(self) -> dict[str, object]:
         """The summary as plain JSON: numbers that aren't finite become null."""
         names = [field.name for field in fields(self) if field.name != "failure" or self.failure is not None]
-        return {name: plain(getattr(self, name)) for name in names}
+        return {name: plain(getattr(self, name)) for name in names} | {"eval": self.eval.to_json()}
 
     def with_objective(self, path: str) -> Summary:
         return replace(self, objective=lookup(self, path))

@@ -122,7 +122,7 @@ def start(
     try:
         run = wandb.init(
             project=config.project,
-            name=config.run_name,
+            name=config.run_name or run_dir.resolve().name,
             tags=config.tags,
             id=run_id,
             resume="allow",

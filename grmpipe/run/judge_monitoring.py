@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.judge_monitor import JudgeMonitorConfig
+from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
@@ -20,6 +20,7 @@ from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, ju
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
+from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.observe.records import decode_messages
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
@@ -79,10 +80,13 @@ class JudgeMonitor:
         self._why_unchecked = ""
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
+        defaults = LIMITS_OF_COMPARING if monitored.compares else {}
+        known = {**defaults, **config.limits}
         self._limits = Limits(
             config.limits,
-            exceeded=[name for name in config.limits if was_ringing(past, name)],
-            read_before=[name for name in config.limits if any(f"alarm/{name}" in line for line in past)],
+            exceeded=[name for name in known if was_ringing(past, name)],
+            read_before=[name for name in known if any(f"alarm/{name}" in line for line in past)],
+            defaults=defaults,
         )
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
@@ -125,7 +129,8 @@ class JudgeMonitor:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _check(self, step: int) -> Metrics:
-        metrics = await probe_judge(self._monitored.judge, self._probes())
+        with asking_for("monitoring"):
+            metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
             metrics |= await self._check_canaries(step)
         if metrics:
@@ -144,7 +149,8 @@ class JudgeMonitor:
         return metrics
 
     async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
-        return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
+        with asking_for("monitoring"):
+            return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
 
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
         if drift.is_sure and name not in self._drifting:

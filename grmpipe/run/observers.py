@@ -15,6 +15,7 @@ from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
@@ -30,12 +31,16 @@ FILES = {
     REPORT: "the run on one page: open it in a browser",
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
+    "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
+    "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
     "judged.jsonl": "every item with its scores and critiques",
     "accuracy.png": "accuracy over k, or by judge",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
     "groups.jsonl": "how each group ended",
+    "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
+    JUDGE_REQUESTS: "every request to a model that judges, with its tokens",
     "canaries.jsonl": "fixed responses that show whether the judge drifts",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "changes.jsonl": "keys that a resume changed",
@@ -71,6 +76,7 @@ class Observers:
     tracker: Tracker
     metrics: JsonlSink
     recorder: Recorder
+    requests: RequestJournal
     timeline: Timeline
     console: ConsoleSink | None
     wandb: WandbSink
@@ -90,6 +96,7 @@ class Observers:
             tracker=Tracker([*sinks, console] if console and gauges else sinks),
             metrics=metrics,
             recorder=Recorder(run_dir, run_id_of(run_dir)),
+            requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
             wandb=wandb,
@@ -113,22 +120,27 @@ class Observers:
     @property
     def journal_failures(self) -> dict[str, int]:
         """File -> lines that this process could not write. A resume or a replay lacks them."""
-        return {**self.recorder.failures, **{k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}}
+        metrics = {k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}
+        return {**self.recorder.failures, **self.requests.failures, **metrics}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
-        """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, and where
-        the files are.
+        """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, the
+        requests to models that judge, and where the files are.
         """
         write_report(run_dir)
         signal = missing_signal_of_run(list(read_what_can_be(run_dir / "metrics.jsonl")))
         if signal is not None:
             log.info("%s", signal)
+        for text in (requests := self.requests.totals.texts):
+            log.info("requests to %s", text)
         if self.console:
             self.console.print_samples(rows)
             if bottleneck is not None:
                 self.console.bottleneck(bottleneck)
             if signal is not None:
                 self.console.missing_signal(signal)
+            for text in requests:
+                self.console.requests(text)
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             self.console.print_files(
@@ -138,4 +150,5 @@ class Observers:
     def close(self) -> None:
         self.tracker.close()
         self.recorder.close()
+        self.requests.close()
         self.timeline.close()

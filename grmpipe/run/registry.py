@@ -43,7 +43,14 @@ def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config = parts.prepared.config
     judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
-    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
+    return compose_judge(
+        config.reward,
+        config.rewards,
+        judges,
+        config.all_judges,
+        config.seed,
+        min_group_std=config.algorithm.min_group_std,
+    )
 
 
 def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:

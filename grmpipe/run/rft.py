@@ -61,7 +61,9 @@ class RftRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
+        self._running = running = await start(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
         await run_until(self._train(running), **running.background())
         return "completed"
 
@@ -128,7 +130,7 @@ class Sampling:
         self._prepared = prepared
         self._note = note
         self._settings = prepared.config.rft
-        self._play: Play = make_play(prepared, running, prepared.config.rollout.temperature)
+        self._play: Play = make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
         self._path = path
         self._places = asyncio.Semaphore(max(1, prepared.config.rollout.max_concurrency // self._settings.num_samples))

@@ -14,7 +14,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.summary import Status, Summary, written
+from grmpipe.observe.summary import Status, Summary, with_requests, written
+from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.signals import ended_by_signals
 from grmpipe.run_dir.changes import changes_of
@@ -92,7 +93,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
-    with ended_by_signals():
+    with ended_by_signals(), watched_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
         state = checkpoints.load(resumed) if resumed else None
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
@@ -107,7 +108,8 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
             summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:
             observers.close()
-        summary = replace(summary, changes=changes, journal_failures=observers.journal_failures)
+        judging = with_requests(summary.judging, observers.requests.totals)
+        summary = replace(summary, judging=judging, changes=changes, journal_failures=observers.journal_failures)
         summary = written(with_objective(summary, config.objective), run_dir / SUMMARY)
         observers.show_end(run_dir, run.rows, summary.bottleneck)
         return summary

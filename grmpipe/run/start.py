@@ -19,7 +19,7 @@ from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
 from grmpipe.run.start_envs import Envs, start_envs
-from grmpipe.run.start_grm import connect_endpoints, find_grms
+from grmpipe.run.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.start_learner import (
     Learning,
     grm_learning,
@@ -33,7 +33,8 @@ from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner, make_offloading_learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
@@ -94,20 +95,25 @@ class RunComponents:
         await self.cluster.shutdown()
 
 
-async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
-    """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
+async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: LogOf) -> RunComponents:
+    """Start all processes, those on different GPUs at the same time. On failure ends what was started.
+
+    requests: of models that judge.
+    """
     if prepared.config.train.deterministic or prepared.config.engine.embedded.batch_invariant:
         choose_repeatable_kernels()
     made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
     cluster = SerialStarts(made, prepared.placement)
     try:
-        return await start_on(cluster, prepared, events, run_dir)
+        return await start_on(cluster, prepared, events, run_dir, requests)
     except BaseException:
         await cluster.shutdown()
         raise
 
 
-async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
+async def start_on(
+    cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path, requests: LogOf
+) -> RunComponents:
     config, roles = prepared.config, prepared.roles
     await check_shared(cluster, run_dir)
     learning = policy_learning(config, prepared.policy, roles)
@@ -118,13 +124,13 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
     grms = await start_trainable_grms(cluster, prepared, served, run_dir)
     meta_rm = await start_scorers(cluster, prepared.meta_rm, config, roles, events)
-    scalars = await start_scalar_models(cluster, prepared, events)
+    scalars = await start_scalar_models(cluster, prepared, events, requests)
     critic = await start_critic(cluster, prepared.critic, config, roles, events)
     updates = await make_policy_updates(prepared, served, learner, run_dir)
     syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms} | updates.syncs
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
-    endpoints = connect_endpoints(roles)
-    asked = find_grms(prepared, served.routers, endpoints, events, maintenance.stops)
+    endpoints = connect_endpoints(roles, requests)
+    asked = find_grms(prepared, served.routers, endpoints, events, requests, maintenance.stops)
     return RunComponents(
         cluster=cluster,
         policy=served.routers[prepared.policy.name],
@@ -133,7 +139,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
             JudgeParts(
                 prepared=prepared,
                 grms=asked,
-                meta_rm=meta_rm_of(prepared.meta_rm, meta_rm),
+                meta_rm=meta_rm_of(prepared.meta_rm, meta_rm, requests),
                 scalars=scalars.by_role,
             )
         ),

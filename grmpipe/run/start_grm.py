@@ -10,15 +10,17 @@ from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.prepare import Prepared
-from models.types import ChatEngine, Engine
+from models.engines.endpoint_use import EndpointUse
+from models.types import ChatEngine, Engine, RequestLog
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.rate_limits import RateLimits
 
+LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
 
-def connect_endpoints(roles: Roles) -> dict[str, ChatEngine]:
+def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
     """Role -> client, for models behind endpoints. Each has limits of its own."""
     clients: dict[str, ChatEngine] = {}
     for role in roles.served.values():
@@ -26,7 +28,10 @@ def connect_endpoints(roles: Roles) -> dict[str, ChatEngine]:
             limits = RateLimits(
                 requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
             )
-            clients[role.name] = role.engine.connect(role.name, role.model, limits)
+            use = EndpointUse(
+                model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name)
+            )
+            clients[role.name] = role.engine.connect(role.name, role.model, use)
     return clients
 
 
@@ -35,6 +40,7 @@ def find_grms(
     local: Mapping[str, Engine],
     remote: Mapping[str, ChatEngine],
     events: EventSink,
+    requests: LogOf,
     stops: Stops | None = None,
 ) -> dict[str, Grm]:
     """Role -> the GRM that generative judges ask. local: routers by role. remote: clients by role."""
@@ -43,14 +49,17 @@ def find_grms(
         model, answering = prepared.model[role], ActiveClock()
         if stops is not None:
             stops(answering, role)
-        grms[role] = local_grm(model, local[role], answering)
+        grms[role] = local_grm(model, local[role], answering, requests(role))
     return grms
 
 
-def local_grm(grm: Model, engine: Engine, answering: ActiveClock | None = None) -> LocalGrm:
+def local_grm(
+    grm: Model, engine: Engine, answering: ActiveClock | None = None, requests: RequestLog | None = None
+) -> LocalGrm:
     """A GRM on this run's engines, whose thoughts are marked."""
     sampler = ReasoningEngine(engine, grm.renderer)
-    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, grm.renderer.thinking)
+    thinking = grm.renderer.thinking
+    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, thinking, requests)
 
 
 def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -> RemoteGrm:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.run.start_grm import LogOf
 from grmpipe.run.start_scorers import ScorerRole, start_scorer_pool
 from grmpipe.validate.meta_rm_model import MetaRmModel
 from scheduler.events import EventSink
@@ -37,8 +39,8 @@ async def start_scorers(
     return await start_scorer_pool(cluster, role, events)
 
 
-def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None) -> MetaRm | None:
+def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None, requests: LogOf) -> MetaRm | None:
     """The meta-RM for votes."""
     if meta_rm is None or scorers is None:
         return None
-    return MetaRm(scorer=scorers, context_tokens=meta_rm.context_tokens)
+    return MetaRm(scorer=LoggedScorer(scorers, requests(ROLE)), context_tokens=meta_rm.context_tokens)

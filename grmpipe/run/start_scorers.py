@@ -7,9 +7,13 @@ import functools
 from dataclasses import dataclass
 
 from grmpipe.config.judging import key_of_model
+from grmpipe.config.roles import option_key_of
+from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.scalar import ScalarModel
+from grmpipe.run.start_grm import LogOf
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.scalar_model import FoundScalarModel
+from models.engines.endpoint_use import EndpointUse
 from models.types import RemoteScorer, Scorer
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
@@ -64,18 +68,21 @@ async def start_scorer_pool(cluster: Cluster, role: ScorerRole, events: EventSin
     )
 
 
-async def start_scalar_models(cluster: Cluster | None, prepared: Prepared, events: EventSink) -> ScalarModels:
+async def start_scalar_models(
+    cluster: Cluster | None, prepared: Prepared, events: EventSink, requests: LogOf
+) -> ScalarModels:
     """Start the scorers of all reward models that judges ask. cluster: None if all are behind endpoints."""
     found = prepared.scalars
     here = [one for one in found if one.engine.endpoint is None]
-    endpoints = {one.model.name: connect_scorer(one, prepared) for one in found if one not in here}
+    endpoints = {one.model.name: connect_scorer(one, prepared, requests) for one in found if one not in here}
     pools: dict[str, ScorerPool] = {}
     if cluster is not None:
         started = await asyncio.gather(
             *(start_scorer_pool(cluster, scorer_role(one, prepared), events) for one in here)
         )
         pools = {pool.role: pool for pool in started}
-    scorers: dict[str, Scorer] = {**endpoints, **pools}
+    scorers: dict[str, Scorer] = {name: LoggedScorer(pool, requests(name)) for name, pool in pools.items()}
+    scorers |= endpoints
     return ScalarModels(
         by_role={
             one.model.name: ScalarModel(
@@ -104,9 +111,16 @@ def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
     )
 
 
-def connect_scorer(one: FoundScalarModel, prepared: Prepared) -> RemoteScorer:
+def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -> RemoteScorer:
     """The client of a reward model behind an endpoint."""
     name, endpoint = one.model.name, one.engine.endpoint
     assert endpoint is not None
     limits = RateLimits(requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute)
-    return one.engine.connect_scorer(key_of_model(name), prepared.config.models[name], limits)
+    model, key = prepared.config.models[name], key_of_model(name)
+    use = EndpointUse(
+        model_key=key,
+        option_key=option_key_of(key, model, one.engine),
+        limits=limits,
+        requests=requests(name),
+    )
+    return one.engine.connect_scorer(model, use)

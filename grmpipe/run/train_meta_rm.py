@@ -63,7 +63,8 @@ class MetaRmRun(Run[MetaRmTraining]):
             make_engine = engine_factory(prepared.grm, prepared.roles, self._config.seed)
             engines = await cluster.start_engines(prepared.grm.name, make_engine)
             router = Router(prepared.grm.name, engines, self._observers.timeline)
-            client = GrmClient(local_grm(prepared.grm, router), judge, self._config.seed)
+            requests = self._observers.requests.of_model(prepared.grm.name)
+            client = GrmClient(local_grm(prepared.grm, router, requests=requests), judge, self._config.seed)
             self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements)
         for split in prepared.judging_tasks:
             if len({example.right for example in self._of(split)}) < 2:

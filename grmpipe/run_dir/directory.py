@@ -120,6 +120,7 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     if changed := changed_keys(old, config):
         raise ConfigError(
             f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; undo it, or {NEW_RUN}"
+            + (f" (policy.path={policy} goes on from its policy)" if (policy := run_dir / "policy").is_dir() else "")
         )
     if is_complete(run_dir, config):
         return RunLocation(run_dir=run_dir, resumed=True, complete=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grmpipe.train.compact_moments import from_8bit, num_blocks, to_8bit, to_bfloat16
+from grmpipe.train.compact_moments import BLOCK, from_8bit, num_blocks, to_8bit, to_bfloat16
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
 SCALE = "_scale"  # after the name of a moment in 8 bits: its blocks' largest magnitudes
@@ -62,12 +62,12 @@ class CompactAdamW(torch.optim.Optimizer):
         return torch.uint8 if in_blocks else torch.float32
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        in_blocks = self._state_dtype == "int8" and parameter.ndim > 1 and parameter.numel() >= FEWEST_8BIT_VALUES
+        in_blocks = self._state_dtype == "int8" and _has_blocks(parameter)
         state = {"step": torch.tensor(0)}
         for name in MOMENTS:
             state[name] = _zeros(parameter, self._dtype_of(in_blocks))
             if in_blocks:
-                state[name + SCALE] = _zeros(parameter, torch.float32, num_blocks(parameter.shape[-1]))
+                state[name + SCALE] = _zeros(parameter, torch.float32, by_block=True)
         return state
 
     def _update(self, index: int, parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._write(rows, "exp_avg", mean, random)
             self._write(rows, "exp_avg_sq", square, random)
             values.mul_(1 - group["lr"] * group["weight_decay"])
-            divisor = square.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+            divisor = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
             values.addcdiv_(mean, divisor, value=-group["lr"] / (1 - beta1**step))
 
     def _read(self, rows: Mapping[str, Tensor], name: str) -> Tensor:
@@ -121,11 +121,19 @@ def _shard_of(parameter: Tensor) -> int:
     return number
 
 
-def _zeros(parameter: Tensor, dtype: torch.dtype, row_length: int | None = None) -> Tensor:
-    """Zeros, sharded as the parameter; its rows have another length if one is given."""
+def _has_blocks(parameter: Tensor) -> bool:
+    """Whether its moments are held in blocks. A row that is sharded (of experts that many ranks share) must be so
+    between two blocks.
+    """
+    whole_blocks = _local(parameter).shape[-1:] == parameter.shape[-1:] or _local(parameter).shape[-1] % BLOCK == 0
+    return parameter.ndim > 1 and parameter.numel() >= FEWEST_8BIT_VALUES and whole_blocks
+
+
+def _zeros(parameter: Tensor, dtype: torch.dtype, *, by_block: bool = False) -> Tensor:
+    """Zeros, sharded as the parameter; one for each value, or for each block of them."""
 
     def shape_of(tensor: Tensor) -> torch.Size:
-        return tensor.shape if row_length is None else torch.Size((*tensor.shape[:-1], row_length))
+        return torch.Size((*tensor.shape[:-1], num_blocks(tensor.shape[-1]))) if by_block else tensor.shape
 
     local = torch.zeros(shape_of(_local(parameter)), dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):

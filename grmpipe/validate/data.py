@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
-from grmpipe.config.reward import check_sources, idle_routes, judges_of
+from grmpipe.config.reward import idle_routes, judges_of
+from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of

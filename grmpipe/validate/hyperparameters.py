@@ -25,7 +25,7 @@ def hyperparameter_notes(config: RunConfig) -> list[str]:
         notes.append(f"train.lr: {lr:g} is low for adapters; type train.lr={HIGHEST_LR:g} or more")
     if config.task != "train_judge_rft" and config.rollout.max_new_tokens == SHORT_ANSWER:
         notes.append(
-            f"rollout.max_new_tokens: {SHORT_ANSWER}, the default, cuts off most answers of {path}; "
+            f"rollout.max_new_tokens: {SHORT_ANSWER} tokens cut off most answers of {path}; "
             "type rollout.max_new_tokens=1024"
         )
     return notes

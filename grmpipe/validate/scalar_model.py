@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from grmpipe.config.judging import key_of_judge, key_of_model
-from grmpipe.config.roles import Model, resolve_engine
+from grmpipe.config.roles import Model, option_key_of, resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_context_limit, longest_response
@@ -80,12 +80,8 @@ def find_remote_scalar_model(role: str, options: ModelConfig, engine: AnyEngine,
 
 
 def check_endpoint(role: str, key: str, options: ModelConfig, engine: AnyEngine) -> None:
-    def option_key(name: str) -> str:
-        own = name in options.engine_options or not engine.section
-        return f"{key}.engine_options.{name}" if own else f"engine.{engine.section}.{name}"
-
     with section(""):
-        engine.check_installed(role, options, option_key)
+        engine.check_installed(role, options, option_key_of(key, options, engine))
 
 
 def check_one_label(directory: str) -> None:

@@ -5,7 +5,6 @@ python -m grmpipe.workflows.worker_process <number of the inherited socket>
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 import traceback
@@ -20,13 +19,14 @@ from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.outcome import plain_rewards
 from grmpipe.workflows.policy import Endpoint, Policy, Task
 from grmpipe.workflows.worker_messages import Answer, Order, Raised, Returned, TaskJson, line_of, read_order
+from scheduler.event_loop import run_to_end
 
 
 def serve(line: socket.socket) -> None:
     """Answer every order until the run closes the socket."""
     with line.makefile("rb") as orders:
         for order in orders:
-            line.sendall(line_of(asyncio.run(answer(read_order(order)))))
+            line.sendall(line_of(run_to_end(answer(read_order(order)))))
 
 
 async def answer(order: Order) -> Answer:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from models.engines.endpoint_use import EndpointUse
 from models.settings import EngineConfig, LoraConfig, ModelConfig
-from models.types import ChatEngine, Engine, RemoteScorer, SendLimits
+from models.types import ChatEngine, Engine, RemoteScorer
 
 UNBOUNDED_ROWS = UNBOUNDED_RANK = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
@@ -92,6 +93,7 @@ class EngineKind(ABC, Generic[Options]):
     swaps_weights:     it can serve several models of one shape, one at a time.
     grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
     share_option:      the option that holds its share of a GPU's memory.
+    share_has_activations: this share also holds what it computes with, so less is left for keys and values.
     memory_remedy:     what to type if it has a slot alone that is too small.
     """
 
@@ -113,6 +115,7 @@ class EngineKind(ABC, Generic[Options]):
     swaps_weights: ClassVar[bool] = False
     grows_cache: ClassVar[bool] = False
     share_option: ClassVar[str] = ""
+    share_has_activations: ClassVar[bool] = False
     memory_remedy: ClassVar[str] = "take larger slots, or raise slots_per_replica"
 
     options: Options
@@ -133,15 +136,16 @@ class EngineKind(ABC, Generic[Options]):
         """Make an engine, in its own process: here the kind's library is imported. rank: of the replica, from 0."""
         raise NotImplementedError(f"{type(self).__name__} makes no engine here")
 
-    def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
-        """Make the client of an endpoint. limits: asked before each try."""
+    def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
+        """Make the client of an endpoint."""
         raise NotImplementedError(f"{type(self).__name__} is no endpoint")
 
-    def connect_scorer(self, key: str, model: ModelConfig, limits: SendLimits) -> RemoteScorer:
-        """Make the client of an endpoint that scores. key: the configuration's section of the model."""
+    def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
+        """Make the client of an endpoint that scores."""
+        key = f"{use.model_key}.engine"
         raise ValueError(
-            f"{key}.engine: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
-            f"{key}.engine=openai for a pooling endpoint"
+            f"{key}: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
+            f"{key}=openai for a pooling endpoint"
         )
 
     def scorer_tokenizer(self, model: ModelConfig) -> str:
@@ -152,6 +156,10 @@ class EngineKind(ABC, Generic[Options]):
         """Check that what it needs is installed, where it will run. Raises ValueError, which begins with the key to
         change.
         """
+
+    def nccl_version(self) -> str:
+        """The version of NCCL in an environment of its own, as far as it is known here; empty: it uses this one."""
+        return ""
 
     # -- what follows from the options -----------------------------------------------------------------------------
 
@@ -221,7 +229,9 @@ class EngineKind(ABC, Generic[Options]):
         return None
 
     def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        """What it reserves for keys and values on a device with `weight_bytes` of weights; None: unknown."""
+        """What it reserves for keys and values on a device that holds `weight_bytes` of weights, and of activations
+        where they are part of its share; None: unknown.
+        """
         return None
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------

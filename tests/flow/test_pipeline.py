@@ -47,6 +47,7 @@ from grmpipe.types import (
     Rollout,
     Verdict,
 )
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.settings import OpenAIConfig
@@ -771,7 +772,7 @@ def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJud
 
     config = OpenAIConfig(api_key_env="", max_retries=50, max_connections=8)
     limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
-    engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), limits=limits)
+    engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), use=EndpointUse(limits=limits))
     judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
     return GenerativeJudge(RemoteGrm("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
 

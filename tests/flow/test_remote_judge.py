@@ -5,26 +5,66 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
+from grmpipe.config.run_config import ConfigError
 from grmpipe.run.errors import RunFailed
 
 
+class Bill(ThreadingHTTPServer):
+    """Counts what it is asked and what it says that it used."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Endpoint)
+        self.lock = threading.Lock()
+        self.num_requests = 0
+        self.used: Counter[str] = Counter()
+
+    def next_request(self) -> int:
+        with self.lock:
+            self.num_requests += 1
+            return self.num_requests
+
+    def use(self, usage: Mapping[str, Any]) -> None:
+        with self.lock:
+            self.used.update(prompt=usage["prompt_tokens"], sampled=usage["completion_tokens"])
+            self.used.update(cached=usage["prompt_tokens_details"]["cached_tokens"])
+
+
 class Endpoint(BaseHTTPRequestHandler):
-    """An endpoint that scores long answers higher; counts 5 tokens each. Without its key it refuses."""
+    """An endpoint that scores long answers higher. One request in 20 gets an answer without a score, the 30th
+    none. With another key it refuses.
+    """
+
+    server: Bill
 
     def do_POST(self) -> None:
+        number = self.server.next_request()
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        known = self.headers["Authorization"] == "Bearer the-key" and self.path == "/v1/chat/completions"
-        score = 1 + len(asked["messages"][-1]["content"]) % 10
-        choice = {"message": {"content": f"Fine.\nScore: {score}"}, "finish_reason": "stop"}
-        answer = {"model": asked["model"], "choices": [choice], "usage": {"completion_tokens": 5}}
-        body = json.dumps(answer if known else {"error": {"message": "no such key"}}).encode()
+        key = self.headers["Authorization"].removeprefix("Bearer ")
+        status = {"the-key": 200, "key-of-a-filter": 400}.get(key, 401)
+        assert self.path == "/v1/chat/completions"
+        length = len(asked["messages"][-1]["content"])
+        text = "Well." if number % 20 == 0 else f"Fine.\nScore: {1 + length % 10}"
+        choice = {"message": {"content": text}, "finish_reason": "stop"}
+        details = {"cached_tokens": length // 3}
+        usage = {"prompt_tokens": length // 2, "prompt_tokens_details": details, "completion_tokens": 5}
+        answer: dict[str, Any] = {"model": asked["model"], "choices": [choice], "usage": usage}
+        status = 503 if number == 30 and status == 200 else status
+        words = {400: "declined", 401: "no such key", 503: "busy"}
+        body = json.dumps(answer if status == 200 else {"error": {"message": words[status]}}).encode()
+        if status == 200:
+            self.server.use(usage)
         with contextlib.suppress(ConnectionError):  # a run that stops doesn't wait for answers
-            self.send_response(200 if known else 401)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -34,31 +74,56 @@ class Endpoint(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def outside() -> Iterator[tuple[str, ...]]:
-    """The overrides for a judge behind an endpoint."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+def bill() -> Iterator[Bill]:
+    server = Bill()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield "grm.engine=openai", "grm.path=a-judge", f"engine.openai.base_url={url}", "engine.openai.api_key_env=THE_KEY"
+    yield server
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-def test_a_judge_outside_judges_the_run_and_planted_secrets_are_in_no_file(
-    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def outside(bill: Bill) -> tuple[str, ...]:
+    """The overrides for a judge behind an endpoint."""
+    url = f"http://127.0.0.1:{bill.server_port}/v1"
+    return "grm.engine=openai", "grm.path=a-judge", f"engine.openai.base_url={url}", "engine.openai.api_key_env=THE_KEY"
+
+
+def test_a_judge_outside_judges_the_run_is_billed_as_it_says_and_planted_secrets_are_in_no_file(
+    small_run: Callable,
+    outside: tuple[str, ...],
+    bill: Bill,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
     monkeypatch.setenv("GATEWAY", "planted-by-environment")
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
     tracked = ("tracking=wandb", "tracking.wandb_mode=offline")
-    files = small_run(*outside, "train.num_steps=2", f"+engine.openai.extra_body={body}", *tracked)
+    monitor = ("judge_monitor.every=1", "judge_monitor.canaries=2", "tracking.console=true")
+    files = small_run(*outside, "train.num_steps=2", *monitor, f"+engine.openai.extra_body={body}", *tracked)
     summary, judging = files.summary, files.summary["judging"]
     assert (summary["status"], summary["versions"]) == ("completed", {"policy": 2, "grm": 0})
-    assert judging["counted"] == judging["asked"] >= 32
+    assert judging["counted"] + judging["failed"]["unparseable"] == judging["asked"] >= 32
     assert judging["tokens"] == 5 * judging["asked"]
+    requests = judging["requests"]
+    assert requests.keys() == {"training", "held_out", "preflight", "monitoring"}
+    total = {name: sum(counts[name] for counts in requests.values()) for name in requests["training"]}
+    assert total["requests"] == bill.num_requests > judging["asked"]
+    tokens = {name.removesuffix("_tokens"): count for name, count in total.items() if name.endswith("_tokens")}
+    assert tokens == dict(bill.used)
+    assert total["retries"] > judging["failed"]["unparseable"] and total["unknown"] == 0
+    assert requests["training"]["sampled_tokens"] == judging["tokens"]
+    assert requests["preflight"]["requests"] == 8 and requests["held_out"]["requests"] >= 16
+    said = f"grm: {bill.num_requests:,} requests (training {requests['training']['requests']}, held-out "
+    used = f"{bill.used['prompt']:,} prompt tokens ({bill.used['cached']:,} cached), {bill.used['sampled']:,} sampled"
+    for text in (capfd.readouterr().out, (files.run_dir / "run.log").read_text()):
+        assert said in text and used in text
+    cell = f"<td class=number>{requests['held_out']['prompt_tokens']:,}</td>"
+    assert cell in (files.run_dir / "report.html").read_text()
     assert summary["busy_s"]["grm"] > 0
     assert summary["eval"]["final"]["grm_score"] > 0
     (first, *_) = files.lines("judgements")
@@ -78,20 +143,34 @@ def test_a_judge_outside_judges_the_run_and_planted_secrets_are_in_no_file(
 def test_an_endpoint_that_refuses_stops_the_run_with_its_words(
     small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("THE_KEY", "another")
-    with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*no such key"):
+    monkeypatch.setenv("THE_KEY", "key-of-a-filter")
+    with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*declined"):
         small_run(*outside, "judge.failure_window=8", "judge.pause_s=0.1", "data.num_eval_prompts=1")
 
 
+@pytest.mark.parametrize("task", ["train", "evaluate"])
+def test_a_wrong_key_ends_the_run_before_the_first_evaluation_and_names_the_key(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    monkeypatch.setenv("THE_KEY", "revoked")
+    words = r"^engine\.openai\.api_key_env: 127.0.0.1 answered HTTP 401: no such key; export a key .* in THE_KEY"
+    with pytest.raises(ConfigError, match=words):
+        small_run(*outside, f"task={task}", "engine.openai.max_connections=4")
+    assert bill.num_requests <= 4  # those that were sent together
+
+
 def test_a_judge_outside_is_measured_against_labels_too(
-    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
     files = small_run(*outside, "task=evaluate", "evaluate.num_items=12", "evaluate.ks=[1,2]")
     summary = files.summary
     assert summary["status"] == "completed"
-    assert summary["judging"]["asked"] == summary["judging"]["counted"] > 24
-    assert summary["judging"]["tokens"] == 5 * summary["judging"]["asked"]
+    judging = summary["judging"]
+    assert judging["asked"] == judging["counted"] + judging["failed"]["unparseable"] > 24
+    assert judging["tokens"] == 5 * judging["asked"] == judging["requests"]["evaluation"]["sampled_tokens"]
+    assert judging["requests"].keys() == {"evaluation"}
+    assert judging["requests"]["evaluation"]["requests"] == bill.num_requests
     assert 0 <= summary["eval"]["final"]["accuracy_at_2"] <= 1
     assert len(files.lines("judged")) == 12
 
@@ -99,7 +178,7 @@ def test_a_judge_outside_is_measured_against_labels_too(
 def test_an_endpoint_that_refuses_is_right_about_nothing(
     small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("THE_KEY", "another")
+    monkeypatch.setenv("THE_KEY", "key-of-a-filter")
     summary = small_run(*outside, "task=evaluate", "evaluate.num_items=6", "evaluate.ks=[1]").summary
     assert summary["judging"]["failed"] == {"refused": summary["judging"]["asked"]}
     assert (summary["eval"]["final"]["accuracy"], summary["eval"]["final"]["failed_share"]) == (0.0, 1.0)
@@ -110,7 +189,7 @@ def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by
 ) -> None:
     """A jury with a quorum of one goes on, and says who is absent."""
     monkeypatch.setenv("THE_KEY", "the-key")
-    monkeypatch.setenv("OTHER_KEY", "another")
+    monkeypatch.setenv("OTHER_KEY", "key-of-a-filter")
     files = small_run(
         *outside, "train.num_steps=1", "data.num_eval_prompts=4",
         "+grm@grms.other=path", "grms.other.path=b-judge", "grms.other.engine=openai",
@@ -120,6 +199,6 @@ def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by
     )  # fmt: skip
     judging = files.summary["judging"]["by_judge"]
     assert files.summary["versions"] == {"policy": 1, "grm": 0, "other": 0}
-    assert (judging["judge"]["failed"], judging["judge"]["counted"]) == ({}, judging["judge"]["asked"])
+    assert judging["judge"]["failed"].keys() <= {"unparseable"} and judging["judge"]["counted"] > 0
     assert judging["second"]["failed"] == {"refused": judging["second"]["asked"]} and judging["second"]["asked"] >= 16
     assert all(line["verdict"]["absent"] == ["second"] for line in files.lines("judgements"))

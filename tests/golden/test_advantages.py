@@ -240,6 +240,19 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
         assert all(a <= b + 1e-9 for a, b in itertools.pairwise(ordered))
 
 
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_a_group_without_gradient_has_no_advantages_beside_any_other_group(name: str) -> None:
+    """Groups of equal outcomes, of one token each. A critic's values, or the batch's mean, may give them advantages."""
+    algorithm = AlgorithmConfig(estimator=name, pass_k=2)
+    for equal in ([outcome(0.5), outcome(0.5)], [outcome(1.0)] * 4):
+        found = estimate([equal, [outcome(0.2), outcome(0.9)]], algorithm)[0]
+        assert all_advantages_zero(equal, algorithm) == (max(abs(float(one[0])) for one in found) < 1e-9)
+
+
+def test_a_group_of_no_more_than_k_siblings_has_one_best_of_k_and_so_no_gradient() -> None:
+    assert all_advantages_zero([outcome(0.0), outcome(1.0)], AlgorithmConfig(estimator="pass_at_k", pass_k=2))
+
+
 def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
     crossed = [steps(1.0, 0.0), steps(0.0, 1.0)]  # the same outcome from other steps
     for name, nothing in (("grpo", True), ("rloo", True), ("reinforce_pp_baseline", True), ("process", False)):

@@ -213,6 +213,17 @@ def test_the_kl_estimators_by_hand() -> None:
     assert found["k3"] == pytest.approx([0.0, 2 - log2 - 1, 0.5 + log2 - 1])
 
 
+def test_k3_of_one_token_is_at_most_10_nats() -> None:
+    """In both directions; below that it is exact, and only above without gradient."""
+    logprobs = torch.tensor([-50.0, -3.0, -0.0, -2.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.0, -0.3, -15.0, 0.0], dtype=torch.float64)
+    found = kl("k3", logprobs, reference)
+    assert found.tolist() == pytest.approx([10.0, 10.0, 10.0, math.exp(2.5) - 3.5])
+    found.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - math.exp(2.5)])
+
+
 P, Q = logs(0.7, 0.2, 0.1), logs(0.5, 0.3, 0.2)
 KL_P_Q = float((P.exp() * (P - Q)).sum())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
@@ -90,17 +90,16 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     work, placement = step_work(survey, profile), survey.placement
     seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
     costs = costs_of(survey, profile, seated)
-    loads = {role: busy_s(role, work, costs, seated[role].seating.replicas) for role in seated if role in work.roles}
+    loads, chain = loads_of(work, costs, survey), 0.0 if work.max_staleness else chain_s(work, costs)
     wide = column_width(seated)
-    chain = 0.0 if work.max_staleness else chain_s(work, costs)
     lines = [f"time of a step ({assumptions(survey, profile)})"]
     pace = {LEARNER: f"; {learner_pace(survey, profile, work, costs.learner)}"}
     lines += [
         f"  {role:<{wide}} {seconds(load)} of work for each of {seated[role].seating.replicas}{pace.get(role, '')}"
         for role, load in loads.items()
+        if role != DRIVER
     ]
     if costs.driver_request_s:
-        loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
         shared = f"on {costs.cores} cores, shared with all processes on CPUs"
         lines.append(f"  {DRIVER:<{wide}} {seconds(loads[DRIVER])} of work, {shared}")
     busiest = busiest_slot_s(placement, loads, costs.cores)
@@ -110,6 +109,8 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
+    if profile is None:
+        lines.append(f"  {bounds_range(survey, work, costs)}")
     if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
     elif simulate is not None:
@@ -117,6 +118,27 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
         lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")
     return "\n".join(lines)
+
+
+def loads_of(work: StepWork, costs: Costs, survey: Survey) -> dict[str, float]:
+    """Role -> seconds of a step that each of its processes works; of the driver, if its time counts."""
+    placed = survey.placement.seats
+    loads = {role: busy_s(role, work, costs, len(seats)) for role, seats in placed.items() if role in work.roles}
+    return loads | ({DRIVER: busy_s(DRIVER, work, costs, 1)} if costs.driver_request_s else {})
+
+
+def bounds_range(survey: Survey, work: StepWork, costs: Costs) -> str:
+    """The bound of a step with the fastest and the slowest costs that published rates make likely, in words."""
+    bounds = []
+    for way in (-1, 1):
+        tried = slower_costs(costs, LEARNER_SPREAD**way, ENGINE_SPREAD**way)
+        busiest = busiest_slot_s(survey.placement, loads_of(work, tried, survey), costs.cores)
+        bounds.append(max(busiest, 0.0 if work.max_staleness else chain_s(work, tried)))
+    fast, slow = map(seconds, bounds)
+    return (
+        f"likely {fast} to {slow}: 9 of 10 published rates are within {LEARNER_SPREAD:g} of a learner's and "
+        f"{ENGINE_SPREAD:g} of an engine's"
+    )
 
 
 def learner_pace(survey: Survey, profile: Profile | None, work: StepWork, learner: LearnerSpeed) -> str:

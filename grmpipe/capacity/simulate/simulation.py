@@ -11,7 +11,7 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.candidates import Predicted
-from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of, learner_sizes
+from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of, passes_by_operations
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
@@ -169,8 +169,8 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
 
 def stated_learner(survey: Survey) -> LearnerSpeed:
     """A pass without gradients takes the share of its operations in the stated time."""
-    stated, (flops, _) = survey.config.simulate.costs, learner_sizes(survey, survey.config)
-    return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=flops.forward_share)
+    stated, share = survey.config.simulate.costs, passes_by_operations(survey, survey.config).forward_share
+    return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=share)
 
 
 def stated_critic(survey: Survey) -> LearnerSpeed | None:

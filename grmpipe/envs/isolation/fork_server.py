@@ -1,6 +1,6 @@
 """A process of its own that imports a run's environment once, and forks a seat from it for each episode.
 
-    python -m grmpipe.envs.isolation.fork_server FD PARENT    # FD: socket to the run; PARENT: the run's process id
+    python -m grmpipe.envs.isolation.fork_server FD    # of its socket to the run
 
 Small: it imports no torch and no Ray. It ends when the run ends.
 """
@@ -54,9 +54,10 @@ class Fork(msgspec.Struct, frozen=True):
     bounds: Bounds
 
 
-def main(control: socket.socket, parent: int) -> None:
+def main(control: socket.socket) -> None:
     kernel.set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
+    kernel.hide_from_others()
+    if not is_connected(control):  # the run has ended before that
         return
     with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -159,6 +160,12 @@ async def live_in(env_socket: socket.socket, make: Callable[[], Env]) -> None:
     await serve(make(), reader, writer)
 
 
+def is_connected(control: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(control, 0)
+    return not poll.poll(0)
+
+
 def imported_packages() -> tuple[str, ...]:
     """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
     editable installation. A seat may import the rest of them.
@@ -178,4 +185,4 @@ def reap() -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as run:
-        main(run, int(sys.argv[2]))
+        main(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import inspect
@@ -15,8 +14,9 @@ from typing import get_type_hints
 import msgspec
 
 from grmpipe.config.user_code import BadValueError, scalar_of, shown
-from grmpipe.envs.env import PolicyFault
+from grmpipe.envs.env import EnvFault, PolicyFault
 from models.types import ToolCall, ToolSpec
+from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 ARGUMENTS_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters)\s*:?\s*$")
 ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
@@ -34,7 +34,7 @@ class FunctionTool:
     async def call(self, call: ToolCall) -> str:
         """The result as text. Raises PolicyFault for wrong arguments, and what the function raises.
 
-        A function that isn't `async` runs in a thread, so that a slow one holds up no other episode.
+        A function that isn't `async` runs in a thread of its own, so that one that hangs holds up no other.
         """
         try:
             checked = msgspec.convert(call.arguments, self.arguments)
@@ -43,7 +43,14 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
         if inspect.iscoroutinefunction(self.function):
             return text_of(await self.function(**given))
-        return text_of(await asyncio.to_thread(self.function, **given))
+        try:
+            return text_of(await in_own_thread(self.function, **given))
+        except TooManyStuck as error:
+            raise EnvFault(
+                f"{error}: give what it waits for a time limit, make it async, or type env.isolation.kind=process, "
+                "which ends the process with the call",
+                "capacity",
+            ) from error
 
 
 def text_of(result: object) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from grmpipe.train.batching.packer import Layout, MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
-Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
+Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by token of its completions
 
 
 def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
@@ -47,13 +47,14 @@ def unpacked(
 
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
-    """The KL of a sample's sampled tokens, [N]. Its first token costs nothing: nothing predicts it."""
+    """The KL of the tokens of a sample's completions, [N]. Its first token costs nothing: nothing predicts it; nor do
+    inserted ones: the policy didn't sample them.
+    """
     import torch  # late: every driver packs samples, few ask a reference
 
     from grmpipe.algorithm.losses import kl
 
-    sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
     kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
     kl_T[0] = 0.0
-    return kl_T[sampled_T].numpy()
+    return (kl_T.numpy() * sample.loss_mask)[sample.of_completions()]

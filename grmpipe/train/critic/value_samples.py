@@ -72,8 +72,7 @@ def values_of_samples(
     found: dict[tuple[str, int], list[np.ndarray]] = {}
     for sample, scores_T in zip(samples, scores, strict=True):
         before_T = np.concatenate([[0.0], scores_T[:-1].astype(np.float64)])
-        sampled_T = np.asarray(sample.loss_mask, dtype=bool)
-        found.setdefault((sample.group_id, sample.sibling), []).append(before_T[sampled_T])
+        found.setdefault((sample.group_id, sample.sibling), []).append(before_T[sample.of_completions()])
     return {key: np.concatenate(by_segment) for key, by_segment in found.items()}
 
 

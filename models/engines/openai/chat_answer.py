@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.types import Usage
+
+MOST_TOKENS = 2**53  # of a count; a larger one is an error of the endpoint
+OUT_OF_QUOTA = re.compile(
+    r"insufficient[ _](user[ _])?(quota|balance|credits?|funds)|exceeded_current_quota|billing|arrear|no_credits",
+    re.IGNORECASE,
+)
+USAGE_FIELDS = ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_cache_hit_tokens")  # the last: DeepSeek's
 TEXT_PARTS = frozenset({"text", "output_text"})
 
 
@@ -59,6 +68,31 @@ def total_tokens(body: Mapping[str, Any], most: int) -> int:
     usage = _usage(body)
     counted = _count(usage.get("prompt_tokens")) + _count(usage.get("completion_tokens"))
     return min(_count(usage.get("total_tokens")) or counted, most)
+
+
+def usage_of(body: Mapping[str, Any]) -> Usage | None:
+    """The tokens of a request as the endpoint counts them; None if it doesn't."""
+    usage = _usage(body)
+    counts = {name: min(_count(usage.get(name)), MOST_TOKENS) for name in USAGE_FIELDS}
+    prompt, sampled = counts["prompt_tokens"], counts["completion_tokens"]
+    if not any(counts.values()):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        prompt=prompt or max(0, counts["total_tokens"] - sampled),
+        cached=min(_count(cached) or counts["prompt_cache_hit_tokens"], MOST_TOKENS),
+        sampled=sampled,
+    )
+
+
+def is_out_of_quota(body: Mapping[str, Any]) -> bool:
+    """Whether an error says that the account is empty: by its code or type, not by its words, which also name limits
+    that pass.
+    """
+    error = body.get("error")
+    named = [error.get("code"), error.get("type")] if isinstance(error, dict) else [error]
+    return any(isinstance(name, str) and OUT_OF_QUOTA.search(name) is not None for name in named)
 
 
 def error_words(body: Mapping[str, Any], text: str) -> str:

@@ -13,12 +13,19 @@ from typing import Any, TypeVar
 
 import httpx
 
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
-from models.engines.openai.chat_answer import error_words, read_object, total_tokens
+from models.engines.openai.chat_answer import (
+    error_words,
+    is_out_of_quota,
+    read_object,
+    total_tokens,
+    usage_of,
+)
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed
 from models.settings import OpenAIConfig
-from models.types import EngineDied, EngineRefused, SendLimits
+from models.types import EngineDenied, EngineDied, EngineRefused, Usage
 
 Answer = TypeVar("Answer")
 
@@ -26,19 +33,11 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may take minutes; the caller has the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
+DENIED_STATUSES = frozenset({401, 402, 403, 404})  # and whatever says that the account is empty
+MOST_DENIALS = 8  # in a row, once the endpoint has served something: a gateway may deny single requests
 
 # Allowed after a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
 VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
-
-
-class NoLimits:
-    """Limits that let every request go."""
-
-    async def admit(self, num_tokens: int, priority: int) -> None:
-        return None
-
-    def settle(self, num_expected: int, num_used: int) -> None:
-        return None
 
 
 class BusyError(Exception):
@@ -78,19 +77,26 @@ class EndpointClient:
     A busy endpoint (429, 5xx, no connection, no answer) is tried again after a growing, jittered wait, or the one in
     its Retry-After. Meanwhile the call keeps its place among `max_connections`, so many 429s slow down all calls.
 
-    limits: asked before each try; waiting for them counts only towards the caller's deadline.
-    transport: another way to the endpoint than TCP, for tests.
+    An endpoint that denies its first answer (a wrong key, no access, an unknown model or address, an empty account), or
+    MOST_DENIALS in a row later, is asked nothing more: all calls raise EngineDenied. Before that a later denial is a
+    refusal of one request. So is a later answer of another model: a gateway may use a fallback for a while.
+
+    model: its name at the endpoint.  transport: another way to the endpoint than TCP, for tests.
     """
 
     def __init__(
-        self, config: OpenAIConfig, limits: SendLimits | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self, model: str, config: OpenAIConfig, use: EndpointUse, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.host = httpx.URL(config.base_url).host
-        self._key = key_of(config)
-        self._max_retries = config.max_retries
-        self._limits = limits or NoLimits()
+        self._model = model
+        self._key = key_of(config, use)
+        self._config = config
+        self._use = use
         self._gate = PrioritySemaphore(config.max_connections)
+        self._has_served = False
         self._model_answered = False
+        self._num_denials = 0  # in a row
+        self._denied: EngineDenied | None = None
         self._http = httpx.AsyncClient(
             headers={"Accept-Encoding": ACCEPTED} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
@@ -101,35 +107,46 @@ class EndpointClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def retried(self, request_id: str, priority: int, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The answer of an attempt, which is repeated while it raises BusyError. Raises EngineDied once the retries are
-        used up.
+    async def retried(self, request_id: str, priority: int, attempt: Callable[[int], Awaitable[Answer]]) -> Answer:
+        """The answer of an attempt, which is repeated while it raises BusyError; it gets the number of tries before.
+        Raises EngineDied once the retries are used up.
         """
         async with self._gate.enter(priority):
             num_failed = 0
             while True:
                 try:
-                    return await attempt()
+                    return await attempt(num_failed)
                 except BusyError as error:
                     busy = error
                 wait_s = _wait_s(busy, num_failed, request_id)
-                if num_failed == self._max_retries or wait_s > LONGEST_RETRY_AFTER_S:
-                    raise EngineDied(self.clean(_given_up(self.host, num_failed + 1, busy)))
+                if num_failed == self._config.max_retries or wait_s > LONGEST_RETRY_AFTER_S:
+                    raise EngineDied(self.clean(self._given_up(num_failed + 1, busy)))
                 num_failed += 1
                 await asyncio.sleep(wait_s)
 
-    async def post(self, url: str, body: Mapping[str, Any], size: RequestSize, priority: int) -> Reply:
+    async def post(
+        self, url: str, body: Mapping[str, Any], size: RequestSize, priority: int, *, retry: bool = False
+    ) -> Reply:
         """One try. Raises BusyError if there is no answer, or none that can be read."""
-        await self._limits.admit(size.expected_tokens, priority)
+        limits, requests = self._use.limits, self._use.requests
+        await limits.admit(size.expected_tokens, priority)
+        if self._denied is not None:
+            raise self._denied
+        number = requests.sending(retry=retry)
         try:
             reply = await self._send(url, body, size.max_bytes)
         except BadBody as error:
             cause = str(error)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            requests.unsent(number)
+            cause = _cause_of(error)
         except httpx.RequestError as error:  # refused, reset, cut off, timed out
-            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            cause = _cause_of(error)
         else:
+            if (usage := Usage() if reply.status != 200 else usage_of(reply.body)) is not None:
+                requests.answered(number, usage)
             used = used_tokens(reply.status, reply.body, size.expected_tokens, size.most_tokens)
-            self._limits.settle(size.expected_tokens, used)
+            limits.settle(size.expected_tokens, used)
             return reply
         raise BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
 
@@ -139,23 +156,68 @@ class EndpointClient:
         return Reply(response.status_code, response.headers, read_object(raw), raw)
 
     def check_status(self, reply: Reply) -> None:
-        """Raises BusyError for a status that passes, EngineRefused for one that stays."""
+        """Raises BusyError for a status that passes, EngineRefused for one that stays, EngineDenied for one that stays
+        whatever is asked.
+        """
+        out_of_quota = reply.status != 200 and is_out_of_quota(reply.body)
+        if reply.status in DENIED_STATUSES or out_of_quota:
+            raise self._denial(reply, out_of_quota=out_of_quota or reply.status == 402)
         if reply.status in RETRIED_STATUSES or reply.status >= 500:
             raise BusyError(f"HTTP {reply.status}: {reply.words}", _retry_after_s(reply.headers))
         if reply.status != 200:
             raise EngineRefused(self.clean(f"{self.host} refused with HTTP {reply.status}: {reply.words}"))
+        self._has_served, self._num_denials = True, 0
 
-    def check_model(self, key: str, asked: str, answered: str) -> None:
-        """Raises ValueError if the first answer is from another model, EngineRefused if a later one is: a gateway may
-        use a fallback for a while.
-        """
+    def check_model(self, answered: str) -> None:
+        """Raises EngineDenied if the first answer is from another model, EngineRefused if a later one is."""
         is_first, self._model_answered = not self._model_answered, True
-        if not answered or same_model(asked, answered):
+        if not answered or same_model(self._model, answered):
             return
-        said = f"{self.host} was asked for {asked!r}, but {answered[:200]!r} answered"
+        said = f"{self.host} was asked for {self._model!r}, but {answered[:200]!r} answered"
         if is_first:
-            raise ValueError(self.clean(f"{key}: {said}; give the name of a model that it serves"))
+            key = f"{self._use.model_key}.path"
+            raise self._deny(f"{key}: {said}; give the name of a model that it serves")
         raise EngineRefused(self.clean(said))
+
+    def _denial(self, reply: Reply, *, out_of_quota: bool) -> EngineDenied | EngineRefused:
+        """The error for a denial: EngineRefused for a few in a row once the endpoint has served something."""
+        self._num_denials += 1
+        said = f"{self.host} answered HTTP {reply.status}: {reply.words.rstrip('.')}"
+        if self._has_served and self._num_denials < MOST_DENIALS:
+            return EngineRefused(self.clean(said))
+        if self._has_served:
+            said = f"{said} ({self._num_denials} times in a row, after it had served requests)"
+        return self._deny(self._way_out(reply.status, said, out_of_quota=out_of_quota))
+
+    def _way_out(self, status: int, said: str, *, out_of_quota: bool) -> str:
+        """A denial in words that begin with the key to change."""
+        config, use = self._config, self._use
+        key, url, path = use.option_key("api_key_env"), use.option_key("base_url"), f"{use.model_key}.path"
+        if status == 404 and not out_of_quota:
+            return (
+                f"{path}: {said}; type {path}=<a model that it serves> instead of {self._model}, or "
+                f"{url}=<its address, for most with /v1 at the end> instead of {config.base_url}"
+            )
+        if not config.api_key_env:
+            return f"{key}: {said}; no key was sent: export one in an environment variable and type {key}=<its name>"
+        if out_of_quota:
+            return (
+                f"{key}: {said}; the account of the key in {config.api_key_env} is empty: add credit or raise its "
+                f"limit, or type {key}=<the variable of another account's key>"
+            )
+        return (
+            f"{key}: {said}; export a key with access to {self._model} in {config.api_key_env}, or type "
+            f"{key}=<another variable>"
+        )
+
+    def _deny(self, text: str) -> EngineDenied:
+        self._denied = EngineDenied(self.clean(text))
+        return self._denied
+
+    def _given_up(self, num_tries: int, busy: BusyError) -> str:
+        asked = f"; it asks to wait {busy.retry_after_s:.0f} s" if busy.retry_after_s else ""
+        key = self._use.option_key("max_retries")
+        return f"{self.host} gave no answer in {num_tries} attempts ({key}); the last one: {busy}{asked}"
 
     def clean(self, text: str) -> str:
         """A text without the key, which some endpoints echo."""
@@ -175,13 +237,13 @@ def same_model(asked: str, answered: str) -> bool:
     return not suffix or (suffix != longer and VERSION_SUFFIX.fullmatch(suffix) is not None)
 
 
-def key_of(config: OpenAIConfig) -> str:
+def key_of(config: OpenAIConfig, use: EndpointUse) -> str:
     if not config.api_key_env:
         return ""
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ValueError(
-            f"engine.openai.api_key_env: the environment variable {config.api_key_env} isn't set; export it, "
+            f"{use.option_key('api_key_env')}: the environment variable {config.api_key_env} isn't set; export it, "
             "or set api_key_env='' for an endpoint without a key"
         )
     return key
@@ -223,6 +285,5 @@ def _wait_s(busy: BusyError, attempt: int, request_id: str) -> float:
     return min(FIRST_BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * (1 - chance / 2)
 
 
-def _given_up(host: str, num_tries: int, busy: BusyError) -> str:
-    asked = f"; it asks to wait {busy.retry_after_s:.0f} s" if busy.retry_after_s else ""
-    return f"{host} gave no answer in {num_tries} attempts (engine.openai.max_retries); the last one: {busy}{asked}"
+def _cause_of(error: httpx.RequestError) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.chat_answer import ChatAnswer, NoChatCompletion, completion_tokens, read_answer
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.engines.request_gates import SingleFlight
@@ -18,7 +19,6 @@ from models.types import (
     Message,
     RequestContext,
     SamplingParams,
-    SendLimits,
     VersionSpan,
 )
 
@@ -40,7 +40,7 @@ class OpenAIEngine:
         model_name: str,
         config: OpenAIConfig,
         transport: httpx.AsyncBaseTransport | None = None,
-        limits: SendLimits | None = None,
+        use: EndpointUse | None = None,
     ) -> None:
         refuse_fields_of_ours(config, FIELDS_OF_OURS)
         self.model_name = model_name
@@ -48,15 +48,14 @@ class OpenAIEngine:
         self._config = config
         self._max_tokens_field = "max_tokens"
         self._in_flight: SingleFlight[Completion] = SingleFlight()
-        self._client = EndpointClient(config, limits, transport)
+        self._client = EndpointClient(model_path, config, use or EndpointUse(), transport)
         self._url = config.base_url.rstrip("/") + "/chat/completions"
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer.
 
-        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up, ValueError
-        if its first answer is from another model than requested. Later answers of another model are refused: a gateway
-        may use a fallback for a while.
+        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up,
+        EngineDenied if it serves nothing (see EndpointClient).
         """
         self._refuse_what_cannot_run(params)
         return await self._in_flight.join(context.request_id, lambda: self._chat(messages, params, context))
@@ -74,19 +73,20 @@ class OpenAIEngine:
             raise EngineRefused(f"max_new_tokens: must be at least 1, got {params.max_new_tokens}")
 
     async def _chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
-        async def attempt() -> Completion:
-            reply = await self._ask(messages, params, context.priority)
+        async def attempt(num_failed: int) -> Completion:
+            retry = context.is_retry or num_failed > 0
+            reply = await self._ask(messages, params, context.priority, retry=retry)
             return self._completion(reply, params.max_new_tokens)
 
         return await self._client.retried(context.request_id, context.priority, attempt)
 
-    async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int) -> Reply:
+    async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int, *, retry: bool) -> Reply:
         """One try; a second if the endpoint knows the limit by its newer name."""
         field = self._max_tokens_field  # another call may find the newer name meanwhile
-        reply = await self._post(messages, params, priority, field)
+        reply = await self._post(messages, params, priority, field, retry=retry)
         if field == "max_tokens" and _wants_newer_name(reply):
             self._max_tokens_field = "max_completion_tokens"
-            reply = await self._post(messages, params, priority, self._max_tokens_field)
+            reply = await self._post(messages, params, priority, self._max_tokens_field, retry=True)
         return reply
 
     def _body(self, messages: Sequence[Message], params: SamplingParams, max_tokens_field: str) -> dict[str, Any]:
@@ -102,14 +102,21 @@ class OpenAIEngine:
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
 
     async def _post(
-        self, messages: Sequence[Message], params: SamplingParams, priority: int, max_tokens_field: str
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        priority: int,
+        max_tokens_field: str,
+        *,
+        retry: bool,
     ) -> Reply:
         size = RequestSize(
             expected_tokens=expected_tokens(messages, params),
             most_tokens=most_tokens(messages, params),
             max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens),
         )
-        return await self._client.post(self._url, self._body(messages, params, max_tokens_field), size, priority)
+        body = self._body(messages, params, max_tokens_field)
+        return await self._client.post(self._url, body, size, priority, retry=retry)
 
     def _completion(self, reply: Reply, max_new_tokens: int) -> Completion:
         self._client.check_status(reply)
@@ -118,7 +125,7 @@ class OpenAIEngine:
         except NoChatCompletion as error:
             cause = f"an answer that is no chat completion: {error}; the answer: {reply.words}"
         else:
-            self._client.check_model("grm.path", self._model_path, answer.model)
+            self._client.check_model(answer.model)
             return Completion(
                 token_ids=(),
                 logprobs=(),

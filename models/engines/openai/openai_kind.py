@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from models.engines.endpoint_use import EndpointUse
 from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
 from models.settings import EngineConfig, ModelConfig, OpenAIConfig
-from models.types import ChatEngine, RemoteScorer, SendLimits
+from models.types import ChatEngine, RemoteScorer
 
 
 class OpenAIKind(EngineKind[OpenAIConfig]):
@@ -27,16 +28,16 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
             chat_markup=tuple(self.options.chat_markup),
         )
 
-    def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
+    def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
         """Make the client, with the variables of the chat template in each request."""
         from models.engines.openai.openai_engine import OpenAIEngine
 
-        return OpenAIEngine(model.path, role, request_options(self.options, model), limits=limits)
+        return OpenAIEngine(model.path, role, request_options(self.options, model), use=use)
 
-    def connect_scorer(self, key: str, model: ModelConfig, limits: SendLimits) -> RemoteScorer:
+    def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
         from models.engines.openai.pooling_scorer import PoolingScorer
 
-        return PoolingScorer(model.path, key, self.options, limits=limits)
+        return PoolingScorer(model.path, self.options, use=use)
 
     def scorer_tokenizer(self, model: ModelConfig) -> str:
         return self.options.tokenizer or model.path

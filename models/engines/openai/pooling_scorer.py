@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.settings import CLASSIFY, EMBEDDINGS, OpenAIConfig
-from models.types import SendLimits
 
 MAX_ANSWER_BYTES = 2**20
 FIELDS_OF_OURS = frozenset({"model", "input", "messages", "use_activation", "encoding_format"})
@@ -45,35 +45,35 @@ class NoScore(Exception):
 class PoolingScorer:
     """POSTs token ids to a pooling route (see EndpointClient), so that no text of a policy is read as markup.
 
-    model_path: the model's name at the endpoint.  key: the configuration's section of the model, for errors.
+    model_path: the model's name at the endpoint.
     """
 
     def __init__(
         self,
         model_path: str,
-        key: str,
         config: OpenAIConfig,
         transport: httpx.AsyncBaseTransport | None = None,
-        limits: SendLimits | None = None,
+        use: EndpointUse | None = None,
     ) -> None:
         refuse_fields_of_ours(config, FIELDS_OF_OURS)
+        use = use or EndpointUse()
         self._model_path = model_path
-        self._key = key
+        self._model_key = use.model_key
         self._extra_body = config.extra_body
         self._route = ROUTES[config.scores]
-        self._client = EndpointClient(config, limits, transport)
+        self._client = EndpointClient(model_path, config, use, transport)
         self._url = config.base_url.rstrip("/").removesuffix("/v1") + self._route.path
         self._request_ids = itertools.count()
 
     async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
         """The model's number for a sequence, before any activation function.
 
-        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up, ValueError
-        if its first answer is from another model than requested, or from a model with several numbers.
+        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up,
+        EngineDenied if it serves nothing (see EndpointClient), ValueError for a model with several numbers.
         """
 
-        async def attempt() -> float:
-            return self._score(await self._client.post(self._url, body, size, priority))
+        async def attempt(num_failed: int) -> float:
+            return self._score(await self._client.post(self._url, body, size, priority, retry=num_failed > 0))
 
         body = {"model": self._model_path, "input": list(token_ids), **self._route.fields, **self._extra_body}
         size = RequestSize(expected_tokens=len(token_ids), most_tokens=2 * len(token_ids), max_bytes=MAX_ANSWER_BYTES)
@@ -90,11 +90,11 @@ class PoolingScorer:
             cause = f"an answer without a score: {error}; the answer: {reply.words}"
         else:
             model = reply.body.get("model")
-            self._client.check_model(f"{self._key}.path", self._model_path, model if isinstance(model, str) else "")
+            self._client.check_model(model if isinstance(model, str) else "")
             if len(numbers) != 1:
                 raise ValueError(
-                    f"{self._key}.path: {self._client.host} gave {len(numbers)} numbers for one conversation, and a "
-                    "reward model gives one; serve a sequence classifier with one label, and with "
+                    f"{self._model_key}.path: {self._client.host} gave {len(numbers)} numbers for one conversation, "
+                    "and a reward model gives one; serve a sequence classifier with one label, and with "
                     f"scores={EMBEDDINGS} start SGLang with --is-embedding"
                 )
             return numbers[0]

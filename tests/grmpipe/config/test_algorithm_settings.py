@@ -45,6 +45,20 @@ def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:
         AlgorithmConfig(**{key: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("estimator", ["gae", "gae_raw", "gae_turns", "reinforce_pp"])
+def test_groups_of_an_estimator_that_compares_no_siblings_are_not_replaced(estimator: str) -> None:
+    with pytest.raises(ValueError, match=r"^dynamic_sampling_batches: .*algorithm\.dynamic_sampling_batches=0"):
+        AlgorithmConfig(estimator=estimator, dynamic_sampling_batches=3)
+    AlgorithmConfig(estimator="reinforce_pp_baseline", dynamic_sampling_batches=3)
+
+
+def test_a_kl_without_gradient_is_refused_in_the_loss_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"^kl_estimator: .*kl_estimator=k2 .*algorithm\.kl_in_reward=true"):
+        AlgorithmConfig(kl_coefficient=0.1, kl_estimator="k1")
+    AlgorithmConfig(kl_coefficient=0.1, kl_estimator="k1", kl_in_reward=True)
+    AlgorithmConfig(kl_estimator="k1")
+
+
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
 def test_a_weight_on_top_of_a_ratio_against_the_sampler_is_refused(correction: str) -> None:
     with pytest.raises(ValueError, match=r"twice.*algorithm\.correction=none"):

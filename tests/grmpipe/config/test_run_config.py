@@ -54,6 +54,7 @@ def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         ("train.lrr=3", "unknown key 'train.lrr'; did you mean train.lr"),
         ("+experiment=quikstart", "quickstart"),
         ("train.lr=[", "no viable alternative"),
+        ("grm=null", "grm: null chooses no file of conf/grm; leave it out, or type one of them"),
         ("rollout.group_deadline_s=1", "rollout.group_deadline_s: 1 s is less than"),
     ],
 )
@@ -73,6 +74,11 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["+train.extra=1"], "unknown key 'train.extra'; train has num_steps, groups_per_batch, group_size, "),
         (["+judge_monitor.limits.x={above: 1}"],
          "judge_monitor.limits has no x; to add one type '+judge_monitor.limits={x: {above: 1}}'"),
+        (["+grms.s=tiny_weak"], "grms.s: grms has no s; to add one type +grm@grms.s=tiny_weak"),
+        (["+grms={s: tiny_weak}"], "grms: has no such entry; to add one type +grm@grms.s=tiny_weak"),
+        (["+grms.s.path=x"], "grms.s: grms has no s; to add one type '+grms={s: {path: x}}'"),
+        (["judge.model=grms.s"], "there is no model 'grms.s'; type one of policy, grm, or add it by +grm@grms.s=path"),
+        (["judge.model=x.grm"], "there is no model 'x.grm'; type one of policy, grm"),
         (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
         (["train.lr=-1"], "train.lr: must be above 0, got -1.0"),
         (["train.group_size=1"], "train.group_size: must be at least 2"),
@@ -133,6 +139,13 @@ def test_the_nearest_key_is_named_across_sections() -> None:
     assert "train.group_size" in unknown_key("rollout.group_size", known_keys())
     assert "did you mean" not in unknown_key("qqqqqqq", known_keys())
     assert "did you mean" not in unknown_key("batch_size", known_keys()), "nothing that merely looks alike"
+    for typed, meant in {
+        "algorithm.drop_zero_advantage": "algorithm.dynamic_sampling_batches",  # by what its sentence says
+        "algorithm.clip_hihg": "algorithm.clip_high",
+        "train.group_per_batch": "train.groups_per_batch",
+        "rollout.max_tokens": "rollout.max_new_tokens",
+    }.items():
+        assert unknown_key(typed, known_keys()).startswith(f"unknown key {typed!r}; did you mean {meant}")
 
 
 def test_an_error_of_a_section_gets_the_sections_key() -> None:

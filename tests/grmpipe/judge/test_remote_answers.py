@@ -17,6 +17,7 @@ from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.markup import Markup
 from grmpipe.types import Failed, Judgement
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import Message
@@ -55,7 +56,7 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
     async def go() -> Judgement | Failed:
         limits = RateLimits(requests_per_minute=100_000, tokens_per_minute=1_000_000)
         transport = httpx.MockTransport(lambda request: answers.pop() if answers else response)
-        engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), transport, limits)
+        engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), transport, EndpointUse(limits=limits))
         grm = RemoteGrm("grm", engine, 0, NoEvents(), Markup(()))
         client = GrmClient(grm, JudgeConfig(max_retries=0, timeout_s=600), seed=1)
         question = GrmQuestion(

@@ -48,6 +48,14 @@ from models.types import ToolCall
         ("about 60 km/h", "60"),
         ("it costs $5", "$5.00"),
         ("x = 5", "The answer is 5."),
+        ("-  5", "-5"),
+        ("Answer: - 5", "-5"),
+        ("so x =  -\t5.", "-5"),
+        (r"\boxed{- 5}", "-5"),
+        (r"\boxed{x = -  5}", "- 5"),
+        ("10 - 5", "5"),
+        ("The answers:\n- 5", "5"),
+        ("- -5 is what", "-5"),
     ],
 )
 def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
@@ -59,7 +67,9 @@ def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
     [("", "12"), ("twelve", "12"), ("112", "12"), ("12, or rather 13", "12"), ("-12", "12"), ("12.5", "12"),
      ("v12", "12"), ("1.2.12", "12"), ("١٢", "12"), ("9" * 100_000, "9"), ("3/2", "1/2"), ("3/2", "2"), ("2^10", "10"),
      (r"\frac{5}{3}", "1/3"), (r"\sqrt{3}", "3"), (r"\frac{\pi}{3}", "3"), ("3^x", "3"), ("3/4/2025", "2025"),
-     (r"3\sqrt{2}", "3"), ("1/0", "0"), ("1e999999", "1"), ("The answer is 42. I checked it 3 times.", "42")],
+     (r"3\sqrt{2}", "3"), ("1/0", "0"), ("1e999999", "1"), ("The answer is 42. I checked it 3 times.", "42"),
+     ("Answer: 12 1 13 14 15 72", "72"), ("1 000 000", "0"), ("-  5", "5"), (r"\boxed{x - 5}", "-5"),
+     (r"\boxed{x - 5}", "5"), (r"\boxed{3 - 5}", "-5")],
 )  # fmt: skip
 def test_another_number_or_none_is_wrong(text: str, reference: str) -> None:
     assert not is_right(text, reference)

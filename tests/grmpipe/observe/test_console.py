@@ -184,6 +184,12 @@ def test_samples_show_question_answer_critique_score_and_truth() -> None:
     assert "[judge failed: timeout]" in text
 
 
+def test_an_answer_that_a_rule_judged_has_no_critique() -> None:
+    console = recorded(terminal=False)
+    ConsoleSink(num_steps=2, console=console).print_samples([row(critique="")])
+    assert "answer" in text_of(console) and "critique" not in text_of(console)
+
+
 def test_text_of_a_model_is_neither_markup_nor_an_escape_sequence() -> None:
     console = recorded(terminal=False)
     sink = ConsoleSink(num_steps=2, console=console)
@@ -243,6 +249,8 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     noisy.warning("a model of noise")
     logging.getLogger("somelibrary.worker").warning("noise of a worker")
     logging.getLogger("grmpipe.pipeline.interfaces").info("an inner matter")
+    logging.getLogger("wandb").info("config: all of it")
+    logging.getLogger("wandb").warning("a warning of a tracker")
     try:
         raise OSError("disk full")
     except OSError:
@@ -252,6 +260,7 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     for text in ("a model of noise", "noise of a worker", "an inner matter", "metrics failed", "a python warning"):
         assert lines.count(text) >= 1
     assert lines.count("a model of noise") == 1
+    assert "a warning of a tracker" in lines and "config: all of it" not in lines
     assert "Traceback" in lines
     assert text_of(console).split() == ["WARNING", "metrics", "failed"]
     assert capfd.readouterr().err == ""

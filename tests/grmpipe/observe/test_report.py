@@ -68,7 +68,7 @@ def completion(text: str) -> Completion:
 
 
 def record(run_dir: Path, group_id: str, answer: str, critique: str, score: float | None, spread: float = 0.0) -> None:
-    """One rollout and its verdict in the journals; score None: judging failed."""
+    """One rollout and its verdict in the journals; score None: judging failed; no critique: a rule judged."""
     rollout = Rollout(
         group_id=group_id,
         sibling=0,
@@ -94,7 +94,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
     recorder = Recorder(run_dir)
     recorder.rollout(0, prompt, rollout)
     recorder.judged(
-        rollout, JudgeReport(verdict=verdict, judgements=() if score is None else (judgement,), failures=())
+        rollout, JudgeReport(verdict=verdict, judgements=(judgement,) if score is not None and critique else ())
     )
     recorder.close()
 
@@ -279,6 +279,13 @@ def test_files_that_are_no_json_leave_out_only_what_they_held(tmp_path: Path, na
     summary().write(tmp_path / "summary.json")
     (tmp_path / name).write_bytes(b"\xff\x00{]\n[1]\n")
     assert write_report(tmp_path)
+
+
+def test_an_answer_that_a_rule_judged_has_no_empty_critique(tmp_path: Path) -> None:
+    record(tmp_path, "g1", "an answer", "", 9.0)
+    assert write_report(tmp_path)
+    assert "<div></div>" not in (tmp_path / "report.html").read_text().replace("\n", "").replace("  ", "")
+    assert "an answer" in text_of(tmp_path)
 
 
 def test_what_models_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_a_resumed_run_is_the_same_run_on_the_same_step_axis(tmp_path: Path) -> 
     for step in (1, 2):
         subprocess.run(in_another_process(tmp_path, step), check=True)
     assert history(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}]
-    assert {record.run.run_id for record in records(tmp_path) if record.HasField("run")} == {"the-run"}
+    names = {(record.run.run_id, record.run.display_name) for record in records(tmp_path) if record.HasField("run")}
+    assert names == {("the-run", tmp_path.name)}, "named after its folder"
     axes = [record.metric.step_metric for record in records(tmp_path) if record.metric.glob_name == "*"]
     assert axes == ["step", "step"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 import torch
 from forks import Forked
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
@@ -87,6 +91,45 @@ def test_steps_are_near_those_of_torchs_adamw_with_fewer_bytes(state_dtype: str,
     assert state["exp_avg"].nbytes == state["exp_avg_sq"].nbytes == bytes_each * 64 * 512
     assert sum(state[name].nbytes for name in state if name.endswith("_scale")) == (state_dtype == "int8") * 64 * 2 * 8
     assert small.state[ours.bias]["exp_avg"].dtype == (torch.bfloat16 if state_dtype == "bfloat16" else torch.float32)
+    if state_dtype == "int8":
+        torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """A mesh of this rank and one that isn't there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("row_length", "dtype"), [(1536, torch.uint8), (768, torch.float32)])
+def test_experts_whose_rows_are_sharded_step_like_others(
+    two_ranks: DeviceMesh, row_length: int, dtype: torch.dtype
+) -> None:
+    """In 8 bits where a shard of a row is one of whole blocks."""
+    shape = torch.Size((2, 8, row_length))
+    stride = torch.empty(shape, device="meta").stride()
+
+    def sharded(values: Tensor) -> DTensor:
+        return DTensor.from_local(values.clone(), two_ranks, [Shard(2)], run_check=False, shape=shape, stride=stride)
+
+    torch.manual_seed(0)
+    began, grad = torch.randn(2, 2, 8, row_length // 2)
+    ours, theirs = nn.Parameter(sharded(began)), nn.Parameter(began.clone())
+    small = CompactAdamW([ours], 1e-3, (0.9, 0.95), 0.0, "int8")
+    whole = torch.optim.AdamW([theirs], 1e-3, (0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        ours.grad, theirs.grad = sharded(grad), grad.clone()
+        small.step()
+        whole.step()
+    assert isinstance(ours, DTensor)
+    assert (ours.to_local() - theirs).norm() < 0.05 * (theirs - began).norm()
+    state = small.state[ours]
+    assert state["exp_avg"].dtype == dtype
+    assert ("exp_avg_scale" in state) == (dtype == torch.uint8)
+    if dtype == torch.uint8:
+        assert state["exp_avg_scale"].shape == (2, 8, 6) and state["exp_avg_scale"].to_local().shape == (2, 8, 3)
 
 
 @pytest.mark.parametrize("state_dtype", SMALL)

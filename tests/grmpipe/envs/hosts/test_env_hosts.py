@@ -237,9 +237,9 @@ def test_a_host_that_keeps_no_limit_counts_as_dead(tmp_path: Path, monkeypatch: 
             await env.open(EPISODE)
             stuck = asyncio.Event()
             group.members[0].serve = lambda *_: stuck.wait()  # type: ignore[method-assign, assignment]
+            old = group.members[0]
             with pytest.raises(EnvFault, match="it did not answer within 1.01 s"):
                 await env.step(Action(text="go"))
-            old = group.members[0]
             while hosts.num_replaced == 0:
                 await asyncio.sleep(0)
             assert group.members[0] is not old

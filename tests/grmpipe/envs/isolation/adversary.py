@@ -117,6 +117,13 @@ def kill_all(_: str) -> str:
     return "killed"
 
 
+def program(code: str) -> str:
+    """A Python program, as a policy starts one. It prints what it could do."""
+    python = sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or f"refused: {done.stderr.strip()[-300:]}"
+
+
 def use_up_inodes(_: str) -> str:
     for number in range(20_000):
         Path(f"file-{number}").touch()
@@ -167,8 +174,8 @@ STEPS: dict[str, Callable[[str], str]] = {
     step.__name__: step
     for step in (
         fork_bomb, hog, endless, connect, serve_locally, write, age, read, fill, output, speak, garbage, be_deaf,
-        daemon, children, environ, kill_all, ping, use_up_inodes, threads, signal_parent, leave, take_too_many_turns,
-        move_too_often,
+        daemon, children, environ, kill_all, program, use_up_inodes, threads, signal_parent, leave,
+        take_too_many_turns, move_too_often, ping,
     )
 }  # fmt: skip
 

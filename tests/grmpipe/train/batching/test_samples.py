@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.verdict import only_finite
+from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
 from grmpipe.train.batching.samples import count, split_rollout, to_samples
+from grmpipe.train.critic.value_samples import sequences_of, values_of_samples
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -203,3 +205,19 @@ def test_inserted_tokens_are_never_trained() -> None:
     assert sample.token_ids == (1, 2, 5, 6, 7, 8, 9)
     assert sample.loss_mask == (0, 0, 1, 0, 0, 1, 1)
     assert sample.advantages == (0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "gae", "gae_raw", "gae_turns"])
+def test_inserted_tokens_cost_no_kl_and_have_a_critics_value(estimator: str) -> None:
+    """The critic values the state before each; the policy didn't choose them."""
+    thought = replace(completion((5, 6, 7, 8, 9)), inserted=(1, 3))
+    rollouts = [replace(rollout(i), turns=(Turn(new_ids=(1, 2), completion=thought),)) for i in range(2)]
+    samples = [sample for one in rollouts for sample in sequences_of(one)]
+    kl = {rollout_key(sample): kl_of_sample(sample, np.full(7, -2.0), "k1") for sample in samples}
+    assert kl["g", 0] == pytest.approx([1.9, 0.0, 0.0, 1.6, 1.5])
+    values = values_of_samples(samples, [np.arange(7.0)] * 2)
+    assert values["g", 0].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    algorithm = AlgorithmConfig(estimator=estimator, kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
+    critics = values if algorithm.estimator_kind.needs_critic else None
+    trained = to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], algorithm, kl=kl, values=critics)
+    assert [np.flatnonzero(sample.advantages).tolist() for sample in trained] == [[2, 5, 6]] * 2

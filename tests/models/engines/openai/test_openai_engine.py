@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import logging
+import re
 import threading
 import time
 import tracemalloc
@@ -23,10 +24,19 @@ import httpx
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.openai.endpoint_client import same_model
+from models.engines.endpoint_use import EndpointUse
+from models.engines.openai.endpoint_client import MOST_DENIALS, same_model
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
-from models.types import Completion, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
+from models.types import (
+    Completion,
+    EngineDenied,
+    EngineDied,
+    EngineRefused,
+    Message,
+    RequestContext,
+    SamplingParams,
+)
 
 KEY = "sk-never-to-be-seen-0123456789"
 MESSAGES = (Message(role="system", content="Judge."), Message(role="user", content="2 + 2 = 4"))
@@ -228,12 +238,68 @@ def test_a_limit_refused_under_both_names_is_refused_once_and_for_all(endpoint: 
     assert len(endpoint.requests) == 2
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refusal_is_not_retried_and_gives_the_endpoints_own_words(endpoint: Endpoint, status: int) -> None:
     endpoint.script = [error(status, "no such thing here")]
     with pytest.raises(EngineRefused, match=f"HTTP {status}: no such thing here"):
         ask(endpoint)
     assert len(endpoint.requests) == 1
+
+
+DENIALS = [
+    (error(401, "no such key"), r"^engine\.openai\.api_key_env: .*HTTP 401: no such key; export a key .* JUDGE_KEY"),
+    (error(403, "not yours"), r"^engine\.openai\.api_key_env: .*HTTP 403: not yours; export a key"),
+    (error(404, "no such"), r"^grm\.path: .*HTTP 404: no such; type grm\.path=.* engine\.openai\.base_url="),
+    (error(402, "pay first"), r"^engine\.openai\.api_key_env: .*the account of the key in JUDGE_KEY is empty"),
+    (Answer({"error": {"message": "m", "code": "insufficient_quota"}}, 429), "is empty: add credit"),
+    (Answer({"error": {"message": "m", "type": "exceeded_current_quota_error"}}, 429), "is empty: add credit"),
+    (Answer({"error": {"message": "m", "code": "billing_hard_limit_reached"}}, 400), "is empty: add credit"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "words"), DENIALS)
+def test_a_first_answer_that_denies_is_the_last_request_and_names_the_key_and_the_way_out(
+    endpoint: Endpoint, answer: Answer, words: str
+) -> None:
+    endpoint.script = [answer]
+
+    async def go() -> list[object]:
+        engine = open_engine(endpoint)
+        return [(await asyncio.gather(chat(engine, name), return_exceptions=True))[0] for name in range(3)]
+
+    errors = asyncio.run(go())
+    assert all(isinstance(found, EngineDenied) for found in errors), errors
+    assert re.search(words, str(errors[0])) and KEY not in str(errors[0])
+    assert len(endpoint.requests) == 1
+
+
+def test_keys_of_a_model_by_name_are_those_that_its_user_sets(endpoint: Endpoint) -> None:
+    endpoint.script = [error(401)]
+    use = EndpointUse(model_key="grms.other", option_key=lambda name: f"grms.other.engine_options.{name}")
+    config = OpenAIConfig(base_url=endpoint.url, api_key_env="JUDGE_KEY")
+    with pytest.raises(EngineDenied, match=r"^grms\.other\.engine_options\.api_key_env: "):
+        asyncio.run(chat(OpenAIEngine("judge-1", "other", config, use=use)))
+
+
+@pytest.mark.parametrize("answer", [DENIALS[0][0], DENIALS[4][0]])
+def test_denials_after_an_answer_are_refusals_until_several_come_in_a_row(endpoint: Endpoint, answer: Answer) -> None:
+    """A gateway may deny one request; a key that was revoked denies all."""
+    endpoint.script = [said(), *[answer] * (MOST_DENIALS - 1), said(), answer]
+
+    async def go() -> list[type]:
+        engine = open_engine(endpoint)
+        results = [await asyncio.gather(chat(engine, n), return_exceptions=True) for n in range(2 * MOST_DENIALS + 5)]
+        return [type(one) for (one,) in results]
+
+    row = [EngineRefused] * (MOST_DENIALS - 1)
+    assert asyncio.run(go()) == [Completion, *row, Completion, *row, *[EngineDenied] * 5]
+    assert len(endpoint.requests) == 2 * MOST_DENIALS + 1
+
+
+@pytest.mark.parametrize("words", ["Rate limit reached for your billing tier", "insufficient_quota"])
+def test_a_busy_endpoint_is_no_empty_account_whatever_its_words(endpoint: Endpoint, words: str) -> None:
+    endpoint.script = [error(429, words, Retry_After="0.01"), said()]
+    assert ask(endpoint).text == "Score: 7"
 
 
 def test_a_filtered_answer_is_no_judgement(endpoint: Endpoint) -> None:

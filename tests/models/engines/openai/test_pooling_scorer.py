@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.pooling_scorer import PoolingScorer
 from models.settings import OpenAIConfig
 from models.types import EngineDied, EngineRefused
@@ -73,7 +74,7 @@ def scored(endpoint: Endpoint, token_ids: tuple[int, ...] = (5, 6, 7), base: str
     config = OpenAIConfig(base_url=endpoint.url + base, api_key_env="RM_KEY", **{"max_retries": 2, **options})
 
     async def ask() -> float:
-        scorer = PoolingScorer("org/rm", "grms.safety", config)
+        scorer = PoolingScorer("org/rm", config, use=EndpointUse(model_key="grms.safety"))
         try:
             return await scorer.score(token_ids)
         finally:

@@ -67,7 +67,7 @@ def test_vllm_scores_as_our_own_scorer_does(url: str) -> None:
     ]
 
     async def asked() -> list[float]:
-        scorer = PoolingScorer("rm", "grm", OpenAIConfig(base_url=url, api_key_env=""))
+        scorer = PoolingScorer("rm", OpenAIConfig(base_url=url, api_key_env=""))
         try:
             return await asyncio.gather(*map(scorer.score, conversations))
         finally:

@@ -1,0 +1,21 @@
+"""A scorer here whose requests are counted. Those of endpoints are counted by their clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from models.types import RequestLog, Scorer, Usage
+
+
+class LoggedScorer:
+    """A Scorer."""
+
+    def __init__(self, scorer: Scorer, requests: RequestLog) -> None:
+        self._scorer = scorer
+        self._requests = requests
+
+    async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
+        number = self._requests.sending(retry=False)
+        score = await self._scorer.score(token_ids, priority)
+        self._requests.answered(number, Usage(prompt=len(token_ids)))
+        return score

@@ -1,0 +1,183 @@
+"""judge_requests.jsonl: every request to a model that judges, noted before it is sent, and its tokens once answered.
+
+{"n":17,"model":"grm","purpose":"held_out","retry":true}
+{"n":17,"prompt":812,"cached":640,"sampled":233}          or {"n":17,"unsent":true}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from grmpipe.judge.purpose import PURPOSES, current_purpose
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import Journal, read_what_can_be
+from models.types import RequestLog, Usage
+
+JUDGE_REQUESTS = "judge_requests.jsonl"
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Requests and their tokens. unknown: requests without a count of tokens: in flight at a kill, cancelled, cut off,
+    or answered without one.
+    """
+
+    requests: int = 0
+    retries: int = 0  # of these
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts', as far as the server says
+    sampled_tokens: int = 0
+    unknown: int = 0
+
+    def add(self, other: RequestCounts) -> None:
+        for spec in fields(self):
+            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
+
+
+ByPurpose = dict[str, RequestCounts]
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Totals of requests. counts: model -> purpose -> its counts."""
+
+    counts: dict[str, ByPurpose] = field(default_factory=dict)
+
+    def of(self, model: str, purpose: str) -> RequestCounts:
+        return self.counts.setdefault(model, {}).setdefault(purpose, RequestCounts())
+
+    @property
+    def by_model(self) -> dict[str, ByPurpose]:
+        """The purposes in the order of PURPOSES."""
+        return {model: {name: own[name] for name in PURPOSES if name in own} for model, own in self.counts.items()}
+
+    @property
+    def by_purpose(self) -> ByPurpose:
+        """Of all models together."""
+        totals: ByPurpose = {}
+        for own in self.counts.values():
+            for purpose, counts in own.items():
+                totals.setdefault(purpose, RequestCounts()).add(counts)
+        return {name: totals[name] for name in PURPOSES if name in totals}
+
+    @property
+    def texts(self) -> list[str]:
+        """A line for each model that was asked."""
+        return [requests_text(model, own) for model, own in self.by_model.items()]
+
+
+def requests_text(model: str, by_purpose: Mapping[str, RequestCounts]) -> str:
+    """The requests to one model in words: all of them, then each purpose."""
+    total = RequestCounts()
+    for counts in by_purpose.values():
+        total.add(counts)
+    purposes = ", ".join(
+        f"{purpose.replace('_', '-')} {counts.requests:,}" for purpose, counts in by_purpose.items() if counts.requests
+    )
+    retries = f", {total.retries:,} of them retries" if total.retries else ""
+    cached = f" ({total.cached_tokens:,} cached)" if total.cached_tokens else ""
+    unknown = f"; tokens of {total.unknown:,} unknown" if total.unknown else ""
+    return (
+        f"{model}: {total.requests:,} requests ({purposes}{retries}), "
+        f"{total.prompt_tokens:,} prompt tokens{cached}, {total.sampled_tokens:,} sampled{unknown}"
+    )
+
+
+class RequestJournal:
+    """The requests of a run, those before a resume included. Append-only, without fsync: a line that is written
+    outlives a kill of the process. An error of the disk surfaces nowhere; `failures` counts it, and the totals hold.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._journal = Journal(run_dir / JUDGE_REQUESTS, checked=False)
+        self._guard = Guard()
+        self.failures = self._guard.failures
+        self._tally = Tally()
+        with self._guard.watch(JUDGE_REQUESTS):
+            self._tally.read(read_what_can_be(self._journal.path))
+
+    @property
+    def totals(self) -> RequestTotals:
+        return self._tally.totals
+
+    def of_model(self, model: str) -> RequestLog:
+        return ModelRequests(self, model)
+
+    def note(self, record: Mapping[str, object]) -> None:
+        self._tally.count(record)
+        with self._guard.watch(JUDGE_REQUESTS):
+            self._journal.append(record)
+
+    @property
+    def next_number(self) -> int:
+        return self._tally.last + 1
+
+    def close(self) -> None:
+        with self._guard.watch(JUDGE_REQUESTS):
+            self._journal.close()
+
+
+class ModelRequests:
+    """A RequestLog of one model. The purpose is that of the task that asks."""
+
+    def __init__(self, journal: RequestJournal, model: str) -> None:
+        self._journal = journal
+        self._model = model
+
+    def sending(self, *, retry: bool) -> int:
+        number = self._journal.next_number
+        record = {"n": number, "model": self._model, "purpose": current_purpose()}
+        self._journal.note(record | {"retry": True} if retry else record)
+        return number
+
+    def answered(self, number: int, usage: Usage) -> None:
+        tokens = {"prompt": usage.prompt, "cached": usage.cached, "sampled": usage.sampled}
+        self._journal.note({"n": number} | tokens)
+
+    def unsent(self, number: int) -> None:
+        self._journal.note({"n": number, "unsent": True})
+
+
+class Tally:
+    """The totals of lines, in their order."""
+
+    def __init__(self) -> None:
+        self.totals = RequestTotals()
+        self.last = 0
+        self._open: dict[int, tuple[RequestCounts, bool]] = {}  # number -> its counts, whether it is a retry
+
+    def read(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Count the lines of a file. Of another writer's, or a damaged file's, what can be read counts."""
+        for record in records:
+            with suppress(KeyError, TypeError):
+                self.count(record)
+
+    def count(self, record: Mapping[str, Any]) -> None:
+        number = record["n"]
+        if "model" in record:
+            counts, retry = self.totals.of(record["model"], record["purpose"]), "retry" in record
+            self._open[number], self.last = (counts, retry), number
+            counts.requests += 1
+            counts.retries += retry
+            counts.unknown += 1
+            return
+        counts, retry = self._open.pop(number)
+        counts.unknown -= 1
+        if "unsent" in record:
+            counts.requests -= 1
+            counts.retries -= retry
+            return
+        counts.prompt_tokens += record["prompt"]
+        counts.cached_tokens += record["cached"]
+        counts.sampled_tokens += record["sampled"]
+
+
+def read_totals(run_dir: Path) -> RequestTotals:
+    """The totals of a run's file, for a run without a summary."""
+    tally = Tally()
+    tally.read(read_what_can_be(run_dir / JUDGE_REQUESTS))
+    return tally.totals
