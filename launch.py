@@ -27,14 +27,17 @@ from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from grmpipe.config.key_errors import explain
+from grmpipe.config.judging import POLICY
+from grmpipe.config.key_errors import explain, no_choice
 from grmpipe.config.redact import USERINFO, environment_secrets, looks_secret, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, schema
+from grmpipe.config.yaml_io import build, interpolated_keys, schema
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.process_end import leave
 from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
+from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
 
 # Without it Hydra prints its own report and exits 1 before we can explain the error.
 os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -59,9 +62,25 @@ class RunEnded(SystemExit):
 # type: ignore[no-untyped-def]  # a DictConfig, which only grmpipe/config/yaml_io.py reads
 def compose_and_run(config) -> float | None:
     def run() -> float | None:
-        return run_to_end(lambda: run_task(build(config)))
+        return run_to_end(lambda: run_task(built(config)))
 
     return run_in_sweep(run, config.objective) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
+
+
+# type: ignore[no-untyped-def]
+def built(config) -> RunConfig:
+    """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
+    if config.task != "evaluate":
+        return build(config)
+    typed = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    reads = EvaluationReads(
+        what=config.evaluate.what,
+        has_prompts=config.evaluate.prompts is not None,
+        by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
+        read_by_others=interpolated_keys(config),
+    )
+    check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in typed])
+    return build(config)
 
 
 def run_to_end(run: Callable[[], float | None]) -> float | None:
@@ -170,6 +189,10 @@ def main() -> int:
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
+    except ValueError as error:  # Hydra's, of a group without a choice; it names no key
+        if not str(error).startswith("Config group override") or not (message := no_choice(sys.argv[1:])):
+            raise
+        return complain(message, 2)
     finally:
         if RUNS:
             print(sweep_table(RUNS), flush=True)
@@ -182,4 +205,4 @@ def complain(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

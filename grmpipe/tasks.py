@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,9 +24,10 @@ from grmpipe.validate.devices import device_notes
 from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
+from scheduler.event_loop import run_to_end
 
 if TYPE_CHECKING:
-    from grmpipe.validate.judge_evaluation import PreparedEvaluation
+    from grmpipe.validate.evaluation import PreparedEvaluation
     from grmpipe.validate.meta_rm_training import MetaRmTraining
     from grmpipe.validate.retraining import PreparedRetraining
 
@@ -71,7 +71,7 @@ def run(config: RunConfig, task: RunTask[P]) -> float | None:
             prepared = task.prepare(config, progress)
         print_notes([*claim.place.notes, *task.notes(prepared)])
         run_dir = claim.open()
-        summary = asyncio.run(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
+        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
@@ -130,11 +130,23 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
     return RunTask(prepare=prepare_meta_training, make_run=MetaRmRun, continued=continued)
 
 
-def evaluation() -> RunTask[PreparedEvaluation]:
-    from grmpipe.run.evaluate_judge import EvaluationRun
-    from grmpipe.validate.judge_evaluation import prepare_evaluation
+def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
+    from grmpipe.validate import evaluation
 
-    return RunTask(prepare=prepare_evaluation, make_run=EvaluationRun, continued="type the command again")
+    ready = evaluation.prepare_evaluation(config, progress)
+    return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
+
+
+def evaluation() -> RunTask[PreparedEvaluation]:
+    from grmpipe.run.evaluate import EvaluationRun
+    from grmpipe.validate.evaluation import PreparedEvaluation
+
+    return RunTask(
+        prepare=prepare_evaluation,
+        make_run=EvaluationRun,
+        notes=PreparedEvaluation.notes,
+        continued="type the command again",
+    )
 
 
 # -- tasks that show -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Turn:
                 first turn, and after a rewritten history.
     rewritten:  whether the history was rewritten, so that the prompt doesn't continue the turn before.
     tool_calls: calls in the completion, as the environment got them.
-    replies:    messages of the environment after it (empty at the end).
+    replies:    messages of the environment after it. Those at the end of an episode are only judged and shown.
     rewards:    of the environment, for this turn, by name.
     state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
     faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.
@@ -98,10 +98,11 @@ class Rollout:
     @property
     def answer(self) -> str:
         """The last turn without thoughts, which rules read: empty if the thought was truncated, or if the episode was
-        truncated at a call, whose arguments are no answer.
+        truncated at a call, or ended with a faulty one, whose arguments are no answer.
         """
         last = self.turns[-1]
-        return "" if self.status == "truncated" and last.tool_calls else last.completion.answer
+        is_cut = self.status == "truncated" or bool(last.faults)
+        return "" if is_cut and last.tool_calls else last.completion.answer
 
     def shown(self, *, thoughts: bool) -> str:
         """The policy's text of all turns, as a judge of single turns sees it."""
@@ -448,6 +449,7 @@ class JudgeTask:
     part: JudgeTask | None = None
 
 
+@runtime_checkable
 class JudgeSession(Protocol):
     """The judging of one group, from its admission on. Used once; it ends with the group.
 

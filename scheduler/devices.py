@@ -16,14 +16,18 @@ class DeviceSpec:
     memory_gb: float  # Memory of the device.
     memory_gb_per_s: float  # Bandwidth of its memory.
     tflops: dict[str, float] = field(default_factory=dict)  # [TFLOPS] Dense arithmetic by dtype, as {bfloat16: 989}.
-    link_gb_per_s: float = 25.0  # Bandwidth to its neighbours.
+    link_gb_per_s: float = 25.0  # Bandwidth to its neighbours in the node.
+    network_gb_per_s: float = 12.5  # Bandwidth to other nodes, of each device.
+    slots_per_node: int = 8  # [slots] Devices of a node, which its links connect.
     host_gb_per_s: float = 25.0  # Bandwidth to the memory of its machine.
-    step_s: float = 0.002  # The host's part of a decoding step: scheduling, sampling, launching.
+    step_s: float = 0.004  # The host's part of a decoding step: scheduling, sampling, launching.
 
     def __post_init__(self) -> None:
-        for key in ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "host_gb_per_s"):
+        for key in ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "network_gb_per_s", "host_gb_per_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        if self.slots_per_node < 1:
+            raise ValueError(f"slots_per_node: must be at least 1, got {self.slots_per_node}")
         if not self.step_s >= 0:
             raise ValueError(f"step_s: must be 0 or more, got {self.step_s}")
         if not self.tflops or not all(rate > 0 for rate in self.tflops.values()):
@@ -42,19 +46,21 @@ class DeviceSpec:
 
 # NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 and GB200 NVL72 (2025). Dense
 # figures: half of those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions.
-# The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
+# Network: the adapter of each GPU in DGX A100 (200 Gb/s), H100, H200 and B200 and in GB200 NVL72 (400 Gb/s); for PCIe
+# cards an adapter of 200 Gb/s for two of them. The host's part of a decoding step: fitted (benchmarks/plan_rates.md).
+# The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13; the network of its machine 10 Gb/s.
 DEVICES: Mapping[str, DeviceSpec] = {
-    "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
-    "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, link_gb_per_s=64, host_gb_per_s=64),
-    "h100_nvl": DeviceSpec(94, 3900, {"bfloat16": 835, "float32": 60}, link_gb_per_s=300, host_gb_per_s=64),
-    "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
-    "a100_40": DeviceSpec(40, 1555, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
-    "a100_80": DeviceSpec(80, 2039, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
-    "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, link_gb_per_s=32, host_gb_per_s=32),
-    "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, link_gb_per_s=900, host_gb_per_s=64),
-    "gb200": DeviceSpec(186, 8000, {"bfloat16": 2500, "float32": 80}, link_gb_per_s=900, host_gb_per_s=450),
+    "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, 450, 50, host_gb_per_s=64),
+    "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, 64, 12.5, host_gb_per_s=64),
+    "h100_nvl": DeviceSpec(94, 3900, {"bfloat16": 835, "float32": 60}, 300, 12.5, host_gb_per_s=64),
+    "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "float32": 67}, 450, 50, host_gb_per_s=64),
+    "a100_40": DeviceSpec(40, 1555, {"bfloat16": 312, "float32": 19.5}, 300, 25, host_gb_per_s=32),
+    "a100_80": DeviceSpec(80, 2039, {"bfloat16": 312, "float32": 19.5}, 300, 25, host_gb_per_s=32),
+    "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, 32, 12.5, host_gb_per_s=32),
+    "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, 900, 50, host_gb_per_s=64),
+    "gb200": DeviceSpec(186, 8000, {"bfloat16": 2500, "float32": 80}, 900, 50, 72, host_gb_per_s=450),
     "cpu": DeviceSpec(
-        4, 20, {"float32": 0.09, "bfloat16": 0.02}, link_gb_per_s=2, host_gb_per_s=10, step_s=0.0005
+        4, 20, {"float32": 0.09, "bfloat16": 0.02}, 2, 1.25, 1024, host_gb_per_s=10, step_s=0.0005
     ),
 }  # fmt: skip
 

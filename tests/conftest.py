@@ -18,6 +18,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
 from models.engines.installed import vllm_missing
 
@@ -43,7 +44,7 @@ ONE_WORKER = {
 
 
 # marker -> what is wrong with what its tests need, or None. They are skipped then; with `--require` they fail.
-NEEDS = {"vllm": vllm_missing}
+NEEDS = {"vllm": vllm_missing, "bubblewrap": bubblewrap_missing}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -48,6 +48,18 @@ def expanded(words: list[str]) -> list[str]:
     return words
 
 
+BLOCKS = [
+    (page.name, block)
+    for page in PAGES
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[page for page, _ in BLOCKS])
+def test_python_of_the_pages_runs(page: str, block: str) -> None:
+    exec(compile(block, page, "exec"), {"__name__": "my_module"})
+
+
 OF_OURS = re.compile(r"^\s*from ((?:grmpipe|scheduler|models)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 
 

@@ -137,6 +137,16 @@ def test_imports_go_down_the_order_only() -> None:
     assert imports_up(edges(), ORDER) == []
 
 
+def test_no_file_imports_itself_through_others() -> None:
+    below = {
+        path: {file for name in imported(path) if (file := file_of(name)) not in (None, path)} for path in sources()
+    }
+    done: set[Path | None] = set()
+    while ready := [path for path in below if path not in done and below[path] <= done]:
+        done.update(ready)
+    assert sorted(str(path.relative_to(ROOT)) for path in below.keys() - done) == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "order"), [([("a", "b")], ["a", "b"]), ([("a", "b"), ("b", "a")], ["b", "a"]), ([("a", "c")], ["a", "c"])]
 )

@@ -19,6 +19,7 @@ from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import estimator_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.user_code import described, noted, shown
 
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 
@@ -240,6 +241,13 @@ def estimator_of(name: str) -> EstimateBatch:
 
 
 @functools.cache
+def owner_of(name: str) -> str:
+    """The function of an estimator, in the words of errors."""
+    key = "algorithm.estimator"
+    return f"{key}: {described(found_at(estimator_named(name, key).function, key))}"
+
+
+@functools.cache
 def targets_of(name: str) -> Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]]:
     """Advantages and returns of one rollout, as the estimator that `algorithm.estimator` names has them."""
     key = "algorithm.estimator"
@@ -262,6 +270,18 @@ def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
     return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
 
 
+def is_per_token(found: object, groups: Sequence[Group]) -> bool:
+    """Whether an estimator gave a finite number for each sampled token."""
+    wanted = [[(rewards.num_tokens,) for rewards in group] for group in groups]
+    try:
+        arrays = [[np.asarray(advantages_N) for advantages_N in group] for group in found]  # type: ignore[attr-defined]
+        return [[each.shape for each in group] for group in arrays] == wanted and all(
+            bool(np.isfinite(each).all()) for group in arrays for each in group
+        )
+    except (TypeError, ValueError):
+        return False
+
+
 def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Advantages by group, by sibling, per sampled token. A group needs at least two siblings to compare.
 
@@ -272,11 +292,12 @@ def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
             raise ValueError(
                 f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
             )
-    found = estimator_of(algorithm.estimator)(groups, algorithm)
-    wanted = [[(rewards.num_tokens,) for rewards in group] for group in groups]
-    if [[np.shape(advantages_N) for advantages_N in group] for group in found] != wanted:
+    owner = owner_of(algorithm.estimator)
+    with noted(owner):
+        found = estimator_of(algorithm.estimator)(groups, algorithm)
+    if not is_per_token(found, groups):
         raise ValueError(
-            f"algorithm.estimator: {algorithm.estimator} must give for each group, and in it for each sibling, an "
-            "array with a number for each sampled token"
+            f"{owner} returned {shown(found)}; it must give for each group, and in it for each sibling, an array with "
+            "a finite number for each sampled token"
         )
     return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

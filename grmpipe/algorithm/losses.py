@@ -20,6 +20,7 @@ from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_to
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.user_code import described, noted, shown
 from grmpipe.types import BatchTotals
 
 # -- the policy ------------------------------------------------------------------------------------------------------
@@ -115,11 +116,16 @@ def loss_of(name: str) -> Loss:
 
 def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """The loss by `algorithm.loss`. Raises ValueError if it doesn't return one number per token."""
-    policy = loss_of(algorithm.loss)(scored, algorithm)
+    loss = loss_of(algorithm.loss)
+    owner = f"algorithm.loss: {described(loss)}"
+    with noted(owner):
+        policy = loss(scored, algorithm)
+    if not isinstance(policy, PolicyLoss):
+        raise ValueError(f"{owner} returned {shown(policy)}; return a PolicyLoss (grmpipe/algorithm/losses.py)")
     for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
         if value_T.shape != scored.logprobs_T.shape:
             raise ValueError(
-                f"algorithm.loss: {algorithm.loss} gave a {name} of shape {tuple(value_T.shape)} for "
+                f"{owner} gave a {name} of shape {tuple(value_T.shape)} for "
                 f"{len(scored.logprobs_T)} tokens; it must give a number for each"
             )
     return policy

@@ -2,32 +2,63 @@
 
 The roofline here is a sum, not a maximum: a decoding step takes the time of its bytes plus the time of its arithmetic.
 It is right far from the knee, and at most twice too slow at the knee. In exchange a step is linear in rows and cached
-tokens, as EngineSpeed needs. The arithmetic of attention is left out: 7 % for 8 B parameters at 2 k tokens.
+tokens, as EngineSpeed needs. An engine's arithmetic of attention is left out: 7 % for 8 B parameters at 2 k tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from models.lm.footprint import BYTES
 from models.types import EngineSpeed
 from scheduler.devices import GB, DeviceSpec
 
-# Shares of the peaks, as published for kernels in use; a profile of a run replaces all of them.
-BANDWIDTH_SHARE = 0.8  # of memory bandwidth: what streaming kernels reach on HBM
-PREFILL_FLOPS_SHARE = 0.5  # large matrix products in an engine
-DECODE_FLOPS_SHARE = 0.5  # the same products with few rows; with too few of them, bytes decide anyway
-LEARNER_FLOPS_SHARE = 0.4  # MFU of FSDP2 on dense models of 8 to 70 B (torchtitan, arXiv 2410.06511): 0.34 to 0.46
-LINK_SHARE = 0.7  # of NVLink or PCIe: NCCL broadcasts, pinned copies
-TENSOR_PARALLEL_SHARE = 0.9  # kept per doubling: two all-reduces a layer wait for the slowest
+LINK_SHARE = 0.7  # of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
 DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md); a profile replaces it
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
+# Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
+# (benchmarks/plan_rates.md).
+LEARNER_SPREAD = 1.5
+ENGINE_SPREAD = 1.6
 
 FORWARD_FLOPS = 2  # per parameter and token
 GRADIENT_FLOPS = 2  # of the backward pass, for the gradients of a layer's inputs, and again for those of its weights
 # Per trained parameter, in float32: gradients are scaled (8), their norm is taken (4), they are clipped (8); AdamW
 # reads four values and writes three (28).
 OPTIMIZER_BYTES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """What an engine reaches of a device's peaks, and its host's time: fitted to published rates of vLLM
+    (benchmarks/plan_rates.md). A profile of a run replaces all of them.
+    """
+
+    bandwidth: float = 0.9  # of memory bandwidth: weights, keys and values
+    flops: float = 0.7  # of arithmetic: the rows of a decoding step
+    prefill_flops: float = 0.5  # of arithmetic: prompts (vLLM, Qwen3-14B on an A100: 0.57; docs.gpustack.ai 2.3)
+    row_s: float = 5.6e-5  # the host's part of each row of a decoding step: sampling, its new token
+    parallel: float = 0.9  # kept per doubling of the GPUs of an engine: two all-reduces a layer wait for the slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerRates:
+    """What a learner reaches of a device's peaks: fitted to published rates of learners whose models are
+    transformers' own modules (benchmarks/plan_rates.md).
+    """
+
+    flops: float = 0.7  # of arithmetic: matrix products of a dense model
+    expert_flops: float = 0.31  # of a mixture: many small products, and tokens on their way to experts
+    attention: float = 0.55  # of arithmetic: FlashAttention, forward and backward
+    # Reads and writes of each activation in memory, for each pass over it: norms, rotations, sums are kernels of their
+    # own. They keep small models far from the peak.
+    traffic: float = 9.0
+    bandwidth: float = 0.9  # of memory bandwidth: streaming kernels
+
+
+ENGINE_RATES = EngineRates()
+LEARNER_RATES = LearnerRates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +91,36 @@ class Costs:
     cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core
 
 
+def slower_costs(costs: Costs, learners: float, engines: float) -> Costs:
+    """The same costs with times of learners, and of engines and scorers, multiplied by these factors."""
+    return replace(
+        costs,
+        engines={role: slower_engine(speed, engines) for role, speed in costs.engines.items()},
+        scorer_token_s={role: token_s * engines for role, token_s in costs.scorer_token_s.items()},
+        learner=slower_learner(costs.learner, learners),
+        critic=slower_learner(costs.critic, learners) if costs.critic is not None else None,
+        grm_learners={role: slower_learner(speed, learners) for role, speed in costs.grm_learners.items()},
+    )
+
+
+def slower_engine(speed: EngineSpeed, factor: float) -> EngineSpeed:
+    return replace(
+        speed,
+        step_s=speed.step_s * factor,
+        row_s=speed.row_s * factor,
+        cached_token_s=speed.cached_token_s * factor,
+        prefill_token_s=speed.prefill_token_s * factor,
+    )
+
+
+def slower_learner(speed: LearnerSpeed, factor: float) -> LearnerSpeed:
+    return replace(speed, token_s=speed.token_s * factor, step_s=speed.step_s * factor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
     """The sizes of a model that decide its speed. Bytes are those of the engine's dtype. `num_active_parameters`: those
-    that a token passes; 0: all, in a dense model.
+    that multiply a token; 0: all. `kv_bytes_per_token`: on all GPUs of an engine together.
     """
 
     num_parameters: int
@@ -79,32 +136,37 @@ class ModelSizes:
 
 
 def engine_speed(
-    model: ModelSizes, device: DeviceSpec, *, num_slots: int = 1, max_rows: int, kv_bytes: float = 0.0
+    model: ModelSizes,
+    device: DeviceSpec,
+    *,
+    num_slots: int = 1,
+    max_rows: int,
+    kv_bytes: float = 0.0,
+    rates: EngineRates = ENGINE_RATES,
 ) -> EngineSpeed:
     """The speed of one engine over `num_slots` devices: prefill by arithmetic, decoding by bytes plus arithmetic per
     row.
 
     kv_bytes: memory for keys and values on all its devices together; 0: no limit.
     """
-    parallel = parallel_gain(num_slots)
-    bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE * parallel
-    flops = device.flops(model.dtype) * parallel
-    token_flops = FORWARD_FLOPS * model.multiplied
+    parallel = parallel_gain(num_slots, rates)
+    bytes_per_s = device.memory_gb_per_s * GB * rates.bandwidth * parallel
+    token_s = FORWARD_FLOPS * model.multiplied / (device.flops(model.dtype) * parallel)  # at the peak
     return EngineSpeed(
         step_s=device.step_s + model.weight_bytes / bytes_per_s,
-        row_s=token_flops / (flops * DECODE_FLOPS_SHARE),
+        row_s=token_s / rates.flops + rates.row_s,
         cached_token_s=model.kv_bytes_per_token / bytes_per_s,
-        prefill_token_s=token_flops / (flops * PREFILL_FLOPS_SHARE),
+        prefill_token_s=token_s / rates.prefill_flops,
         max_rows=max_rows,
         kv_tokens=int(kv_bytes / model.kv_bytes_per_token),
     )
 
 
-def parallel_gain(num_slots: int) -> float:
+def parallel_gain(num_slots: int, rates: EngineRates = ENGINE_RATES) -> float:
     """The speedup of one model over several devices: 1.8 on two, 3.2 on four, 5.8 on eight."""
     gain, left = 1.0, num_slots
     while left >= 2:
-        gain, left = gain * 2 * TENSOR_PARALLEL_SHARE, left // 2
+        gain, left = gain * 2 * rates.parallel, left // 2
     return gain
 
 
@@ -130,48 +192,72 @@ def token_flops(num_weights: int, *, num_adapters: int = 0, checkpointing: bool 
     return TokenFlops(training=forward * (2 if checkpointing else 1) + backward, forward=forward)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerModel:
+    """The sizes of a model that decide its learner's speed.
+
+    num_active: parameters that multiply a token; 0: all. num_adapters: parameters of adapters, which are trained
+    instead; 0: none. values_per_token: activations of a token in all layers and adapters. attention_flops: operations
+    of a forward pass for each token, in attention, at mean lengths.
+    """
+
+    num_parameters: int
+    num_active: int = 0
+    num_adapters: int = 0
+    values_per_token: int = 0
+    attention_flops: float = 0.0
+    is_mixture: bool = False
+
+
 def learner_speed(
-    num_parameters: int,
+    model: LearnerModel,
     device: DeviceSpec,
     *,
     ranks: int,
     dtype: str,
     checkpointing: bool,
-    num_active: int = 0,
-    num_adapters: int = 0,
+    keeps_attention: bool = False,
     copies: int = 1,
     token_bytes_to_host: float = 0.0,
     step_bytes_to_host: float = 0.0,
+    rates: LearnerRates = LEARNER_RATES,
 ) -> LearnerSpeed:
-    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden; copies
-    to the host are not, because they run on the stream of the computation.
+    """The speed of all ranks together: arithmetic and memory traffic per token, bytes per step. Gathering is assumed
+    to be hidden; copies to the host are not, because they run on the stream of the computation.
 
-    num_active: parameters that a token passes; 0: all. num_adapters: parameters of adapters, which are trained instead;
-    0: none. copies: of the model, each sharded over an equal part of the ranks. token_bytes_to_host: of a token's
-    activations that wait there for the backward pass; step_bytes_to_host: of the moments of one copy of the model.
-    Both come back.
+    checkpointing: layers are computed again in the backward pass, their attention too unless `keeps_attention`.
+    copies: of the model, each sharded over an equal part of the ranks. token_bytes_to_host: of a token's activations
+    that wait there for the backward pass; step_bytes_to_host: of the moments of one copy of the model. Both come back.
     """
-    flops = token_flops(num_active or num_parameters, num_adapters=num_adapters, checkpointing=checkpointing)
-    flops_per_s = ranks * device.flops(dtype) * LEARNER_FLOPS_SHARE
-    bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
+    flops = token_flops(
+        model.num_active or model.num_parameters, num_adapters=model.num_adapters, checkpointing=checkpointing
+    )
+    products = device.flops(dtype) * (rates.expert_flops if model.is_mixture else rates.flops)
+    attention_s = model.attention_flops / (device.flops(dtype) * rates.attention)
+    bytes_per_s = device.memory_gb_per_s * GB * rates.bandwidth
+    pass_s = model.values_per_token * BYTES[dtype] * rates.traffic / bytes_per_s
+    again, attended_again = int(checkpointing), int(checkpointing and not keeps_attention)
+    forward_s = flops.forward / products + attention_s + pass_s
+    training_s = flops.training / products + (3 + attended_again) * attention_s + (3 + again) * pass_s
     host_bytes_per_s = device.host_gb_per_s * GB * LINK_SHARE
-    step_bytes = OPTIMIZER_BYTES * (num_adapters or num_parameters)
-    token_s = flops.training / flops_per_s + 2 * token_bytes_to_host / (ranks * host_bytes_per_s)
+    step_bytes = OPTIMIZER_BYTES * (model.num_adapters or model.num_parameters)
+    token_s = (training_s + 2 * token_bytes_to_host / host_bytes_per_s) / ranks
     return LearnerSpeed(
         token_s=token_s,
         step_s=(step_bytes / bytes_per_s + 2 * step_bytes_to_host / host_bytes_per_s) / (ranks // copies),
-        forward_share=flops.forward / flops_per_s / token_s,
+        forward_share=forward_s / ranks / token_s,
     )
 
 
 def reading_s(num_parameters: int, device: DeviceSpec, dtype: str) -> float:
     """The time of a token that a model with a scalar head reads, in large batches."""
-    return FORWARD_FLOPS * num_parameters / (device.flops(dtype) * PREFILL_FLOPS_SHARE)
+    return FORWARD_FLOPS * num_parameters / (device.flops(dtype) * ENGINE_RATES.prefill_flops)
 
 
-def sync_time_s(weight_bytes: float, device: DeviceSpec) -> float:
-    """The time of a push to all engines at once, over the slowest link."""
-    return SYNC_FIXED_S + weight_bytes / (device.link_gb_per_s * GB * LINK_SHARE)
+def sync_time_s(weight_bytes: float, device: DeviceSpec, *, over_nodes: bool = False) -> float:
+    """The time of a push to all engines at once, over the slowest link: within a node, or the network."""
+    rate = device.network_gb_per_s if over_nodes else device.link_gb_per_s
+    return SYNC_FIXED_S + weight_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
 
 
 def switch_time_s(weight_bytes: float, device: DeviceSpec) -> float:

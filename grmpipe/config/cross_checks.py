@@ -16,7 +16,8 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import check_rewards, check_rewards_used, weighed_by_accuracy
+from grmpipe.config.reward import weighed_by_accuracy
+from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -54,6 +55,8 @@ def check_run(config: RunSections) -> None:
             "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
             f"{config.experiment_name!r}"
         )
+    if not config.data.path and config.task != "evaluate":  # which trains on no prompts
+        raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.run_dir == "":
         raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.judge.kind != "label":
@@ -113,9 +116,9 @@ def check_env_hosts(config: RunSections) -> None:
 def check_reward(config: RunSections) -> None:
     """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
     kind = config.algorithm.estimator_kind
-    check_rewards(
-        config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
-    )
+    check_rewards(config.reward, config.rewards, config.all_judges, group_baseline=kind.has_zero_groups)
+    check_normalised_units(config.reward, config.rewards, config.algorithm)
+    check_doubts(config.reward, config.rewards, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
@@ -125,7 +128,7 @@ def check_reward(config: RunSections) -> None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 
 
-OF_THE_RUN = ("pause_s", "anchors", "anchor_every", "anchor_min_score_rise", "anchor_min_gold_fall")
+OF_THE_RUN = ("pause_s", "anchors", "anchor_every", "anchor_min_reward_rise", "anchor_min_gold_fall")
 
 
 def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:
@@ -242,7 +245,7 @@ def check_meta_rm(config: RunSections) -> None:
 
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    for role, model in config.models.items():
+    for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
         key, kind = key_of_model(role), config.engine_kind_of(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))

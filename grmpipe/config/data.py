@@ -23,8 +23,6 @@ class DataConfig:
     retrain_from: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
         if self.retrain_from == "":
             raise ValueError("retrain_from: is empty; give the rollouts.jsonl of a run, or type data.retrain_from=null")
         if self.eval_path == "":

@@ -19,7 +19,7 @@ def found_at(path: str, key: str) -> object:
         raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
     try:
         names = vars(importlib.import_module(module_name))
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"{key}: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
             "on PYTHONPATH"

@@ -52,6 +52,7 @@ ENVS: Mapping[str, EnvKind] = {
     "custom": EnvKind(needs=("target",)),
     "workflow": EnvKind(needs=("target",), is_workflow=True),
 }
+CALLS_SHARE = 0.9  # of step_s, for all calls of a turn
 DEFAULT_PLACE = "inprocess"
 WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
     DEFAULT_PLACE: WorkflowPlace(path="grmpipe.workflows.in_process.InProcess", by_url=False),
@@ -63,6 +64,18 @@ WAYS_OUT = {
     "functions": "type env.functions=my_package.my_module, a module with typed functions",
     "command": "type env.command=[my_agent,--fast]",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits on the calls of tools in a turn.
+
+    call_s: [seconds] of each, from its start. turn_s: of all of them together.
+    """
+
+    call_s: float = 27.0
+    turn_s: float = 27.0
+    max_parallel_calls: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +140,10 @@ class EnvConfig:
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
     step_s: float = 30.0  # Limit on the environment's answer to a turn.
+    # For tools: limit on a call, from its start; the policy reads its end as the call's result. null: nine tenths of
+    # step_s, which is also what all calls of a turn have together.
+    call_s: float | None = None
+    max_parallel_calls: int = 16  # For tools: most calls of a turn that run at once; 1: one after the other.
     close_s: float = 10.0  # Limit on the end of an episode's environment.
     episode_s: float = 600.0  # After this time no further turn begins; the rollout is judged as it is.
     attempts: int = 3  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
@@ -141,6 +158,10 @@ class EnvConfig:
     max_failure_rate: float = 0.5
     failure_window: int = 64  # [episodes] Latest episodes that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause, in which no group is opened.
+    # Module and name of further exceptions that are the policy's doing, as my_agent.TooManyMoves: one of them, or of
+    # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
+    # frameworks (docs/agents.md) count by themselves.
+    policy_errors: list[str] = field(default_factory=list)
     inject_faults: float = 0.0  # [share] Share of episodes in which the environment is made to fail, to test a run.
 
     def __post_init__(self) -> None:
@@ -154,7 +175,14 @@ class EnvConfig:
         for key in ("boot_s", "step_s", "close_s", "episode_s"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key}: must be above 0 and finite, in seconds, got {getattr(self, key)}")
-        for key in ("attempts", "capacity", "max_observation_chars", "failure_window"):
+        if self.call_s is not None and not self.env_kind.has_tools:
+            raise ValueError("call_s: is for env.kind=tools; an environment of your own limits its calls itself")
+        if self.call_s is not None and not 0 < self.call_s < self.step_s:
+            raise ValueError(
+                f"call_s: must be above 0 and below step_s = {self.step_s:g} (seconds), got {self.call_s}; raise "
+                "env.step_s too"
+            )
+        for key in ("attempts", "capacity", "max_observation_chars", "failure_window", "max_parallel_calls"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
         for key in ("retry_s", "pause_s"):
@@ -166,6 +194,12 @@ class EnvConfig:
             raise ValueError(
                 f"max_failure_rate: must be above 0 and at most 1 (a share of episodes), got {self.max_failure_rate}"
             )
+        for name in self.policy_errors:
+            if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+                raise ValueError(
+                    f"policy_errors: {name!r} is no module and name of an exception; type for example "
+                    "env.policy_errors=[my_agent.TooManyMoves], or builtins.ValueError for one of Python's own"
+                )
         if not 0 <= self.inject_faults < 1:
             raise ValueError(f"inject_faults: must be at least 0 and below 1, got {self.inject_faults}")
 
@@ -235,7 +269,14 @@ class EnvConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the class."""
-        return {key: getattr(self, key) for key in self.env_kind.needs if key != "target"} | self.options
+        given = {key: getattr(self, key) for key in self.env_kind.needs if key != "target"} | self.options
+        return given | {"limits": self._call_limits} if self.env_kind.has_tools else given
+
+    @property
+    def _call_limits(self) -> CallLimits:
+        turn_s = CALLS_SHARE * self.step_s
+        call_s = turn_s if self.call_s is None else self.call_s
+        return CallLimits(call_s=call_s, turn_s=max(call_s, turn_s), max_parallel_calls=self.max_parallel_calls)
 
     @property
     def path(self) -> str:

@@ -16,6 +16,9 @@ class EnvRewardConfig:
     weights: dict[str, float] = field(default_factory=dict)
     # Where rewards go: to the tokens of the turn that earned them (true), or their sum to the last turn (false).
     by_turn: bool = False
+    # Reward of an episode to which the environment gave none, as of an agent that ended at its limit of turns; null:
+    # it has no verdict, and isn't trained.
+    missing: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
@@ -28,6 +31,9 @@ class EnvRewardConfig:
                 raise ValueError(
                     f"weights.{name}: must be a number, got {weight!r}; type judge.env_reward.weights.{name}=1"
                 )
+
+        if self.missing is not None and not math.isfinite(self.missing):
+            raise ValueError(f"missing: must be a finite number, or null for no verdict, got {self.missing}")
 
     def sum_of(self, rewards: Mapping[str, float]) -> float | None:
         """The weighted sum of a turn's rewards, by their names. None if none of them counts."""

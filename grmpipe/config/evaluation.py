@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from models.settings import DTYPES
+
+WHAT = ("judge", "policy", "both")
+OF_JUDGE = ("path", "num_items", "ks", "max_subsets")  # keys that only the evaluation of a judge reads
+OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
+NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
+TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Settings of `task=evaluate`, which measures a judge against labels."""
+    """Settings of `task=evaluate`, which measures a judge against labels, a policy on prompts, or both; those of the
+    policy's samples also hold for the held-out evaluations of a training run.
+    """
 
+    # What task=evaluate measures: the judge against labels (judge), the policy's answers to prompts (policy), or both.
+    what: str = "judge"
     # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
     # tiny://judgements_held_out.
     path: str = "tiny://judgements_held_out"
@@ -18,9 +32,21 @@ class EvaluateConfig:
     # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     max_subsets: int = 32  # [subsets] Most subsets of an item's judgements for each smaller k.
-    max_concurrency: int = 64  # [items] Most items in flight.
+    # Prompts that the policy answers, by a name for their results, as in {gsm8k: gsm8k.jsonl}; files as data.path takes
+    # them. Null: the held-out prompts of data.eval_path, as held_out.
+    prompts: Any = None
+    # [answers] Answers sampled for each prompt; null: the largest of pass_k, without it 4, or 1 in a training run.
+    num_samples: int | None = None
+    # [answers] Each k of pass@k, ascending, at most num_samples; null: 1 and num_samples.
+    pass_k: list[int] | None = None
+    temperature: float = 1.0  # Temperature of the sampled answers.
+    seed: int | None = None  # Seed of the sampled answers; null: that of the run.
+    greedy: bool = True  # Also answer each prompt once at temperature 0.
+    max_concurrency: int = 64  # [items] Most items, or prompts, in flight.
 
     def __post_init__(self) -> None:
+        if self.what not in WHAT:
+            raise ValueError(f"what: unknown value {self.what!r}; known: {', '.join(WHAT)}")
         if not self.path:
             raise ValueError("path: is empty; give a file, or type evaluate.path=tiny://judgements_held_out")
         for key, count in (
@@ -28,8 +54,62 @@ class EvaluateConfig:
         ):  # fmt: skip
             if count < 1:
                 raise ValueError(f"{key}: must be at least 1, got {count}")
-        if not self.ks or min(self.ks) < 1 or sorted(set(self.ks)) != list(self.ks):
+        if not is_ascending(self.ks):
             raise ValueError(f"ks: must be numbers from 1 on, each larger than the one before, got {self.ks}")
+        self._check_prompts()
+        self._check_samples()
+
+    def _check_prompts(self) -> None:
+        if self.prompts is None:
+            return
+        if not isinstance(self.prompts, Mapping) or not self.prompts:
+            raise ValueError(
+                f"prompts: expected files by name, got {self.prompts!r}; type 'evaluate.prompts={{mine: file.jsonl}}', "
+                "in quotes, or null for the held-out prompts"
+            )
+        for name, path in self.prompts.items():
+            if not re.fullmatch(r"[A-Za-z][\w-]*", str(name)) or name in TAKEN:
+                raise ValueError(
+                    f"prompts.{name}: a name has letters, digits, '_' and '-', begins with a letter and isn't "
+                    f"{' or '.join(TAKEN)}"
+                )
+            if not isinstance(path, str) or not path:
+                raise ValueError(
+                    f"prompts.{name}: expected a .jsonl or .parquet file, or tiny://held_out, got {path!r}"
+                )
+
+    def _check_samples(self) -> None:
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ValueError(f"num_samples: must be at least 1, got {self.num_samples}")
+        if self.pass_k is not None:
+            if not is_ascending(self.pass_k):
+                raise ValueError(
+                    f"pass_k: must be numbers from 1 on, each larger than the one before, got {self.pass_k}"
+                )
+            if self.num_samples is not None and self.pass_k[-1] > self.num_samples:
+                raise ValueError(
+                    f"pass_k: pass@{self.pass_k[-1]} needs as many answers to each prompt, and num_samples is "
+                    f"{self.num_samples}; type evaluate.num_samples={self.pass_k[-1]}, or smaller evaluate.pass_k"
+                )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature: must be 0 or more, got {self.temperature}")
+        if self.temperature == 0 and (self.num_samples or NUM_SAMPLES) > 1:
+            raise ValueError(
+                "temperature: at 0 all samples of a prompt are the same; type evaluate.num_samples=1 as well, or leave "
+                "the temperature and type evaluate.greedy=true for one greedy answer beside the samples"
+            )
+
+    def samples(self, default: int) -> int:
+        """Answers sampled for each prompt. default: if neither num_samples nor pass_k is set."""
+        return self.num_samples or (self.pass_k[-1] if self.pass_k else default)
+
+    def pass_ks(self, num_samples: int) -> tuple[int, ...]:
+        """Each k of pass@k."""
+        return tuple(self.pass_k or sorted({1, num_samples}))
+
+
+def is_ascending(numbers: list[int]) -> bool:
+    return bool(numbers) and min(numbers) >= 1 and sorted(set(numbers)) == list(numbers)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class JudgeConfig:
     # shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a
     # Jinja file.
     template: str = "tiny"
-    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
+    # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
     # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own (grmpipe/judge/forms.py).
     parser: str = "score_line"
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
@@ -110,7 +110,8 @@ class JudgeConfig:
     # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
     truncation: str = "error"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    max_retries: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
+    # [retries] How often an unparseable or truncated judgement is sampled again; at temperature 0 never.
+    max_retries: int = 1
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement; timeout_s is checked against it.
@@ -130,9 +131,10 @@ class JudgeConfig:
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = 64
     anchor_every: int = 10  # [steps] Interval between evaluations on held-out prompts.
-    # [score] Rise of the GRM's score since the start that fires the reward-hacking alarm, with anchor_min_gold_fall.
-    anchor_min_score_rise: float = 1.0
-    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_score_rise.
+    # [share] Rise of the reward on held-out prompts, as a share of the room that the first evaluation left to 1, that
+    # fires the reward-hacking alarm, with anchor_min_gold_fall.
+    anchor_min_reward_rise: float = 0.1
+    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_reward_rise.
     anchor_min_gold_fall: float = 0.10
 
     def __post_init__(self) -> None:
@@ -166,6 +168,13 @@ class JudgeConfig:
     def protocol_kind(self) -> JudgeProtocol:
         """What other modules must know of the protocol."""
         return protocol_named(self.protocol)
+
+    @property
+    def gives_one_score(self) -> bool:
+        """Whether a response gets one score, which has no standard deviation."""
+        if self.kind == "generative":
+            return self.num_judgements == 1 and not self.protocol_kind.compares
+        return self.kind != "custom"
 
     def responses_shown(self, size: int) -> int:
         """The number of responses in one judgement, for a group of `size` siblings."""
@@ -261,7 +270,7 @@ class JudgeConfig:
             ("abstain_above_std", self.abstain_above_std or 0.0),
             ("max_retries", self.max_retries),
             ("pause_s", self.pause_s),
-            ("anchor_min_score_rise", self.anchor_min_score_rise),
+            ("anchor_min_reward_rise", self.anchor_min_reward_rise),
             ("anchor_min_gold_fall", self.anchor_min_gold_fall),
         ):
             if not 0 <= value < math.inf:
@@ -292,6 +301,11 @@ class JudgeConfig:
             raise ValueError(
                 f"vote: {self.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {self.vote}; "
                 f"type judge.vote={protocol.votes[0]}"
+            )
+        if self.abstain_above_std is not None and self.kind == "generative" and self.gives_one_score:
+            raise ValueError(
+                "abstain_above_std: one judgement has no standard deviation; type judge.num_judgements=4, or "
+                "judge.abstain_above_std=null"
             )
         if self.k_meta > self.num_judgements:
             raise ValueError(f"k_meta: {self.k_meta} of judge.num_judgements={self.num_judgements} can't vote")

@@ -29,6 +29,14 @@ class LimitConfig:
             raise ValueError(f"above: give a finite number for above, below or both for {self.metric}")
 
 
+# For judges that compare, beside those of the configuration: worse than tossing a coin between the two orders, and one
+# place that wins by being first.
+LIMITS_OF_COMPARING = {
+    "order_flips": LimitConfig(metric="judge/order_flips_share", above=0.6),
+    "first_place": LimitConfig(metric="judge/first_place_share", above=0.75),
+}
+
+
 @dataclass(frozen=True)
 class JudgeMonitorConfig:
     """Monitoring of the judge during a run. These judgements enter no training and no count of judgements."""

@@ -176,9 +176,11 @@ def check_judging(judging: Judging) -> None:
     """Check that each judge's model exists, and can do what the judge asks."""
     for name, judge in (judging.generative | judging.scalar).items():
         if judge.model not in judging.models:
+            added = judge.model.rpartition(".")[2]
             raise ValueError(
                 f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
-                f"{', '.join(judging.models)}, or add it by +grm@grms.{judge.model}=path"
+                f"{', '.join(judging.models)}"
+                + (f", or add it by +grm@grms.{added}=path" * (added not in judging.models))
             )
     check_scalar(judging)
     for name, judge in judging.generative.items():

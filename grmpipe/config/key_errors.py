@@ -148,7 +148,7 @@ def no_such_member(text: str) -> str:
     key, value = typed.groups()
     for section in (section for section, hint in _keys(RunConfig) if member_of(hint)):
         if key == section:
-            return f"{section}: has no such entry; to add one type '+{section}={value}'"
+            return f"{section}: has no such entry; to add one type {_choice_of_member(section, *_only(value))}"
         if key.startswith(f"{section}."):
             names = key.removeprefix(f"{section}.").split(".")
             lacking = re.search(r"is not in struct\s+full_key: (\S+)", text)
@@ -156,10 +156,31 @@ def no_such_member(text: str) -> str:
                 return ""
             if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
-            for name in reversed(names):
+            for name in reversed(names[1:]):
                 value = f"{{{name}: {value}}}"
-            return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type '+{section}={value}'"
+            return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type " + _choice_of_member(
+                section, names[0], value
+            )
     return ""
+
+
+def _only(value: str) -> tuple[str, str]:
+    """The name and the value of a typed mapping with one entry."""
+    name, _, inner = value.removeprefix("{").removesuffix("}").partition(":")
+    return name.strip(), inner.strip()
+
+
+def _choice_of_member(section: str, name: str, value: str) -> str:
+    """What adds a member: the choice of one of its group's files if the value is a word, else its keys."""
+    if section.removesuffix("s") in SINGULARS and re.fullmatch(r"\w+", value):
+        return f"+{section.removesuffix('s')}@{section}.{name}={value}"
+    return f"'+{section}={{{name}: {value}}}'"
+
+
+def no_choice(arguments: Sequence[str]) -> str:
+    """The message for a group of conf/ that is set to null, which chooses none of its files; empty for other errors."""
+    key = next((typed.removesuffix("=null") for typed in arguments if typed.endswith("=null") and "." not in typed), "")
+    return f"{key}: null chooses no file of conf/{key}; leave it out, or type one of them" if key else ""
 
 
 def not_there_yet(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from grmpipe.config.judging import JUDGE
@@ -13,6 +13,7 @@ ROOT = "reward"
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
 ESCALATIONS = ("group", "rollout")
+MAX_STD = 0.5  # of rewards on [0, 1]: half of them 0, half of them 1
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RewardConfig:
     # before a better one (cascade), or a judge with a veto (gate).
     kind: str = "single"
     judge: str | None = None  # For single: name of the judge; null: the first one.
-    # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised.
+    # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised. A component of weight 0
+    # is shown and doesn't count; if its verdict fails, so does that of the mix.
     mix: Any = None
     # For mix: what is done to a component's rewards before they are weighted: nothing (none), or they lose their
     # group's mean and are divided by its standard deviation (group_std: GDPO, arXiv 2601.05242).
@@ -72,15 +74,20 @@ class RewardConfig:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
         for key, reward in (("pass_at", self.pass_at), ("min_reward", self.min_reward), ("floor", self.floor)):
             if not 0 <= reward <= 1:
-                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {key}=0.5")
+                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {ROOT}.{key}=0.5")
         for key, share in (("share", self.share), ("audit_share", self.audit_share)):
             if not 0 < share <= 1:
-                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {key}=0.1")
+                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {ROOT}.{key}=0.1")
         if not 0 < self.max_error < math.inf:
-            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type max_error=0.1")
-        if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < math.inf:
+            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type {ROOT}.max_error=0.1")
+        if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < MAX_STD:
             raise ValueError(
-                f"unsure_above_std: must be 0 or more, got {self.unsure_above_std}; type unsure_above_std=0.1"
+                f"unsure_above_std: must be 0 or more and below {MAX_STD}, the largest standard deviation on [0, 1], "
+                f"got {self.unsure_above_std}; type {ROOT}.unsure_above_std=0.1"
+            )
+        if self.floor == 1:
+            raise ValueError(
+                f"floor: 1 is as much as the best response that passes the gate can get; type {ROOT}.floor=0"
             )
 
     @property
@@ -132,39 +139,7 @@ class RewardKind:
     asked: Callable[[RewardConfig, str], Mapping[str, float]] = lambda reward, source: dict.fromkeys(reward.names, 1.0)
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check_rewards(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Collection[str], *, group_baseline: bool
-) -> None:
-    """Raises ValueError if a composition is incomplete, contradicts itself or names no judge.
-
-    judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
-    """
-    if ROOT in judges or ROOT in rewards:
-        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
-    for name in rewards:
-        if name in judges:
-            raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
-    for path, one in sections(reward, rewards):
-        _check_keys(path, one)
-        one.reward_kind.check(one, path)
-        for name in one.names:
-            if name not in judges and name not in rewards:
-                known = ", ".join((*judges, *rewards))
-                raise ValueError(
-                    f"{path}: there is no judge or composition {name!r}; known: {known}; for another judge type "
-                    f"+judge@judges.{name}=pointwise"
-                )
-        _check_accuracy(path, one, judges)
-        if one.kind == "cascade" and one.escalate == "rollout" and group_baseline:
-            raise ValueError(
-                f"{path}.escalate: rollout lets two judges share the baseline of a group, and advantages compare its "
-                f"siblings; type {path}.escalate=group"
-            )
-    _check_cycles(rewards)
-    _check_normalised(reward, rewards)
+# -- compositions that name each other -------------------------------------------------------------------------------
 
 
 def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None) -> tuple[str, ...]:
@@ -226,63 +201,41 @@ def longest_chain(
     return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
 
 
-def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
-    """Raises ValueError if prompts have a source for which a route in use names no judge."""
-    for path, one in _reachable(reward, rewards):
-        missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
-        if missing and one.default is None:
-            raise ValueError(
-                f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
-                f"{path}.default={JUDGE}"
-            )
-
-
 def idle_routes(
     reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
-    for path, one in _reachable(reward, rewards):
+    for path, one in in_use(reward, rewards):
         if one.kind == "route":
             yield from ((f"{path}.route", source) for source in one.route if source not in sources)
 
 
-def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
-    """Raises ValueError if a further composition is named by none."""
-    used = {path for path, _ in _reachable(reward, rewards)}
-    for name in rewards:
-        if f"rewards.{name}" not in used:
-            raise ValueError(
-                f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
-                f"reward.judge={name}"
-            )
-
-
 def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
     """Whether the reward of a rollout depends on its siblings' verdicts."""
-    return any(one.reward_kind.waits(one) for _, one in _reachable(reward, rewards))
+    return any(one.reward_kind.waits(one) for _, one in in_use(reward, rewards))
 
 
 def weighed_by_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
     """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
-    return {name: path for path, one in _reachable(reward, rewards) if one.uses_accuracy for name in one.names}
+    return {name: path for path, one in in_use(reward, rewards) if one.uses_accuracy for name in one.names}
 
 
 def varies_by_group(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
     """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
     measured skill of judges. Rewards of two judgings of a group then don't compare.
     """
-    return waits_for_siblings(reward, rewards) or any(one.uses_accuracy for _, one in _reachable(reward, rewards))
+    return waits_for_siblings(reward, rewards) or any(one.uses_accuracy for _, one in in_use(reward, rewards))
 
 
 def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
     """Cascade -> the error of its sure verdicts above which an alarm is raised."""
-    used = _reachable(reward, rewards)
+    used = in_use(reward, rewards)
     return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
 
 
 def arrival_orders(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
     """What makes rewards depend on the order in which verdicts arrive, in words that end with what to type."""
-    for path, one in _reachable(reward, rewards):
+    for path, one in in_use(reward, rewards):
         if one.kind == "cascade" and one.share < 1:
             yield f"{path}.share={one.share:g} goes to the groups that are unsure first; type {path}.share=1"
         if one.uses_accuracy:
@@ -295,7 +248,7 @@ def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Itera
     yield from ((f"rewards.{name}", one) for name, one in rewards.items())
 
 
-def _reachable(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> list[tuple[str, RewardConfig]]:
+def in_use(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> list[tuple[str, RewardConfig]]:
     """The compositions in use, each once, with the path of its keys."""
     found, waiting = {ROOT: reward}, [reward]
     while waiting:
@@ -304,65 +257,6 @@ def _reachable(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> lis
                 found[f"rewards.{name}"] = rewards[name]
                 waiting.append(rewards[name])
     return list(found.items())
-
-
-def _check_keys(path: str, reward: RewardConfig) -> None:
-    for spec in fields(reward):
-        if spec.name == "kind" or spec.name in reward.reward_kind.keys:
-            continue
-        if (value := getattr(reward, spec.name)) != spec.default:
-            kinds = " or ".join(kind for kind, one in REWARD_KINDS.items() if spec.name in one.keys)
-            raise ValueError(
-                f"{path}.{spec.name}: is for kind={kinds}, not {reward.kind}; type {_choice(path, kinds)}, or leave "
-                f"out {value}"
-            )
-
-
-def _choice(path: str, kind: str) -> str:
-    """What a user types to choose a kind of composition."""
-    kind = kind.split()[0]
-    return f"{ROOT}={kind}" if path == ROOT else f"+reward@{path}={kind}"
-
-
-def _check_accuracy(path: str, reward: RewardConfig, judges: Collection[str]) -> None:
-    composed = [name for name in reward.names if name not in judges] if reward.uses_accuracy else []
-    if composed:
-        raise ValueError(
-            f"{path}.vote: accuracy is measured judge by judge, and {composed[0]} is a composition; "
-            f"type {path}.vote=mean"
-        )
-
-
-def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            circle = " -> ".join((*above[above.index(name) :], name))
-            raise ValueError(f"rewards.{name}: names itself ({circle}); type a judge's name in one of them")
-        for inner in rewards[name].names:
-            if inner in rewards:
-                visit(inner, (*above, name))
-
-    for name in rewards:
-        visit(name, ())
-
-
-def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
-    """Check that rewards normalised by their group, which aren't on [0, 1], enter no other composition."""
-
-    def visit(one: RewardConfig, outer: str | None) -> None:
-        for name in one.names:
-            inner = rewards.get(name)
-            if inner is None:
-                continue
-            above = outer or (None if one.reward_kind.passes else one.kind)
-            if inner.normalise != "none" and above is not None:
-                raise ValueError(
-                    f"rewards.{name}.normalise: {inner.normalise} gives no reward on [0, 1], which {above} needs; "
-                    f"type rewards.{name}.normalise=none"
-                )
-            visit(inner, above)
-
-    visit(reward, None)
 
 
 # -- the kinds -------------------------------------------------------------------------------------------------------
@@ -376,11 +270,12 @@ def _single(reward: RewardConfig, path: str) -> None:
 def _mix(reward: RewardConfig, path: str) -> None:
     _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
     for name, weight in reward.mix.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ValueError(
-                f"{path}.mix.{name}: a weight must be a number above 0, got {weight!r}; leave out components that "
-                f"don't count, or type {path}.mix.{name}=1"
+                f"{path}.mix.{name}: a weight must be a number of 0 or more, got {weight!r}; type {path}.mix.{name}=1"
             )
+    if not any(reward.mix.values()):
+        raise ValueError(f"{path}.mix: all weights are 0; type {path}.mix.{next(iter(reward.mix))}=1")
 
 
 def _route(reward: RewardConfig, path: str) -> None:
@@ -483,6 +378,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         keys=("members", "vote", "quorum", "pass_at"),
         names=lambda reward: tuple(reward.members),
         check=_jury,
+        waits=lambda reward: reward.quorum is not None and reward.quorum < len(reward.members),
     ),
     "cascade": RewardKind(
         keys=(

@@ -141,7 +141,9 @@ class RunSections:
 
     @property
     def learners(self) -> dict[str, str]:
-        """Role whose weights are trained -> role that trains it."""
+        """Role whose weights are trained -> role that trains it. Nothing learns in an evaluation."""
+        if self.task == "evaluate":
+            return {}
         return {POLICY: "learner"} | {role: role + LEARNER for role in self.trained_grms}
 
     @property
@@ -169,9 +171,14 @@ class RunSections:
         return bool(self.judging.weighted) and not weights_no_vote
 
     @property
+    def plays(self) -> bool:
+        """Whether the policy plays: an evaluation of a judge alone plays nothing."""
+        return self.task != "evaluate" or self.evaluate.what != "judge"
+
+    @property
     def places_envs(self) -> bool:
         """Whether environments live in hosts of their own, on slots of a pool; else in the run itself."""
-        return ENV in self.placement.roles and self.task != "evaluate"
+        return ENV in self.placement.roles and self.plays
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from scheduler.placement import PlacementConfig
 
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
+INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
 def schema() -> object:
@@ -43,6 +44,11 @@ def build(config: DictConfig) -> RunConfig:
     direct = noted(values, typed)
     values = noted(values, typed, texts_from_environment(direct))
     return from_values(RunConfig, typing.cast(Mapping[str, object], values))
+
+
+def interpolated_keys(config: DictConfig) -> frozenset[str]:
+    """The keys that others take their values from, as `${policy.path}` does."""
+    return frozenset(INTERPOLATION.findall(OmegaConf.to_yaml(config)))
 
 
 def from_values(cls: type[Config], values: Mapping[str, object], path: str = "") -> Config:

@@ -36,6 +36,8 @@ def load_labelled(
     | grmpipe ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset, source |
     | grmpipe scored | prompt or messages, response, score; reference, item_id, subset, source |
     | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
+    | RM-Bench | prompt, chosen and rejected (three texts each), domain; nine pairs, subset domain/difficulty |
+    | preference between chats | chosen, rejected (lists of role, content); prompt, subset |
     | PPE correctness (best of k) | prompt, response_1 ..., scores, sampled_conflict_pairs |
     | PPE human preference | prompt, response_1, response_2, winner |
     | RMB pairs | conversation_input, chosen.answer, reject.answer, category_path |
@@ -45,11 +47,11 @@ def load_labelled(
     | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |
     | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale and rounded) |
 
-    Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3. Only on other projects'
-    readers: PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties) becomes
-    one item per right answer against all wrong ones, which isn't the benchmark's own measure of ties. Rows without a
-    winner are left out, and counted in the log. If the best comes first by convention (chosen, rejected), its place is
-    chosen by the item's id, so that a judge with a bias for the first place gains nothing.
+    Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
+    projects' readers: PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties)
+    becomes one item per right answer against all wrong ones, which isn't the benchmark's own measure of ties. Rows
+    without a winner are left out, and counted in the log. If the best comes first by convention (chosen, rejected), its
+    place is chosen by the item's id, so that a judge with a bias for the first place gains nothing.
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """

@@ -64,6 +64,8 @@ def scored_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
 
 
 def reward_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
+    if is_chat(row["chosen"]) or is_chat(row["rejected"]):
+        return chat_pair(row, place)
     rejected = texts_of(row, "rejected", place)
     right = texts_of(row, "chosen", place)
     prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "subset", place)
@@ -71,6 +73,70 @@ def reward_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
         first_is_best((best, *rejected), prompt, subset, f"{place.name}#{index}" if len(right) > 1 else place.name)
         for index, best in enumerate(right)
     )
+
+
+def rm_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
+    """An item per pair of a right and a wrong response. Both come in three styles, the plainest first: a pair is hard
+    if the wrong one has the fancier style, easy if the right one has (arXiv 2410.16184). Other rows with these fields
+    are read as RewardBench's.
+    """
+    styles = (row["chosen"], row["rejected"])
+    if not all(isinstance(one, list) and len(one) == 3 and not is_chat(one) for one in styles):
+        return reward_bench_row(row, place)
+    right, wrong = texts_of(row, "chosen", place), texts_of(row, "rejected", place)
+    prompt, domain = prompt_at(row, "prompt", place), subset_of(row, "domain", place)
+    if domain.startswith("safety"):  # safety-refuse and safety-response are one domain of the benchmark
+        domain = "safety"
+    return tuple(
+        first_is_best((best, other), prompt, f"{domain}/{difficulty(i, j)}", f"{place.name}#{i}{j}")
+        for i, best in enumerate(right)
+        for j, other in enumerate(wrong)
+    )
+
+
+def difficulty(right_style: int, wrong_style: int) -> str:
+    return "normal" if right_style == wrong_style else "hard" if right_style < wrong_style else "easy"
+
+
+def chat_pair(row: Row, place: FieldPlace) -> Sequence[Labelled]:
+    """A preference between two conversations (TRL, UltraFeedback, HH as messages): each ends with the answer. What they
+    begin with is the prompt; with a field `prompt` as messages, they follow it.
+    """
+    chosen, rejected = messages_at(row, "chosen", place), messages_at(row, "rejected", place)
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError(
+            f"{place.where}: chosen, rejected: expected two conversations that differ only in their last message"
+        )
+    history = chosen[:-1]
+    if isinstance(row.get("prompt"), list):
+        given = messages_at(row, "prompt", place, last="user")
+        history = history if history[: len(given)] == given else [*given, *history]
+    if not history:
+        history = [{"role": "user", "content": text_at(row, "prompt", place)}]
+    prompt = prompt_at({"history": history}, "history", place)
+    texts = (str(chosen[-1]["content"]), str(rejected[-1]["content"]))
+    return (first_is_best(texts, prompt, subset_of(row, "subset", place), place.name),)
+
+
+def is_chat(value: object) -> bool:
+    """Whether a value is a list of chat messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def messages_at(row: Row, field: str, place: FieldPlace, last: str = "assistant") -> list[dict[str, object]]:
+    """The messages of a conversation, of which the last one has this role."""
+    value = row[field]
+    if not isinstance(value, list) or not is_chat(value):
+        raise ValueError(f"{place.where}: {field}: expected a list of {{role, content}}, got {shown(value)}")
+    found = [{key: message.get(key) for key in ("role", "content")} for message in value]
+    for index, message in enumerate(found):
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{place.where}: {field}[{index}].content: expected a text, got {shown(message)}")
+    if found[-1]["role"] != last:
+        raise ValueError(
+            f"{place.where}: {field}: its last message must have role {last}, got role {found[-1]['role']!r}"
+        )
+    return found
 
 
 def ppe_correctness_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
@@ -159,7 +225,9 @@ SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), judge_bench_row),
     ("grmpipe ranked", frozenset({"responses", "best"}), ranked_row),
     ("grmpipe scored", frozenset({"response", "score"}), scored_row),
+    ("RM-Bench", frozenset({"prompt", "chosen", "rejected", "domain"}), rm_bench_row),
     ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench_row),
+    ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),
     ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer_row),
 )
 EXAMPLES = (

@@ -22,22 +22,30 @@ class PolicyFault(Exception):
     """The policy did something wrong: it reads the text, and the episode goes on. Raised by `step`.
 
     kind: what is counted: malformed, unknown_tool, arguments, tool, or a word of your own.
+    ends: the episode ends instead, and is judged as it is.
     """
 
-    def __init__(self, text: str, kind: str = "tool") -> None:
+    kind: str = "tool"
+    ends: bool = False
+
+    def __init__(self, text: str, kind: str = "tool", *, ends: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
+        self.ends = ends
 
 
 class EnvFault(Exception):
     """The environment failed, through no fault of the policy: the whole episode is played again in a new one.
 
-    Any other exception of an environment is an EnvFault with the cause `broken`.
+    Any other exception of an environment is an EnvFault with the cause `broken`, but for those that docs/agents.md
+    calls the policy's.
     """
+
+    cause: EnvCause = "broken"
 
     def __init__(self, detail: str, cause: EnvCause = "broken") -> None:
         super().__init__(detail)
-        self.cause: EnvCause = cause
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,8 @@ class Action:
 class Observation:
     """The environment's answer to a turn.
 
-    messages:  what the policy reads next. None and not `done`: it is an error.
+    messages:  what the policy reads next; at the end of the episode what the judge and the journal get. None and not
+               `done`: it is an error.
     done:      whether the episode is over.
     rewards:   for this turn, by name.
     state_key: names the state after the turn; equal for siblings in the same state.

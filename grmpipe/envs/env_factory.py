@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -34,4 +35,4 @@ def env_factory(config: EnvConfig, shared: Mapping[str, object] = NOTHING) -> Ma
         raise ValueError(f"options: {config.path} can't be made with {config.arguments}: {error}") from error
     if not config.is_custom:
         make(**config.arguments)  # ours check what they are given
-    return lambda: make(**config.arguments, **shared)
+    return functools.partial(make, **config.arguments, **shared)

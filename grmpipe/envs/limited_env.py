@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from grmpipe.config.user_code import called, comes_from_outside, shortened
+from grmpipe.envs.blame import fault_of, readable
+from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.types import EnvCause
 from models.types import Message
+from scheduler.event_loop import TimeIsUp, within
 from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LANE = "env"  # of the timeline
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +47,24 @@ class LimitedEnv:
     async def open(self, episode: Episode) -> Opening:
         self._name = f"{episode.group_id}/{episode.sibling}"
         with self._span("open", attempt=episode.attempt):
-            try:
-                opening = await in_time(self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
-            except PolicyFault as fault:
-                raise EnvFault(f"open raised a PolicyFault, and the policy has done nothing so far: {fault}") from fault
-        check(isinstance(opening, Opening), f"open returned {type(opening).__name__}, and must return an Opening")
-        check(bool(opening.messages), "open returned no messages")
-        check_messages(opening.messages)
+            opening = await in_time(lambda: self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
+        opening = checked_opening(opening)
+        check(bool(opening.messages), "open returned no messages, and the policy needs one to begin with")
         return opening
 
     async def step(self, action: Action) -> Observation:
-        with self._span("step", turn=action.turn):
-            observation = await in_time(self._env.step(action), self._limits.step_s, "step_s", "step", "timeout")
-        check(
-            isinstance(observation, Observation),
-            f"step returned {type(observation).__name__}, and must return an Observation",
-        )
-        check_messages(observation.messages)
-        for name, reward in observation.rewards.items():
-            check(math.isfinite(reward), f"step returned the reward {name} = {reward}, and it must be finite")
         longest = self._limits.max_observation_chars
-        return replace(observation, messages=tuple(shortened(message, longest) for message in observation.messages))
+        with self._span("step", turn=action.turn):
+            try:
+                observation = await in_time(lambda: self._env.step(action), self._limits.step_s, "step_s", "step")
+            except PolicyFault as fault:
+                raise readable(fault, longest) from fault.__cause__
+        observation = checked_observation(observation)
+        return replace(observation, messages=tuple(short(message, longest) for message in observation.messages))
 
     async def close(self) -> None:
         """Close in time, also while the episode is being cancelled. A failure is logged: the episode is over anyway."""
-        closing = asyncio.ensure_future(self._env.close())
+        closing = asyncio.ensure_future(closed(self._env))
         try:
             with self._span("close"):
                 async with asyncio.timeout(self._limits.close_s):
@@ -91,36 +86,29 @@ class LimitedEnv:
             self._events.span(self._lane, stage, begun_s, clock(), episode=self._name, **args)
 
 
-async def in_time(doing: Awaitable[T], limit_s: float, key: str, stage: str, late: EnvCause) -> T:
-    """The result of a stage. Raises PolicyFault as it is, and EnvFault for everything else."""
+async def closed(env: Env) -> None:
+    with called("close"):  # in a task of its own, which passes on what would end the process
+        await env.close()
+
+
+async def in_time(
+    ask: Callable[[], Awaitable[T]], limit_s: float, key: str, stage: str, late: EnvCause = "timeout"
+) -> T:
+    """The result of a stage. Raises PolicyFault or EnvFault for whatever it raises, but a cancellation from outside."""
     try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await doing
-    except (PolicyFault, EnvFault):
-        raise
-    except Exception as error:  # the user's code may raise anything
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
-        raise EnvFault(f"{stage} raised {type(error).__name__}: {error}", "broken") from error
+        return await within(limit_s, ask(), f"{LANE}.{stage}")
+    except TimeIsUp:
+        raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
+    except BaseException as error:  # the user's code may raise anything
+        if comes_from_outside(error):
+            raise
+        fault = fault_of(error, stage, NO_RULES, has_acted=stage != "open")
+        if fault is error:
+            raise
+        raise fault from error
 
 
-def check(holds: bool, detail: str) -> None:
-    if not holds:
-        raise EnvFault(detail, "protocol")
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    for message in messages:
-        check(isinstance(message, Message), f"a message is a {type(message).__name__}, and must be a Message")
-        check(message.role in ROLES, f"a message has the role {message.role!r}; known: {', '.join(ROLES)}")
-        check(isinstance(message.content, str), f"a message's content is a {type(message.content).__name__}, no text")
-
-
-def shortened(message: Message, max_chars: int) -> Message:
+def short(message: Message, max_chars: int) -> Message:
     """The message without the middle of a content that is too long."""
-    content = message.content
-    if len(content) <= max_chars:
-        return message
-    begin = (max_chars + 1) // 2
-    end = len(content) - (max_chars - begin)
-    return replace(message, content=f"{content[:begin]}\n[{end - begin} characters left out]\n{content[end:]}")
+    content = shortened(message.content, max_chars)
+    return message if content is message.content else replace(message, content=content)

@@ -8,7 +8,8 @@ re-tokenized.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -165,7 +166,8 @@ class _Episode:
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
-        new_ids = prompt_ids = self.renderer.render(opening, self.tools)
+        with self._rendering("open"):
+            new_ids = prompt_ids = self.renderer.render(opening, self.tools)
         while True:
             room = self._room(prompt_ids)
             completion = await self._sampled(prompt_ids, room)
@@ -182,11 +184,22 @@ class _Episode:
                 return "turns"
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
-            new_ids = self.renderer.extend(turn.replies, self.tools)
+            with self._rendering("step"):
+                new_ids = self.renderer.extend(turn.replies, self.tools)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
             self.request.on_turn(self._so_far())
+
+    @contextmanager
+    def _rendering(self, stage: str) -> Iterator[None]:
+        """Context: what the chat template refuses is the environment's fault, unless it is the data's own prompt."""
+        try:
+            yield
+        except ValueError as error:
+            if not (self.opening or self.tools or self.turns):
+                raise
+            raise EnvFault(f"{stage} returned what the chat template doesn't take: {error}", "protocol") from error
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that the next turn may take. The first turn takes all, so that its engine refuses a long prompt."""
@@ -225,22 +238,26 @@ class _Episode:
         try:
             observation = await self.env.step(action)
         except PolicyFault as fault:
-            observation = replace(shown_fault(action, fault), state_key=self.state_key)
+            observation = replace(after_fault(action, fault), state_key=self.state_key)
         if not observation.messages and not observation.done:
             raise EnvFault("step returned no messages, and didn't end the episode: return done=True", "protocol")
         self.state_key = observation.state_key
         return observation, replace(
             turn,
             tool_calls=parsed.tool_calls,
-            replies=() if observation.done else tuple(observation.messages),
+            replies=tuple(observation.messages),
             rewards=dict(observation.rewards),
             faults=tuple(observation.faults),
             env_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
         )
 
 
-def shown_fault(action: Action, fault: PolicyFault) -> Observation:
-    """What the policy reads of its own fault: a tool's result after a call, else a message of the user."""
+def after_fault(action: Action, fault: PolicyFault) -> Observation:
+    """The end, if the fault ends the episode. Else what the policy reads of it: a tool's result after a call, a message
+    of the user without one.
+    """
+    if fault.ends:
+        return Observation(done=True, faults=(fault.kind,))
     text, calls = str(fault), action.tool_calls
     messages = [Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id) for call in calls]
     return Observation(messages=messages or [Message(role="user", content=text)], faults=(fault.kind,))

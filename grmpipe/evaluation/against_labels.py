@@ -1,4 +1,4 @@
-"""A judge against labelled work: outcomes, accuracy by subset and by k, with standard errors. Pure."""
+"""A judge against labelled work: outcomes, accuracy by subset and by k, with 95 % intervals. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 import random
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from grmpipe.config.judge import Scale
+from grmpipe.data.prompts import asked
+from grmpipe.evaluation.intervals import Estimate, stratified
+from grmpipe.evaluation.leaderboards import Leaderboard, leaderboard_of
 from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta_rm, draws_of, scores_of_draw
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.verdict import Vote, mean
@@ -27,6 +30,7 @@ from grmpipe.types import (
 )
 from models.seeds import derive_seed
 
+T = TypeVar("T")
 Outcome = Literal["right", "wrong", "tied", "failed"]
 Scores = Mapping[int, float]  # sibling -> score; without siblings that have none
 
@@ -70,10 +74,19 @@ class JudgedItem:
 
 def num_tokens_of(report: JudgeReport) -> int:
     """Tokens sampled for a report, including failed judgements."""
-    completions = [judgement.completion for judgement in report.judgements]
-    completions += [failure.completion for failure in report.failures if isinstance(failure, FailedJudgement)]
+    completions = [one.completion for one in answers_in(report)]
     completions += [report.principles] if report.principles is not None else []
     return sum(completion.num_tokens for completion in completions)
+
+
+def num_prompt_tokens_of(reports: Sequence[JudgeReport]) -> int | None:
+    """Tokens of the prompts behind judgements, including failed ones. None if a model returns no token ids."""
+    lengths = [len(one.prompt_ids) for report in reports for one in answers_in(report)]
+    return None if 0 in lengths else sum(lengths)
+
+
+def answers_in(report: JudgeReport) -> list[Judgement | FailedJudgement]:
+    return [*report.judgements, *(failure for failure in report.failures if isinstance(failure, FailedJudgement))]
 
 
 def outcome_of(item: Labelled, scores: Scores) -> Outcome:
@@ -92,29 +105,60 @@ def outcome_of(item: Labelled, scores: Scores) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ItemOutcomes:
+    """The outcomes of an item; several are samples of it, whose mean counts. asked: its prompt, which items share."""
+
+    asked: Hashable
+    outcomes: Sequence[Outcome]
+
+    def share(self, outcome: Outcome) -> float:
+        return sum(one == outcome for one in self.outcomes) / len(self.outcomes)
+
+
+Strata = Sequence[tuple[float, Sequence[T]]]  # (weight, members), none of them empty: a mean of means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """A share of all items, including failed and tied ones, with its standard error over the items."""
+    """A share of all items, including failed and tied ones. Of several strata: the weighted mean of their shares.
+
+    error, low, high: its standard error and 95 % interval over prompts: items with the same prompt aren't independent.
+    """
 
     accuracy: float
     error: float
+    low: float
+    high: float
     num_items: int
+    num_prompts: int
     tied_share: float
     failed_share: float
 
     @staticmethod
-    def over(outcomes_by_item: Sequence[Sequence[Outcome]]) -> Accuracy:
-        """The accuracy over items; NaN over none. Several outcomes of one item are samples of it: their mean counts."""
-        if not outcomes_by_item:
-            return Accuracy(accuracy=math.nan, error=math.nan, num_items=0, tied_share=math.nan, failed_share=math.nan)
-        shares = [Counter(outcomes) for outcomes in outcomes_by_item]
-        right = [count["right"] / count.total() for count in shares]
+    def over(strata: Strata[ItemOutcomes]) -> Accuracy:
+        """The accuracy over items; NaN over none."""
+
+        def share(outcome: Outcome) -> Estimate:
+            return stratified([(weight, by_prompt(items, outcome)) for weight, items in strata])
+
+        right = share("right")
         return Accuracy(
-            accuracy=statistics.fmean(right),
-            error=statistics.stdev(right) / math.sqrt(len(right)) if len(right) > 1 else 0.0,
-            num_items=len(right),
-            tied_share=statistics.fmean(count["tied"] / count.total() for count in shares),
-            failed_share=statistics.fmean(count["failed"] / count.total() for count in shares),
+            accuracy=right.mean,
+            error=right.error,
+            low=right.low,
+            high=right.high,
+            num_items=sum(len(items) for _, items in strata),
+            num_prompts=right.num_clusters,
+            tied_share=share("tied").mean,
+            failed_share=share("failed").mean,
         )
+
+
+def by_prompt(items: Sequence[ItemOutcomes], outcome: Outcome) -> dict[Hashable, list[float]]:
+    shares: dict[Hashable, list[float]] = {}
+    for item in items:
+        shares.setdefault(item.asked, []).append(item.share(outcome))
+    return shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,17 +187,23 @@ class SubsetResult:
 class JudgeEvaluation:
     """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares.
 
-    num_judgements, num_tokens, failed_judgements: of one of several judges also those on items about which it was asked
-    in part, which are in none of its accuracies.
+    num_judgements, num_tokens, num_prompt_tokens, failed_judgements: of one of several judges also those on items about
+    which it was asked in part, which are in none of its accuracies.
+    num_prompt_tokens: of all judgements, without shared principles; None for a model that returns no token ids.
     """
 
-    overall: SubsetResult
+    overall: SubsetResult  # the leaderboard's mean over sections, if all of its subsets are here, else that over items
+    mean_over: str  # what `overall` is the mean of, in words
+    over_items: SubsetResult
+    sections: Mapping[str, SubsetResult]  # of a leaderboard; empty without one
     subsets: Mapping[str, SubsetResult]
-    tokens_by_k: Mapping[int, float]
+    tokens_by_k: Mapping[int, float]  # sampled
+    prompt_tokens_by_k: Mapping[int, float]
     failed_judgements: Mapping[str, int]  # by cause
     failed_items: Mapping[str, int]  # by the cause of the first response without a verdict
     num_judgements: int
-    num_tokens: int
+    num_tokens: int  # sampled
+    num_prompt_tokens: int | None
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
     score_error: float | None  # mean distance from the label, over scored responses
     by_judge: Mapping[str, JudgeEvaluation] = field(default_factory=dict)  # empty with a single judge
@@ -191,30 +241,71 @@ def evaluation_of(
         by_subset.setdefault(one.item.subset or "all", []).append(one)
     failures = [failure for report in reports for failure in report.failures]
     num_counted, num_tokens = sum(len(report.judgements) for report in reports), sum(map(num_tokens_of, reports))
+    num_prompt_tokens = num_prompt_tokens_of(reports)
     num_asked = max((one.num_asked for one in judged), default=1)
+    ks = recount.ks if num_counted else ()
+    over_items = result_of([(1.0, judged)], scale, recount)
+    board, missing = leaderboard_of(by_subset)
+    sections = sections_of(board, by_subset) if board is not None and not missing else {}
+    whole = [(share, items) for strata in sections.values() for share, items in strata]
     return JudgeEvaluation(
-        overall=result_of(judged, scale, recount),
-        subsets={name: result_of(own, scale, recount) for name, own in sorted(by_subset.items())},
-        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in recount.ks if num_counted},
+        overall=result_of(whole, scale, recount) if whole else over_items,
+        mean_over=words_of_mean(board, missing),
+        over_items=over_items,
+        sections={name: result_of(strata, scale, recount) for name, strata in sections.items()},
+        subsets={name: result_of([(1.0, own)], scale, recount) for name, own in sorted(by_subset.items())},
+        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in ks},
+        prompt_tokens_by_k={
+            k: num_prompt_tokens / len(judged) * k / num_asked for k in ks if num_prompt_tokens is not None
+        },
         failed_judgements=Counter(failure.cause for failure in failures),
         failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
         num_judgements=num_counted + len(failures),
         num_tokens=num_tokens,
+        num_prompt_tokens=num_prompt_tokens,
         bias=bias_of(judged, scale),
         score_error=score_error(judged, scale),
     )
 
 
-def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
-    counted = [one for one in judged if one.judgements]
+def sections_of(
+    board: Leaderboard, by_subset: Mapping[str, Sequence[JudgedItem]]
+) -> dict[str, list[tuple[float, Sequence[JudgedItem]]]]:
+    """Section -> its subsets, each with its share of the section."""
+    return {
+        section: [(weight / math.fsum(weights.values()), by_subset[subset]) for subset, weight in weights.items()]
+        for section, weights in board.sections.items()
+    }
+
+
+def words_of_mean(board: Leaderboard | None, missing: Collection[str]) -> str:
+    if board is None:
+        return "items"
+    if missing:
+        return f"items, not {board.name}'s sections: {', '.join(sorted(missing))} missing"
+    return f"{board.name}'s sections {', '.join(board.sections)}" + (f"; {board.apart}" if board.apart else "")
+
+
+def result_of(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
+    counted = [one for _, judged in strata for one in judged if one.judgements]
     ks = recount.ks if counted else ()
     meta_rm_ks = ks if all(one.meta_rm_weights is not None for one in counted) else ()
+
+    def accuracy(outcomes: Callable[[JudgedItem], Sequence[Outcome]]) -> Accuracy:
+        return Accuracy.over(
+            [
+                (weight, [ItemOutcomes(asked=asked(one.item.prompt), outcomes=outcomes(one)) for one in judged])
+                for weight, judged in strata
+            ]
+        )
+
+    def recount_at(k: int, meta_rm: bool) -> Accuracy:
+        return accuracy(lambda one: recounted(one, k, recount, meta_rm))
+
     return SubsetResult(
-        judged=Accuracy.over([[outcome_of(one.item, one.verdict_scores(scale))] for one in judged]),
-        by_k={k: Accuracy.over([recounted(one, k, recount) for one in judged]) for k in ks},
-        with_meta_rm={
-            k: Accuracy.over([recounted(one, k, recount, meta_rm=True) for one in judged]) for k in meta_rm_ks
-        },
+        judged=accuracy(lambda one: [outcome_of(one.item, one.verdict_scores(scale))]),
+        by_k={k: recount_at(k, meta_rm=False) for k in ks},
+        with_meta_rm={k: recount_at(k, meta_rm=True) for k in meta_rm_ks},
     )
 
 

@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
+from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+WIDTH = 400  # columns, more than any table has
 PICTURE = "accuracy.png"
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
@@ -81,19 +82,26 @@ def of_judge(name: str) -> dict[str, str]:
 def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
     """Print the results. max_subsets: subsets sampled for each smaller k. is_drawn: whether there is a plot."""
     console = Console()
-    console.print(table_of(result))
-    if result.overall.with_meta_rm:
-        console.print(meta_rm_table_of(result))
-    if result.by_judge:
-        console.print(judges_table_of(result))
+    print_tables(
+        table_of(result),
+        *([meta_rm_table_of(result)] if result.overall.with_meta_rm else []),
+        *([judges_table_of(result)] if result.by_judge else []),
+    )
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
     if is_drawable(result) and not is_drawn:
         console.print(NO_PICTURE, highlight=False)
 
 
+def print_tables(*tables: Table) -> None:
+    """Print tables as wide as they are: no number is cut off, whatever the width of the terminal."""
+    wide = Console(width=WIDTH)
+    for one in tables:
+        wide.print(one)
+
+
 def table_of(result: JudgeEvaluation) -> Table:
-    heads = ("items", "judged", "+-", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
+    heads = ("items", "judged", "95 %", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
     return by_subset(result, "right, in percent of all items: failed and tied ones count as wrong", heads, cells_of)
 
 
@@ -105,7 +113,7 @@ def meta_rm_table_of(result: JudgeEvaluation) -> Table:
 
 def judges_table_of(result: JudgeEvaluation) -> Table:
     """The table of several judges: each by itself, and all together."""
-    heads = ("items", "judged", "+-", "tied", "failed", "judgements", "lost", "tokens")
+    heads = ("items", "judged", "95 %", "tied", "failed", "judgements", "lost", "tokens")
     rows = [(name, judge_cells_of(own)) for name, own in result.by_judge.items()]
     return table("judge", "the same, judge by judge", heads, [*rows, ("together", judge_cells_of(result))])
 
@@ -113,7 +121,9 @@ def judges_table_of(result: JudgeEvaluation) -> Table:
 def by_subset(
     result: JudgeEvaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
 ) -> Table:
-    rows = [*result.subsets.items(), ("overall", result.overall)]
+    sections = [(f"= {name}", section) for name, section in result.sections.items()]
+    items = [("all items", result.over_items)] if sections else []
+    rows = [*result.subsets.items(), *sections, *items, ("overall", result.overall)]
     return table("subset", title, heads, [(name, cells(subset)) for name, subset in rows])
 
 
@@ -137,7 +147,9 @@ def judge_cells_of(result: JudgeEvaluation) -> Iterator[str]:
 
 def cells_of(subset: SubsetResult) -> Iterator[str]:
     yield str(subset.judged.num_items)
-    shares = [subset.judged.accuracy, subset.judged.error, *(one.accuracy for one in subset.by_k.values())]
+    yield percent(subset.judged.accuracy)
+    yield interval(subset.judged.low, subset.judged.high)
+    shares = [one.accuracy for one in subset.by_k.values()]
     yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
 
 
@@ -150,9 +162,17 @@ def percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{100 * share:.1f}"
 
 
+def interval(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"{100 * low:.0f}-{100 * high:.0f}"
+
+
 def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     """Notes on what the table leaves out, one per line."""
-    yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
+    yield (
+        "judged: by the judge's own verdicts, with its 95 % interval over prompts (items of one prompt count as one); "
+        "a single response must get its label"
+    )
+    yield f"overall: the mean over {result.mean_over}"
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
         yield f"judgements: {result.num_judgements} asked, {num_failed} failed{causes(result.failed_judgements)}"
@@ -167,8 +187,9 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
     if result.tokens_by_k:
-        costs = ", ".join(f"{tokens:.0f} at k={k}" for k, tokens in result.tokens_by_k.items())
-        yield f"tokens sampled per item: {costs}"
+        yield f"tokens sampled per item: {costs(result.tokens_by_k)}"
+        prompts = costs(result.prompt_tokens_by_k) or "not known here, the model returns no token ids"
+        yield f"tokens of prompts per item: {prompts}"
         yield f"smaller k: subsets of the same judgements, all or {max_subsets} drawn, with a new vote"
     if result.score_error is not None:
         yield f"scored responses: the score differs from the label by {result.score_error:.2f} on average"
@@ -185,6 +206,10 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
             yield f"{description} {result.bias[name]:.2f}"
     if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
         yield "order flips: not measured, this judge doesn't compare two responses in both orders"
+
+
+def costs(tokens_by_k: Mapping[int, float]) -> str:
+    return ", ".join(f"{tokens:.0f} at k={k}" for k, tokens in tokens_by_k.items())
 
 
 def causes(counts: Mapping[str, int]) -> str:
@@ -222,8 +247,8 @@ def draw_judges(axes: Axes, result: JudgeEvaluation) -> None:
     colours = [*["tab:blue"] * len(together), "black"]
     together["together"] = result
     judged = [one.overall.judged for one in together.values()]
-    values, errors = [one.accuracy for one in judged], [one.error for one in judged]
-    axes.bar(list(together), values, yerr=errors, color=colours, ecolor="gray", capsize=3, alpha=0.7)
+    values = [one.accuracy for one in judged]
+    axes.bar(list(together), values, yerr=bars_of(judged), color=colours, ecolor="gray", capsize=3, alpha=0.7)
     axes.set_ylim(0, 1)
 
 
@@ -234,9 +259,14 @@ def draw_ks(axes: Axes, result: JudgeEvaluation) -> None:
         ("overall", result.overall.by_k, "o-"), ("overall, with meta-RM", result.overall.with_meta_rm, "s--")
     ):  # fmt: skip
         if by_k:
-            values, errors = [one.accuracy for one in by_k.values()], [one.error for one in by_k.values()]
+            values, errors = [one.accuracy for one in by_k.values()], bars_of(list(by_k.values()))
             axes.errorbar(list(by_k), values, yerr=errors, fmt=style, color="black", capsize=3, label=label)
     axes.set(xscale="log", xlabel="judgements per vote (k)")
     axes.set_xticks(list(result.overall.by_k), [str(k) for k in result.overall.by_k], minor=False)
     axes.minorticks_off()
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def bars_of(shares: Sequence[Accuracy]) -> tuple[list[float], list[float]]:
+    """The distances to both ends of the intervals."""
+    return [one.accuracy - one.low for one in shares], [one.high - one.accuracy for one in shares]

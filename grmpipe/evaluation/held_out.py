@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems: what the policy gets right by a rule that training never sees, and the judge's
+"""Evaluation on held-out prompts: what the policy gets right by a rule that training never sees, and the judge's
 verdicts.
 """
 
@@ -8,15 +8,19 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.evaluation.intervals import Estimate
+from grmpipe.evaluation.sampled_answers import Counting, figures, with_ends
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.pointwise_adapter import judge_alone
+from grmpipe.judge.monitor.reward_hacking import REWARD, Reading
+from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
@@ -29,35 +33,61 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ONE_ANSWER = Counting(num_samples=1, pass_k=(1,))
 EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", "grm_accuracy", "response_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out problem and its judged answer. `right` is None without a reference."""
+    """A held-out prompt and one judged answer to it.
+
+    right:   how right it is by the rule, from 0 to 1; None without a reference that it can use.
+    sample:  which of the answers to the prompt; None: the greedy one.
+    rewards: on [0, 1], as composed (REWARD) and by each judge that was asked; None: its verdict failed. If a judge
+             compares: beside the answer of the first evaluation to the same prompt, 0.5 if the two are alike.
+    """
 
     prompt: Prompt
     rollout: Rollout
     report: JudgeReport
-    right: bool | None
+    right: float | None
+    sample: int | None = 0
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+
+GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
+
+
+def ignore_answer(answer: JudgedRollout) -> None:
+    """For callers that read the answers at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """The metrics by their names in summary.json, and the sampled rollouts behind them."""
+    """The metrics by their names in summary.json, and the answers behind them.
+
+    rollouts: sampled, in the order of the prompts. greedy: only if they are judged.
+    """
 
     metrics: Metrics
     rollouts: tuple[JudgedRollout, ...]
+    greedy: tuple[JudgedRollout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
+    """Plays held-out prompts, sampled and greedily; the sampled answers are judged.
 
+    counting:   how many answers to a prompt are sampled, each with a seed of its own.
+    greedy:     whether a greedy answer is played, too; judges_greedy: and judged.
+    places:     most answers in flight; None: no limit.
+    on_answer:  gets each judged answer when it is judged.
     first:      of several judges, the one whose verdicts are the GRM's: it judges every answer. None: the verdicts that
                 make the reward are, whose scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
     by_model:   whether a model judges, so that there is an accuracy of the GRM.
+    compares:   whether one of the judges compares, so that an answer is also judged beside that in `start`.
+    start:      prompt_id -> the answer of the first evaluation.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
@@ -69,9 +99,16 @@ class Evaluator:
     judge: Judge
     is_right: Rule
     seed: int
+    counting: Counting = ONE_ANSWER
+    greedy: bool = True
+    judges_greedy: bool = False
+    places: asyncio.Semaphore | None = None
+    on_answer: Callable[[JudgedRollout], None] = ignore_answer
     first: str | None = None
     pass_reward: float | None = None
     by_model: bool = True
+    compares: bool = False
+    start: dict[str, Rollout] = field(default_factory=dict)
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
@@ -81,26 +118,33 @@ class Evaluator:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
         prompts = self.prompts[:limit]
         with asking_for("held_out"):
-            sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
-        greedy = [
-            asyncio.create_task(self._played(f"{name}-greedy-{i}", prompt, self.play_greedy))
-            for i, prompt in enumerate(prompts)
-        ]
+            sampled = [
+                asyncio.create_task(self._judged(request_of(name, i, sample), prompt, sample))
+                for i, prompt in enumerate(prompts)
+                for sample in range(self.counting.num_samples)
+            ]
+            greedy = [
+                asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
+                for i, prompt in enumerate(prompts if self.greedy else ())
+            ]
         await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
-        greedy_right = [
-            self.is_right(rollout.answer, prompt.reference)
-            for prompt, task in zip(prompts, greedy, strict=True)
-            if (rollout := _result(task)) is not None and prompt.reference is not None
-        ]
+        greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
         self.skill.measured(by_judge)
+        greedy_right = [right for right, _ in greedy_answers if right is not None]
         metrics = summarise(judged, greedy_right, self.first, self.pass_reward if self.by_model else None)
         metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != self.first}
-        return HeldOutEvaluation(metrics=metrics, rollouts=judged)
+        if self.counting.num_samples > 1:
+            metrics |= with_ends(figures_of(judged, self.counting, self.pass_reward))
+        return HeldOutEvaluation(
+            metrics=metrics,
+            rollouts=judged,
+            greedy=tuple(answer for _, answer in greedy_answers if answer is not None),
+        )
 
     async def _until_ended(
-        self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
+        self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[GreedyAnswer | None]]
     ) -> None:
         """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled."""
         clock = self.clock or ActiveClock()
@@ -145,22 +189,107 @@ class Evaluator:
         self.episodes.rollout(rollout)
         return rollout
 
-    async def _judged(self, group_id: str, prompt: Prompt) -> JudgedRollout | None:
-        rollout = await self._played(group_id, prompt, self.play_sampled)
-        if rollout is None:
+    async def _judged(self, group_id: str, prompt: Prompt, sample: int | None) -> JudgedRollout | None:
+        async with self.places or nullcontext():
+            play = self.play_greedy if sample is None else self.play_sampled
+            rollout = await self._played(group_id, prompt, play)
+            if rollout is None:
+                return None
+            report = await judge_alone(self.judge, prompt, rollout)
+            answer = JudgedRollout(
+                prompt=prompt,
+                rollout=rollout,
+                report=report,
+                right=self._right(prompt, rollout),
+                sample=sample,
+                rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
+            )
+        self.on_answer(answer)
+        return answer
+
+    async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
+        if self.judges_greedy:
+            answer = await self._judged(group_id, prompt, None)
+            return None if answer is None else (answer.right, answer)
+        rollout = await self._played(group_id, prompt, self.play_greedy)
+        return None if rollout is None else (self._right(prompt, rollout), None)
+
+    def _right(self, prompt: Prompt, rollout: Rollout) -> float | None:
+        """How right an answer is; None without a reference that the rule can use."""
+        if prompt.reference is None:
             return None
-        report = await judge_alone(self.judge, prompt, rollout)
-        right = None if prompt.reference is None else self.is_right(rollout.answer, prompt.reference)
-        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
+        try:
+            return self.is_right(rollout.answer, prompt.reference)
+        except ValueError as error:
+            log.warning("held-out prompt %s has no known truth: %s", prompt.prompt_id, error)
+            return None
+
+    async def _beside_the_start(self, prompt: Prompt, rollout: Rollout) -> dict[str, float | None]:
+        """The rewards of an answer beside that of the first evaluation: 0.5, plus half of the difference."""
+        if (start := self.start.get(prompt.prompt_id)) is None:
+            return {}
+        pair = [replace(one, group_id=rollout.group_id, sibling=i) for i, one in enumerate((start, rollout))]
+        then, now = map(rewards_by, await judge_group(self.judge, prompt, pair))
+        return {
+            name: None if reward is None or (before := then.get(name)) is None else (1 + reward - before) / 2
+            for name, reward in now.items()
+        }
+
+
+def rewards_by(report: JudgeReport) -> dict[str, float | None]:
+    """The reward as composed (REWARD) and by each judge that was asked; None: its verdict failed."""
+    verdicts = {name: one.verdict for name, one in {REWARD: report, **report.by_judge}.items()}
+    return {name: verdict.outcome if isinstance(verdict, Verdict) else None for name, verdict in verdicts.items()}
+
+
+def reading(step: int, judged: Sequence[JudgedRollout]) -> Reading | None:
+    """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
+    the answers only has no part in it: which ones others chose moves its mean.
+    """
+    right = [one.right for one in judged if one.right is not None]
+    if not right:
+        return None
+    found = {
+        name: [reward for one in judged if (reward := one.rewards[name]) is not None]
+        for name in judged[0].rewards
+        if all(name in one.rewards for one in judged)
+    }
+    rewards = {name: statistics.fmean(given) for name, given in found.items() if given}
+    return Reading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right)) if rewards else None
+
+
+def request_of(name: str, index: int, sample: int) -> str:
+    """The id of an answer, which decides its seed: the first of a prompt has the same however many there are."""
+    return f"{name}-{index}" if sample == 0 else f"{name}-{index}.{sample}"
 
 
 def _result(task: asyncio.Task[T]) -> T | None:
     return None if task.cancelled() else task.result()
 
 
+def figures_of(judged: Sequence[JudgedRollout], counting: Counting, pass_reward: float | None) -> dict[str, Estimate]:
+    """avg@n and pass@k by the verdicts, and, as true_*, by the rule where it can tell. A failed verdict is no number.
+    pass_reward: the lowest reward of an answer that passes; None: no pass@k by the verdicts.
+    """
+    rewards: dict[str, list[float]] = {}
+    truths: dict[str, list[float]] = {}
+    for one in judged:
+        if isinstance(one.report.verdict, Verdict):
+            rewards.setdefault(one.prompt.prompt_id, []).append(one.report.verdict.outcome)
+        if one.right is not None:
+            truths.setdefault(one.prompt.prompt_id, []).append(float(one.right))
+    passed = {
+        name: [float(reaches(reward, pass_reward)) for reward in own]
+        for name, own in rewards.items()
+        if pass_reward is not None
+    }
+    right = {name: [float(reaches(truth, 1.0)) for truth in own] for name, own in truths.items()}
+    return figures(rewards, passed, counting) | figures(truths, right, counting, prefix="true_")
+
+
 def summarise(
     judged: Sequence[JudgedRollout],
-    greedy_right: Sequence[bool],
+    greedy_right: Sequence[float],
     first: str | None = None,
     pass_reward: float | None = None,
 ) -> Metrics:
@@ -183,7 +312,7 @@ def summarise(
     return metrics
 
 
-RightAndVerdict = tuple[bool | None, Verdict]  # whether an answer is right, if that is known, and a verdict on it
+RightAndVerdict = tuple[float | None, Verdict]  # how right an answer is, if that is known, and a verdict on it
 
 
 def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[RightAndVerdict]:
@@ -199,8 +328,9 @@ def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[Righ
 
 
 def agreements(verdicts: Sequence[RightAndVerdict], pass_reward: float) -> list[bool]:
-    """Whether a judge passes right answers and fails wrong ones, for the answers with known truth."""
-    return [reaches(verdict.outcome, pass_reward) == right for right, verdict in verdicts if right is not None]
+    """Whether a judge passes and fails the same answers as the rule, for the answers with known truth."""
+    known = [(right, verdict.outcome) for right, verdict in verdicts if right is not None]
+    return [reaches(reward, pass_reward) == reaches(right, pass_reward) for right, reward in known]
 
 
 def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:

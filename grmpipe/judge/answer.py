@@ -2,7 +2,8 @@ r"""The number that a text gives as its answer. Pure. It never guesses: anything
 
 A number is 12, -3, 1,234.50, 1{,}000, .5, 1e5, 3/2, \frac{3}{2} or 1 1/2. A unit or a currency next to it is ignored.
 In a text with a \boxed{}, the last box counts; it must hold one number and nothing to compute. In any other text the
-last number counts; if it is part of an expression (2^10, \sqrt{3}), there is no answer. ASCII digits only.
+last number counts; if it is part of an expression (2^10, \sqrt{3}) or of numbers in a row (3 4 5), there is no answer.
+A minus before spaces is a sign where nothing stands before it that it could subtract from. ASCII digits only.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ MARKS = ("\\", "^", "~", "\N{MINUS SIGN}")  # every text that CLEANINGS match co
 # A number is part of an expression if one of these stands before or after it.
 PART_BEFORE = re.compile(r"(?:[\^_√{/]|\\(?:sqrt|cdot|times|pm))\s*-?\Z")
 PART_AFTER = re.compile(r"\s*(?:[\^√π]|\\(?:sqrt|pi|cdot|times|frac|pm)|/ ?[0-9]|[eE][+-]?[0-9])")
+# A minus before spaces that is a sign: not that of "a - 5", nor the mark of an item in a list.
+SIGN_APART = re.compile(r"(?:\A|[=:(\[{$])[ \t]*-[ \t]+\Z")
+MINUS_APART = re.compile(r"-[ \t]+")
+IN_A_ROW = re.compile(r"[0-9][ \t]+\Z")
 # Allowed around the only number: "The answer is", "x =", "$"; "%", "km/h", "apples".
 BEFORE = re.compile(r"\s*(?:[A-Za-z][A-Za-z' ]*(?:\([A-Za-z0-9]\))? *[ :=]\s*)?\$?\s*(?:\\?[$€£¥]\s*)?\+?")
 AFTER = re.compile(rf"\s*(?:\\?%|°|{UNIT}|(?<=\s)[A-Za-z]{{2,}})?(?:[ /.]+[A-Za-z]+)*\s*[.$\s]*")
@@ -55,8 +60,11 @@ def answer_of(text: str) -> Fraction | None:
     if not found:
         return None
     last = found[0]
-    before = PART_BEFORE.search(text, max(0, last.start() - NEARBY), last.start())
-    return None if before or PART_AFTER.match(text, last.end()) else value_of(last)
+    nearby = (max(0, last.start() - NEARBY), last.start())
+    if PART_BEFORE.search(text, *nearby) or IN_A_ROW.search(text, *nearby) or PART_AFTER.match(text, last.end()):
+        return None
+    value = value_of(last)
+    return -value if value is not None and SIGN_APART.search(text, *nearby) and last[0][0] != "-" else value
 
 
 @lru_cache(maxsize=4096)
@@ -84,10 +92,13 @@ def only_number(text: str) -> Fraction | None:
     text = cleaned(text)
     before = BEFORE.match(text)
     assert before is not None, "it may be empty"
-    number = NUMBER.match(text, before.end())
+    apart = MINUS_APART.match(text, before.end())
+    is_negative = apart is not None and SIGN_APART.search(text, 0, apart.end()) is not None
+    number = NUMBER.match(text, apart.end() if apart is not None and is_negative else before.end())
     if number is None or not AFTER.fullmatch(text, number.end()) or NO_UNIT.search(text):
         return None
-    return value_of(number)
+    value = value_of(number)
+    return -value if value is not None and is_negative and number[0][0] != "-" else value
 
 
 def inside_of_last_box(text: str) -> str:

@@ -3,15 +3,15 @@
     {% block system %}How to judge.{% endblock %}
     {% block user %}{{ question }} {{ response }}{% endblock %}
 
-The name of a block is the role of its message, and a role may occur several times. A template without blocks is one
-user message. `{% set markers = [...] %}` declares a model's own markers, as regular expressions
-(grmpipe/judge/prompt.py).
+The name of a block is the role of its message, and a role may occur several times. An empty block `messages` stands for
+the messages of the prompt, under their own roles. A template without blocks is one user message.
+`{% set markers = [...] %}` declares a model's own markers, as regular expressions (grmpipe/judge/prompt.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,6 +20,8 @@ from models.types import Message
 
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 MARKERS = "markers"
+MESSAGES = "messages"
+ROLES = ("user", "assistant")  # of messages that a model takes besides those of its format
 
 
 class ConversationTemplate:
@@ -38,6 +40,12 @@ class ConversationTemplate:
                 f"{label}: has text outside of its blocks; put every message into one, "
                 "{% block system %}...{% endblock %} or {% block user %}...{% endblock %}"
             )
+        for block in blocks:
+            if block.name == MESSAGES and not all(map(is_blank, block.body)):
+                raise ValueError(
+                    f"{label}: the block messages stands for the prompt's own messages; type "
+                    "{% block messages %}{% endblock %}"
+                )
         set_first = [node for node in rest if isinstance(node, nodes.Assign)]
         self.parts = [(block.name, tree_of([*set_first, *block.body])) for block in blocks] or [("user", tree_of(rest))]
         self.tree = tree_of([*rest, *(node for block in blocks for node in block.body)])
@@ -45,12 +53,38 @@ class ConversationTemplate:
         for role, part in self.parts:
             self._messages.append((role, JINJA.from_string(part)))
 
-    def render(self, fields: Mapping[str, object]) -> tuple[Message, ...]:
-        """The messages, without the line breaks around the text of a block."""
-        texts = [(role, template.render(fields)) for role, template in self._messages]
+    @property
+    def shows_messages(self) -> bool:
+        """Whether it shows the messages of the prompt one by one."""
+        return self.has_block_of_messages or any(node.name == MESSAGES for node in self.tree.find_all(nodes.Name))
+
+    @property
+    def has_block_of_messages(self) -> bool:
+        return any(role == MESSAGES for role, _ in self.parts)
+
+    def render(self, fields: Mapping[str, object], messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages, without the line breaks around the text of a block.
+
+        messages: of the prompt. ValueError if a block stands for them, and one has a role that the model can't take.
+        """
         if self.is_one_message:
-            return tuple(Message(role=role, content=text) for role, text in texts)
-        return tuple(Message(role=role, content=text.strip("\n")) for role, text in texts)
+            return tuple(Message(role=role, content=template.render(fields)) for role, template in self._messages)
+        made: list[Message] = []
+        for role, template in self._messages:
+            if role == MESSAGES:
+                made += map(checked_role, messages)
+            else:
+                made.append(Message(role=role, content=template.render(fields)))
+        return tuple(Message(role=one.role, content=one.content.strip("\n")) for one in made)
+
+
+def checked_role(message: Message) -> Message:
+    if message.role not in ROLES:
+        raise ValueError(
+            f"a message has the role {message.role}, and the model that is asked takes {' and '.join(ROLES)} only; "
+            "leave such messages out of the prompts, or type another judge"
+        )
+    return message
 
 
 def parsed(label: str, template_text: str) -> nodes.Template:

@@ -6,12 +6,16 @@ import inspect
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE
+from grmpipe.judge.checked_judge import CheckedJudge, CheckedRolloutJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, RolloutJudge
 from grmpipe.types import Judge
 
 
-def load_custom_judge(config: JudgeConfig) -> Judge:
-    """An instance of `judge.target`: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
+def load_custom_judge(config: JudgeConfig, section: str = JUDGE) -> Judge:
+    """An instance of `judge.target` behind its door: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
+
+    section: of the judge in the configuration.
 
     Raises ValueError if the class can't be imported, can't be constructed, or is neither.
     """
@@ -20,14 +24,17 @@ def load_custom_judge(config: JudgeConfig) -> Judge:
         raise ValueError(f"target: {config.target} is not a class")
     try:
         judge = made(**config.options)
-    except Exception as error:  # importing or constructing the user's class may raise anything
+    except (Exception, SystemExit) as error:  # importing or constructing the user's class may raise anything
         raise ValueError(
             f"options: {config.target} can't be constructed with {config.options}: {type(error).__name__}: {error}"
         ) from error
+    key = f"{section}.target"
+    if isinstance(judge, PointwiseAdapter):
+        return PointwiseAdapter(CheckedRolloutJudge(judge.judge, key))
     if isinstance(judge, Judge):
-        return judge
+        return CheckedJudge(judge.open, judge.open, key)
     if isinstance(judge, RolloutJudge):
-        return PointwiseAdapter(judge)
+        return PointwiseAdapter(CheckedRolloutJudge(judge, key))
     raise ValueError(
         f"target: {config.target} is not a judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
         "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a JudgeSession"

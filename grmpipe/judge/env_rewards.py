@@ -13,7 +13,7 @@ COMPONENT = "env"  # the name of its reward in a breakdown
 
 class EnvRewardJudge:
     """The sum of the environment's rewards is the score and the reward, on no scale. A rollout without any reward is
-    Failed: the environment didn't say what it is worth, which is not 0.
+    Failed: the environment didn't say what it is worth, which is not 0, unless `missing` says so.
     """
 
     def __init__(self, config: EnvRewardConfig) -> None:
@@ -22,6 +22,8 @@ class EnvRewardJudge:
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         found = [self._config.sum_of(turn.rewards) for turn in rollout.turns]
         given = {turn: reward for turn, reward in enumerate(found) if reward is not None}
+        if not given and self._config.missing is not None:
+            given = {len(rollout.turns) - 1: self._config.missing}
         if not given:
             failure = Failed(stage="judge", cause="undecided", attempts=0, detail=self._missing(rollout))
             return JudgeReport(verdict=failure, failures=(failure,))

@@ -8,19 +8,25 @@ for a verdict if the judge quotes it:
 - Broken markers, for a template in a model's own format. What spells one of its markers gets a space after its first
   character. A text of the policy alone is shown as it is otherwise; with an environment there are fences as well, and
   a line that explains them.
+
+A prompt of one message is shown as the data have it. Of a conversation every message is guarded: earlier answers may be
+a policy's. In the place of the question each line begins with its role, "|user| ".
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.trajectory import Passage, Trajectory, Voice
+from models.types import Message
 
 FENCES: dict[Voice, str] = {"policy": "> ", "environment": "| "}
 LEGEND = 'The response begins each line with "> ", what tools and the environment answered with "| ".'
+CONVERSATION_LEGEND = "Each line of the conversation begins with its role; the last message is to be answered."
+ROLE_LABELS = Markup([r"(?m:^)(?:system|user|assistant|tool) ?:"], any_case=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,10 @@ class TextGuard:
     @staticmethod
     def of(label: str, markers: Sequence[str]) -> TextGuard:
         """The guard for these markers, in any case. ValueError for one that is no regular expression."""
-        ours = re.escape(LEGEND[:20])  # a text that is shown without a fence could claim to have one
+        # A text that is shown without a fence could claim to have one.
+        ours = (re.escape(LEGEND[:20]), re.escape(CONVERSATION_LEGEND[:40]))
         try:
-            return TextGuard(Markup([f"(?i:{marker})" for marker in (*markers, ours)]) if markers else None)
+            return TextGuard(Markup([*markers, *ours], any_case=True) if markers else None)
         except re.error as error:
             raise ValueError(f"{label}: markers: {error.pattern!r} is no regular expression: {error}") from error
 
@@ -50,12 +57,37 @@ class TextGuard:
             return [self.markers.broken(plain(trajectory)) for trajectory in trajectories]
         return [f"{LEGEND}\n{self.markers.broken(in_fences(trajectory))}" for trajectory in trajectories]
 
+    def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages of a prompt, for a template that shows them one by one."""
+        if len(messages) == 1:
+            return tuple(messages)
+        if self.markers is None:
+            return tuple(replace(one, content=after(role_fence(one), one.content)) for one in messages)
+        return tuple(replace(one, content=ROLE_LABELS.broken(self.markers.broken(one.content))) for one in messages)
+
+    def conversation(self, messages: Sequence[Message]) -> str:
+        """Several messages as one text, in the place of the question. An empty line parts two of the same role."""
+        shown, role = CONVERSATION_LEGEND, ""
+        for one in messages:
+            text = one.content if self.markers is None else self.markers.broken(one.content)
+            shown += ("\n\n" if one.role == role else "\n") + after(role_fence(one), text)
+            role = one.role
+        return shown
+
 
 def fenced(text: str, voice: Voice = "policy") -> str:
-    """The text with the voice's fence before every line. Line breaks are those of str.splitlines, which include form
-    feeds and U+2028.
-    """
-    return "\n".join(f"{FENCES[voice]}{line}" for line in text.splitlines() or [""])
+    """The text with the voice's fence before every line."""
+    return after(FENCES[voice], text)
+
+
+def role_fence(message: Message) -> str:
+    """Begins like the environment's fence, so that no quotation of it is read as a verdict."""
+    return f"|{message.role}| "
+
+
+def after(fence: str, text: str) -> str:
+    """Line breaks are those of str.splitlines, which include form feeds and U+2028."""
+    return "\n".join(f"{fence}{line}" for line in text.splitlines() or [""])
 
 
 def in_fences(trajectory: Trajectory) -> str:

@@ -1,8 +1,8 @@
-r"""The forms of a verdict: lines that end a judgement, as regular expressions. Pure; reads no judgement.
+r"""The forms of a verdict: what ends a judgement, as regular expressions. Pure; reads no judgement.
 
 A form accepts what a judge writes when asked for `Score: 7` or `\boxed{7}`: in any case, in Markdown emphasis, as a
-heading or a list item, as `7/10` if 10 is the highest score. A line of our own forms holds nothing else: a sentence
-around the score could quote the work under judgement.
+heading or a list item, as `7/10` if 10 is the highest score, with the number in the line after its label. A line of our
+own forms holds nothing else: a sentence around the score could quote the work under judgement.
 
 The expressions use only what the grammars of vLLM and SGLang support: classes, groups, alternatives, repetition; no
 lookarounds. No two adjacent parts repeat the same characters, so a line is matched in linear time.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from grmpipe.config.judge import Scale
 
 EMPHASIS = r"[ \t*_]*"
+IN_NEXT_LINE = r"[ \t\r*_]*(?:\n[ \t\r\n]*[*_]*)?"  # or in the same one
 LEAD = rf"[ \t*_#-]*(?:[0-9][.)]{EMPHASIS})?"  # a heading, an item of a list
 TAIL = r"[ \t*_.]*"
 MATH_OPENS = r"(?:(?:\$|\$\$|\\\(|\\\[)[ \t]*)?"
@@ -32,23 +33,27 @@ def decimals(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form of the verdict's line.
+    """A form of the verdict, which is the last line, or several.
 
     line:       makes its pattern from the pattern of one number, the scale, and the number of scores.
+    most_lines: over how many lines it may be written; blank ones don't count.
     closings:   lines that may follow without a meaning: the end of displayed mathematics, of a JSON object.
     num_scores: the scores that it always gives; None: as many as are asked for.
     lead:       pattern of what may stand before the verdict in its line; empty: nothing.
     lead_ends_thought: whether the lead is the end of the judge's thinking.
     halves:     whether numbers may end with .5 or .0.
-    scores_of:  makes the scores from the groups of the pattern.
+    decimals:   whether numbers may have decimals.
+    scores_of:  makes the scores from the groups of the pattern: a tuple of numbers.
     """
 
     line: Callable[[str, Scale, int], str]
+    most_lines: int = 1
     closings: tuple[str, ...] = ()
     num_scores: int | None = None
     lead: str = ""
     lead_ends_thought: bool = False
     halves: bool = False
+    decimals: bool = False
     scores_of: Callable[[Sequence[str], Scale], tuple[float, ...]] = integers
 
     def whole_line(self, number: str, scale: Scale, num_scores: int) -> str:
@@ -60,7 +65,12 @@ def score_line(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `Score: N`, which holds one score only."""
     assert num_scores == 1, num_scores
     label = rf"(?:(?:{any_case('final')}|{any_case('overall')})[ \t]+)?{any_case('score')}"
-    return rf"{LEAD}{label}{EMPHASIS}:{EMPHASIS}{number}(?:{EMPHASIS}/[ \t]*{scale.high})?{TAIL}"
+    return rf"{LEAD}{label}{EMPHASIS}:{IN_NEXT_LINE}{number}{out_of(scale)}{TAIL}"
+
+
+def out_of(scale: Scale) -> str:
+    """The pattern of the highest score behind a score: `/10`, `out of 10`, or nothing."""
+    return rf"(?:{EMPHASIS}(?:/[ \t]*|{any_case('out')}[ \t]+{any_case('of')}[ \t]+){scale.high})?"
 
 
 def boxed(number: str, scale: Scale, num_scores: int) -> str:
@@ -81,7 +91,7 @@ def any_case(word: str) -> str:
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
-SCORE_LINE = Form(line=score_line, num_scores=1)
+SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1)
 BOXED = Form(line=boxed, closings=("$$", "\\]"))
 
 
@@ -90,67 +100,87 @@ BOXED = Form(line=boxed, closings=("$$", "\\]"))
 
 PROSE = r"[^<>| \t\r\n][^\n]*"  # no quotation, no tag
 PROSE_WITHOUT_BRACKETS = r"(?:[^\[<>| \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"  # without "[["
+TAGS_WITHOUT_BRACKETS = r"(?:[^\[>| \t\r\n]|\[[^\[\n])(?:[^\[\n]|\[[^\[\n])*"
 BEFORE_OVERALL = r"(?:[^\\<>| \t\r\n][^\\\n]*)?"  # without a box
 AFTER_OVERALL = r"[^\\$\n]{0,32}"
 THOUGHT_AND_ITS_END = r"(?:[^>| \t\r\n][^\n]*)?</think>[ \t]*"
+RESULT_LABEL = rf"\[{any_case('result')}\](?:{EMPHASIS}:)?{IN_NEXT_LINE}"
+BOLD_RESULT_LABEL = rf"{LEAD}{any_case('result')}{EMPHASIS}:{IN_NEXT_LINE}"
+QUOTED_TAIL = r"""[ \t*_."'`”’)]*"""
+CLOSED_TAIL = r"[ \t*_.)]*"
 SPACE = r"[ \t]*"
+GAP = r"[ \t\r\n]*"
+MANY_LINES = 64
 JSON_ENDS = ("}\n```", "}", "```")  # the longest first
+JSON_VALUE = r'(?:"(?:[^"\\\n]|\\[^\n])*"|-?[0-9]+(?:\.[0-9]+)?|true|false|null)'
 
 
 def bracketed(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `[[7]]`."""
-    return rf"\[\[{number}\]\]{TAIL}"
+    return rf"\[\[{number}\]\]{QUOTED_TAIL}"
 
 
 def bracketed_letter(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `[[A]]` or `[[B]]`."""
-    return rf"\[\[([AB])\]\]{TAIL}"
+    return rf"\[\[([AB])\]\]{QUOTED_TAIL}"
 
 
 def bracketed_letter_or_tie(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `[[A]]`, `[[B]]`, or `[[C]]` for a tie."""
-    return rf"\[\[([ABC])\]\]{TAIL}"
+    return rf"\[\[([ABC])\]\]{QUOTED_TAIL}"
 
 
 def answer_letter(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `<answer>[[A]]</answer>` or `<answer>[[B]]</answer>`."""
-    return rf"<answer>{SPACE}\[\[([AB])\]\]{SPACE}</answer>"
+    return rf"<answer>{GAP}\[\[([AB])\]\]{GAP}</answer>"
 
 
 def answer_scores(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `<answer>3</answer><answer>5</answer>`, one answer for each score."""
-    return SPACE.join([rf"<answer>{SPACE}{number}{SPACE}</answer>"] * num_scores)
+    return GAP.join([rf"<answer>{GAP}{number}{GAP}</answer>"] * num_scores)
 
 
 def result(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[RESULT] 4`."""
-    return rf"\[RESULT\]{SPACE}{number}{TAIL}"
+    """The pattern of `[RESULT] 4` or `[RESULT] (4)`."""
+    return rf"{RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}"
 
 
 def result_letter(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[RESULT] A` or `[RESULT] B`."""
-    return rf"\[RESULT\]{SPACE}([AB]){TAIL}"
+    """The pattern of `[RESULT] A` or `[RESULT] (B)`."""
+    return rf"{RESULT_LABEL}\(?([AB]){CLOSED_TAIL}"
 
 
 def bold_result(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `**Result:** 4`."""
-    return rf"{LEAD}{any_case('result')}{EMPHASIS}:{EMPHASIS}{number}{TAIL}"
+    return rf"{BOLD_RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}"
 
 
 def bold_result_letter(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `**Result:** A` or `**Result:** B`."""
-    return rf"{LEAD}{any_case('result')}{EMPHASIS}:{EMPHASIS}([AB]){TAIL}"
+    return rf"{BOLD_RESULT_LABEL}\(?([AB]){CLOSED_TAIL}"
 
 
 def choice_field(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of the JSON field `"Choice": "Model A"`, alone or as a whole object in one line."""
-    return rf'\{{?{SPACE}"Choice"{SPACE}:{SPACE}"\[?Model ([AB])\]?"{SPACE}\}}?'
+    """The pattern of the JSON field `"Choice": "Model A"`."""
+    return json_field("Choice", r'"\[?Model ([AB])\]?"')
 
 
 def ranking_field(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of the JSON field `"ranking": 2`, alone or as the last one of a whole object in one line."""
-    scores = rf'(?:"score_1"{SPACE}:{SPACE}[0-9],{SPACE}"score_2"{SPACE}:{SPACE}[0-9],{SPACE})?'
-    return rf'\{{?{SPACE}{scores}"ranking"{SPACE}:{SPACE}{number}{SPACE}\}}?'
+    """The pattern of the JSON field `"ranking": 2`."""
+    return json_field("ranking", number)
+
+
+def json_field(key: str, value: str) -> str:
+    """The pattern of a field of a JSON object, whose braces may be missing: the only one of this key."""
+    other = rf'"{other_than(key)}"{GAP}:{GAP}{JSON_VALUE}'
+    return rf'(?:\{{{GAP})?(?:{other}{GAP},{GAP})*"{key}"{GAP}:{GAP}{value}(?:{GAP},{GAP}{other})*{GAP}\}}?'
+
+
+def other_than(key: str) -> str:
+    """The pattern of every key but this one."""
+    rest = r'[^"\\\n]'
+    leaves = [rf'{key[:place]}(?:[^{key[place]}"\\\n]{rest}*)?' for place in range(len(key))]
+    return f"(?:{'|'.join(leaves)}|{key}{rest}+)"
 
 
 def boxed_score(number: str, scale: Scale, num_scores: int) -> str:
@@ -170,20 +200,25 @@ def by_letter(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
 
 def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     """A ranking from low (the first response is much better) to high (the second one is)."""
-    ranking = int(found[0])
+    ranking = float(found[0])
     return (scale.low + scale.high - ranking, ranking)
 
 
-RATING = Form(line=bracketed, lead=PROSE_WITHOUT_BRACKETS, num_scores=1)
+RATING = Form(line=bracketed, lead=PROSE_WITHOUT_BRACKETS, num_scores=1, decimals=True, scores_of=decimals)
 LETTER = Form(line=bracketed_letter, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
 LETTER_OR_TIE = Form(line=bracketed_letter_or_tie, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
-ANSWER_LETTER = Form(line=answer_letter, num_scores=2, scores_of=by_letter)
-ANSWER_SCORES = Form(line=answer_scores, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True)
-RESULT = Form(line=result, lead=PROSE, num_scores=1)
-RESULT_LETTER = Form(line=result_letter, lead=PROSE, num_scores=2, scores_of=by_letter)
-BOLD_RESULT = Form(line=bold_result, num_scores=1)
-BOLD_RESULT_LETTER = Form(line=bold_result_letter, num_scores=2, scores_of=by_letter)
-CHOICE_FIELD = Form(line=choice_field, closings=JSON_ENDS, num_scores=2, scores_of=by_letter)
-RANKING_FIELD = Form(line=ranking_field, closings=JSON_ENDS, num_scores=2, scores_of=by_ranking)
+ANSWER_LETTER = Form(line=answer_letter, most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
+ANSWER_SCORES = Form(
+    line=answer_scores, most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True,
+    scores_of=decimals,
+)  # fmt: skip
+RESULT = Form(line=result, most_lines=2, lead=PROSE, num_scores=1)
+RESULT_LETTER = Form(line=result_letter, most_lines=2, lead=PROSE, num_scores=2, scores_of=by_letter)
+BOLD_RESULT = Form(line=bold_result, most_lines=2, num_scores=1)
+BOLD_RESULT_LETTER = Form(line=bold_result_letter, most_lines=2, num_scores=2, scores_of=by_letter)
+CHOICE_FIELD = Form(line=choice_field, most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, scores_of=by_letter)
+RANKING_FIELD = Form(
+    line=ranking_field, most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, decimals=True, scores_of=by_ranking
+)
 RANKING_BOX = Form(line=boxed_score, closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking)
 OVERALL_BOXED = Form(line=overall_boxed, num_scores=1, halves=True, scores_of=decimals)

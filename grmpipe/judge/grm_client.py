@@ -61,16 +61,28 @@ class GrmClient:
         self._parser = parser_named(config.parser)
         self._places = PrioritySemaphore(config.max_concurrency)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether a repeated request would get the same answer."""
+        return self._config.temperature == 0
+
+    @property
+    def _most_attempts(self) -> int:
+        """For an unusable answer."""
+        return 1 if self.is_greedy else 1 + self._config.max_retries
+
     def room_for(self, new_tokens: int) -> int | None:
         """The tokens that a prompt may have. None if the context window is unknown."""
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, with retries while the answer is unusable. The router retries a dead engine."""
+        """One judgement, with retries while the answer is unusable, unless it is greedy. The router retries a dead
+        engine.
+        """
         config = self._config
         pattern, budget = self._pattern(question.num_scores), self._budget(question.num_scores)
         results: list[Judgement | Failed] = []
-        for attempt in range(1 + config.max_retries):
+        for attempt in range(self._most_attempts):
             request = GrmRequest(
                 request_id=f"{question.name}/j{index}.{attempt}{self._mark}",
                 group_id=question.group_id,
@@ -89,7 +101,7 @@ class GrmClient:
     async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
         """A free text that isn't truncated: the principles of a group. Retried like a judgement."""
         result: Completion | Failed
-        for attempt in range(1 + self._config.max_retries):
+        for attempt in range(self._most_attempts):
             request = GrmRequest(
                 request_id=f"{request_id}.{attempt}{self._mark}",
                 group_id=group_id,

@@ -1,17 +1,20 @@
 r"""Scores parsed from a judgement, or the cause why there are none. Pure; never a default, never a guess.
 
-The verdict is the last line that isn't blank, and nothing else. Text elsewhere (a draft, the score of a criterion, a
-quotation of the work under judgement) is never used instead. The verdict is not part of the judge's thinking: thinking
-that begins a judgement must end, in a line that isn't a quotation, before the verdict's line.
+The verdict is what ends the judgement: the last line that isn't blank or, for some forms, the last few. Text elsewhere
+(a draft, the score of a criterion, a quotation of the work under judgement) is never used instead. The verdict is not
+part of the judge's thinking: thinking that begins a judgement must end, in a line that isn't a quotation, before the
+verdict's first line.
 
 A line ends at "\n" only: other line breaks may stand within a quotation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from grmpipe.config.judge import Scale
@@ -27,12 +30,15 @@ Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
 NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
 HALVES = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[05])?)"
+DECIMALS = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[0-9]{1,4})?)"
 BLANK = " \t\r"
 THOUGHT_BEGINS, THOUGHT_ENDS = KNOWN_MARKERS[0]  # of a judgement whose thought isn't marked
 
 
 def parser_named(name: str) -> Parser:
-    """Reads the last line, which must be of the form that `judge.parser` names: exactly `num_scores` integers."""
+    """Reads the end of a judgement, which must be of the form that `judge.parser` names, with exactly `num_scores`
+    scores.
+    """
     return functools.partial(scores_in, PARSERS.found(name, Form))
 
 
@@ -55,30 +61,43 @@ def in_usual_markers(completion: Completion) -> str:
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
     if form.num_scores not in (None, num_scores):
         return "unparseable"
-    match = line_of(form, scale, num_scores).fullmatch(verdict_line(text, form))
+    pattern = pattern_of(form, scale, num_scores)
+    match = next(filter(None, map(pattern.fullmatch, ends_of(text, form))), None)
     if match is None:
         return "unparseable"
-    scores = form.scores_of(match.groups(), scale)
+    scores = checked(form.scores_of(match.groups(), scale), num_scores)
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
+def checked(found: object, num_scores: int) -> Scores:
+    """The scores that a form made. ValueError if a form of the user's own made anything else."""
+    if isinstance(found, tuple) and len(found) == num_scores:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            scores = tuple(map(float, found))
+            if all(map(math.isfinite, scores)):
+                return scores
+    raise ValueError(
+        f"judge.parser: scores_of of its Form returned {repr(found)[:80]}; return a tuple of {num_scores} numbers"
+    )
+
+
 @functools.lru_cache(maxsize=256)
-def line_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
-    return re.compile(form.whole_line(HALVES if form.halves else NUMBER, scale, num_scores))
+def pattern_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
+    number = DECIMALS if form.decimals else HALVES if form.halves else NUMBER
+    return re.compile(form.whole_line(number, scale, num_scores))
 
 
-def verdict_line(text: str, form: Form) -> str:
-    """The line where the verdict must be. Empty if there is none: the judge wrote nothing, or only thinking."""
+def ends_of(text: str, form: Form) -> Iterator[str]:
+    """What the verdict may be: the last line, the last two, and so on. Nothing if the judge wrote only thinking."""
     lines = [line for line in (line.strip(BLANK) for line in text.split("\n")) if line]
     for closing in form.closings:
         ends = closing.split("\n")
         if lines[-len(ends) :] == ends:
             lines = lines[: -len(ends)]
             break
-    if not lines:
-        return ""
-    end = len(lines) if form.lead_ends_thought else len(lines) - 1
-    return "" if is_still_thinking(text, lines[:end]) else lines[-1]
+    for start in reversed(range(max(0, len(lines) - form.most_lines), len(lines))):
+        if not is_still_thinking(text, lines if form.lead_ends_thought else lines[:start]):
+            yield "\n".join(lines[start:])
 
 
 def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:

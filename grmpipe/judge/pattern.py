@@ -37,7 +37,7 @@ def judgement_pattern(name: str, scale: Scale, num_scores: int = 1, markers: Thi
         begun = rf"{literal(markers.open)}[^\n]*\n"
         whole = rf"(?:{thought(markers)}|{no_thought(markers.open)})?{verdict}"
     if form.lead_ends_thought:
-        line = form.line(scores(scale, form.halves), scale, num_scores)
+        line = form.line(scores_of(form, scale), scale, num_scores)
         whole = rf"(?:{whole}|{begun}{LINES}{BLANK}{form.lead}{line}{closing_pattern(form)}{BLANK_LINES})"
     return whole if markers.in_prompt else rf"{BLANK_LINES}{whole}"
 
@@ -49,8 +49,8 @@ def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
 
 def verdict_pattern(name: str, scale: Scale, num_scores: int) -> str:
     form = PARSERS.found(name, Form)
-    number = scores(scale, form.halves)
-    return rf"{BLANK}{form.whole_line(number, scale, num_scores)}{closing_pattern(form)}{BLANK_LINES}"
+    line = form.whole_line(scores_of(form, scale), scale, num_scores)
+    return rf"{BLANK}{line}{closing_pattern(form)}{BLANK_LINES}"
 
 
 def closing_pattern(form: Form) -> str:
@@ -82,18 +82,20 @@ def literal(text: str) -> str:
     return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
 
 
-def scores(scale: Scale, halves: bool = False) -> str:
-    """The pattern of all scores of a scale, with or without halves. Raises ValueError if there are too many to list."""
+def scores_of(form: Form, scale: Scale) -> str:
+    """The pattern of all scores of a scale, as a form writes numbers. ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
             "type judge.structured=false, or a smaller scale (judge.score_min, judge.score_max)"
         )
-    decimals = [half_of(score, scale) if halves else "" for score in range(scale.low, scale.high + 1)]
-    return "(?:" + "|".join(f"{score}{ending}" for score, ending in enumerate(decimals, start=scale.low)) + ")"
+    numbers = (f"{score}{decimals_of(form, score, scale)}" for score in range(scale.low, scale.high + 1))
+    return f"(?:{'|'.join(numbers)})"
 
 
-def half_of(score: int, scale: Scale) -> str:
-    """The pattern of the decimals of a score. A half leads away from zero, and may leave the scale."""
+def decimals_of(form: Form, score: int, scale: Scale) -> str:
+    """The pattern of the decimals of a score. They lead away from zero, and may leave the scale."""
     leaves = score == (scale.high if score >= 0 else scale.low)
-    return r"(?:\.0)?" if leaves else r"(?:\.[05])?"
+    if form.decimals:
+        return r"(?:\.0{1,4})?" if leaves else r"(?:\.[0-9]{1,4})?"
+    return "" if not form.halves else r"(?:\.0)?" if leaves else r"(?:\.[05])?"

@@ -3,14 +3,15 @@ tokens and no engine.
 
 A template in a model's own format declares the model's markers and the signs of its verdict
 (`{% set markers = [...] %}`); any other has a fence. A template may only print the guarded text, never compute with it:
-a filter could remove the guard. Each of several responses has its own. Principles have none: the judge wrote them
-before there was any text of the policy.
+a filter could remove the guard. Each of several responses has its own, and so has a conversation of several messages.
+Principles have none: the judge wrote them before there was any text of the policy.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import UndefinedError, meta, nodes
@@ -101,9 +102,7 @@ class JudgePrompt:
         """
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
         rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
-        fields: dict[str, object] = {
-            "question": question_of(prompt),
-            "messages": prompt.messages,
+        fields = fields_of(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
@@ -114,12 +113,14 @@ class JudgePrompt:
         known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
-            return self._template.render(fields)
+            return self._template.render(fields, self._guard.messages(prompt.messages))
         except UndefinedError as error:
             raise ValueError(
                 f"{self._label}, prompt {prompt.prompt_id}: {error.message}; add the fields of the template "
                 "to the prompts, or type a judge.template without them"
             ) from error
+        except ValueError as error:
+            raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 
     def _guarded(self, responses: Sequence[Trajectory]) -> dict[str, object]:
         """The fields that hold the responses."""
@@ -162,6 +163,7 @@ class PrinciplesPrompt:
         path = path_of("principles_template", template)
         self._label, text = f"principles_template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
+        self._guard = TextGuard.of(self._label, self._template.markers)
         refuse_unknown(self._label, self._template.tree, self.FIELDS)
         self.render(PROBE)
 
@@ -170,10 +172,10 @@ class PrinciplesPrompt:
         have.
         """
         known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
-        fields = {"question": question_of(prompt), "messages": prompt.messages}
+        fields = fields_of(self._template, self._guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
-            return self._template.render(fields)
+            return self._template.render(fields, self._guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 
@@ -185,6 +187,23 @@ def path_of(key: str, template: str) -> Path:
         names = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
         raise ValueError(f"{key}: no file {template!r}; type one of {names}, or the path of a Jinja file")
     return path
+
+
+def fields_of(template: ConversationTemplate, guard: TextGuard, prompt: Prompt) -> dict[str, object]:
+    """The fields of what is asked. A template that doesn't show the messages one by one has the whole conversation in
+    the place of the question.
+    """
+    question = question_of(prompt)
+    if len(prompt.messages) > 1 and not template.shows_messages:
+        question = guard.conversation(prompt.messages)
+    return {"question": question, "messages": guard.messages(prompt.messages)}
+
+
+def with_texts(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
+    """The prompt with the texts of its conversation changed; the only message of a prompt stays as it is."""
+    if len(prompt.messages) == 1:
+        return prompt
+    return replace(prompt, messages=tuple(replace(one, content=change(one.content)) for one in prompt.messages))
 
 
 def question_of(prompt: Prompt) -> str:

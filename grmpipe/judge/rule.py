@@ -1,20 +1,25 @@
-"""Judges by a rule: whether a text gives the reference answer. Asks no model, reads no critique."""
+"""Judges by a rule: whether, or how well, a text gives the reference answer. Asks no model, reads no critique."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import cast
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import RULES
+from grmpipe.config.judging import JUDGE
+from grmpipe.config.user_code import UserCodeError, called, described, number_of, shown
 from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.math_rule import means_the_same as means_the_same
 from grmpipe.judge.pointwise_adapter import refused
-from grmpipe.judge.verdict import mean, voted
-from grmpipe.types import JudgeReport, Prompt, Rollout
+from grmpipe.judge.verdict import outcome, unasked
+from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
 
-Rule = Callable[[str, str], bool]
+log = logging.getLogger(__name__)
+
+Rule = Callable[[str, str], float]  # text, reference -> how right the text is, from 0 to 1
 
 
 def is_right(text: str, reference: str) -> bool:
@@ -37,26 +42,64 @@ def words_of(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def rule_named(name: str) -> Rule:
-    """What `judge.rule` names."""
-    return cast(Rule, RULES.found(name))
+class RuleBrokenError(ValueError):
+    """A rule raised, or returned no number from 0 to 1. The text names its key, the function and the line."""
+
+
+def rule_named(name: str, key: str = JUDGE) -> Rule:
+    """What `judge.rule` names, behind its door: it returns a float from 0 to 1, and raises RuleBrokenError, or another
+    ValueError for what it can't decide.
+
+    key: the configuration's section of the judge.
+    """
+    rule = cast(Callable[[str, str], object], RULES.found(name))
+    owner = f"{key}.rule: {described(rule)}"
+
+    def graded(text: str, reference: str) -> float:
+        try:
+            with called(owner, (ValueError,)):
+                given = rule(text, reference)
+        except UserCodeError as error:
+            raise RuleBrokenError(str(error)) from error.__cause__
+        grade = number_of(given)
+        if grade is None or not 0 <= grade <= 1:
+            raise RuleBrokenError(f"{owner} returned {shown(given)}; return True or False, or a number from 0 to 1")
+        return grade
+
+    return graded
 
 
 class RuleJudge:
-    """Gives right answers the highest score and reward 1, wrong ones the lowest and reward 0. A prompt that the rule
-    can't decide is Failed.
+    """The rule's grade is the reward: right answers get the highest score and reward 1, wrong ones the lowest and 0. A
+    prompt that the rule can't decide is Failed, and so is an answer on which the rule breaks.
+
+    key: the configuration's section of the judge.
     """
 
-    def __init__(self, rule: str, scale: Scale | None = None) -> None:
-        self._rule = rule_named(rule)
+    def __init__(self, rule: str, scale: Scale | None = None, key: str = JUDGE) -> None:
+        self._rule = rule_named(rule, key)
         self._scale = scale or Scale()
+        self._has_broken = False
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
             return refused(f"prompt {prompt.prompt_id} has no reference")
         try:
-            right = self._rule(rollout.answer, prompt.reference)
+            grade = self._rule(rollout.answer, prompt.reference)
+        except RuleBrokenError as error:
+            # The first one is for the console, the others are for run.log.
+            log.log(logging.INFO if self._has_broken else logging.WARNING, "no verdict: %s", error)
+            self._has_broken = True
+            failure = unasked("broken", f"prompt {prompt.prompt_id}: {error}")
+            return JudgeReport(verdict=failure, failures=(failure,))
         except ValueError as error:
             return refused(f"prompt {prompt.prompt_id}: {error}")
-        scale = self._scale
-        return JudgeReport(verdict=voted("rule", rollout, (scale.high if right else scale.low,), mean, scale))
+        low, high = self._scale.low, self._scale.high
+        verdict = Verdict(
+            rewards=outcome(rollout, grade),
+            score=low + grade * (high - low),
+            breakdown={"rule": grade},
+            score_std=0.0,
+            num_judgements=1,
+        )
+        return JudgeReport(verdict=verdict)

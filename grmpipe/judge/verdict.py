@@ -11,6 +11,7 @@ from typing import cast
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import VOTES
+from grmpipe.config.user_code import UserCodeError, called, described, number_of, shown
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
@@ -144,8 +145,26 @@ def score_std(scores: Sequence[float]) -> float:
 
 
 def vote_named(name: str) -> Vote:
-    """The vote that `judge.vote` names, if it uses no meta-RM."""
-    return cast(Vote, VOTES.found(name))
+    """The vote that `judge.vote` names, if it uses no meta-RM. One of the user's own raises ValueError, which names it,
+    for what is no score.
+    """
+    found = cast(Vote, VOTES.found(name))
+    return found if name in VOTES else _checked(found)
+
+
+def _checked(vote: Vote) -> Vote:
+    def checked(scores: Sequence[float]) -> float:
+        owner = f"judge.vote: {described(vote)}"
+        try:
+            with called(owner):
+                given = vote(scores)
+        except UserCodeError as error:
+            raise ValueError(str(error)) from error.__cause__
+        if (score := number_of(given)) is None:
+            raise ValueError(f"{owner} returned {shown(given)}; return a number, the score of {len(scores)} judgements")
+        return score
+
+    return checked
 
 
 def pair_result(*orders: Sequence[float]) -> float:

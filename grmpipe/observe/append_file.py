@@ -27,8 +27,12 @@ class AppendFile:
         return self._file
 
     def append(self, piece: bytes) -> None:
-        """Append a piece. Raises OSError if it can't be written whole; the file then ends where it ended before."""
+        """Append a piece. Raises OSError if the file was deleted, where nobody would find it, or if it can't be written
+        whole; the file then ends where it ended before.
+        """
         file = self.open()
+        if os.fstat(file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(f"{self.path}: was deleted since it was opened")
         written = file.write(piece)
         if written != len(piece):
             file.truncate(file.tell() - (written or 0))

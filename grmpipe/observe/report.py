@@ -178,6 +178,8 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     if run.wall_s is not None:
         yield Tile(name="wall time", value=duration(run.wall_s))
     for name, value in run.eval_final.items() or run.eval_initial.items():
+        if is_end_of_interval(name, run.eval_final or run.eval_initial):
+            continue
         before = short(run.eval_initial[name]) if run.eval_final and name in run.eval_initial else ""
         yield Tile(name=name.replace("_", " "), value=short(value), before=before)
     if run.asked:
@@ -185,6 +187,11 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="failed", value=percent(sum(run.failed.values()) / run.asked))
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
+
+
+def is_end_of_interval(name: str, metrics: Mapping[str, float]) -> bool:
+    """Whether a metric is the end of another one's interval."""
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ("_low", "_high"))
 
 
 def judge_rows(run: RunFiles) -> list[tuple[str, ...]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.charts import Point
+from grmpipe.observe.evaluation_tables import FigureTable, evaluation_tables
 from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.judge_requests import RequestCounts, RequestTotals, read_totals
 from grmpipe.types import Metrics
@@ -133,6 +134,7 @@ class RunFiles:
     cascades: Mapping[str, CascadeNumbers]
     requests: RequestTotals  # to the models that judge
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
+    figures: Sequence[FigureTable]  # of task=evaluate
     shown: Sequence[Shown]
     config: str
     log_end: str
@@ -171,7 +173,8 @@ def read_run(run_dir: Path) -> RunFiles:
         cascades=cascades_of(part(judging, "cascades"), metrics),
         requests=requests_of(part(judging, "requests_by_model")) if judging else read_totals(run_dir),
         groups=groups_of(groups, metrics),
-        shown=shown_of(run_dir),
+        figures=evaluation_tables(run_dir),
+        shown=shown_of(run_dir) or answers_of(run_dir),
         config=config,
         log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
@@ -341,6 +344,24 @@ def shown_of(run_dir: Path) -> list[Shown]:
         ("late, judging failed", first_of([pair for pair in late if pair.score is None])),
         ("the last", late[-1] if late else None),
     ]
+    return each_once(choices)
+
+
+def answers_of(run_dir: Path) -> list[Shown]:
+    """A few answers of an evaluated policy: the ends of the scale, and a failure."""
+    early, late = ends_of(run_dir / "eval_rollouts.jsonl")
+    pairs = [Pair(rollout=line, report=line) for line in (*early, *late)]
+    judged = [pair for pair in pairs if pair.score is not None]
+    choices: list[tuple[str, Pair | None]] = [
+        ("scored highest", first_of(judged, key=lambda pair: -(pair.score or 0))),
+        ("scored lowest", first_of(judged, key=lambda pair: pair.score or 0)),
+        ("judging failed", first_of([pair for pair in pairs if pair.score is None])),
+    ]
+    return each_once(choices)
+
+
+def each_once(choices: Sequence[tuple[str, Pair | None]]) -> list[Shown]:
+    """The chosen rollouts, each for the first reason that chose it."""
     chosen: dict[tuple[str, int], tuple[str, Pair]] = {}
     for why, pair in choices:
         if pair is not None:
@@ -412,7 +433,8 @@ def said(message: Record) -> Said:
 
 def shown_turn(turn: Record, spans: Sequence[Record]) -> ShownTurn:
     """spans: of the verdict, on this turn."""
-    facts = [f"judged {own_reward(span):.3g}" for span in spans]
+    facts = ["a branch: it doesn't continue the turn before"] if turn.get("rewritten") else []
+    facts += [f"judged {own_reward(span):.3g}" for span in spans]
     facts += [f"{name} {reward:.3g}" for name, reward in turn.get("rewards", {}).items()]
     facts += [f"fault: {kind}" for kind in turn.get("faults", ())]
     if took_s := turn.get("env_s"):

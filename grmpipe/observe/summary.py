@@ -18,10 +18,18 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """Held-out metrics before the first and after the last step; empty without an evaluation."""
+    """Held-out metrics before the first and after the last step; empty without an evaluation.
+
+    by_prompts: of task=evaluate, those of a policy, by the name of its prompts: in the file they stand beside `initial`
+                and `final`.
+    """
 
     initial: Metrics = field(default_factory=dict)
     final: Metrics = field(default_factory=dict)
+    by_prompts: Mapping[str, Metrics] = field(default_factory=dict)
+
+    def to_json(self) -> object:
+        return plain({"initial": self.initial, "final": self.final, **self.by_prompts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +172,7 @@ class Summary:
     def to_json(self) -> dict[str, object]:
         """The summary as plain JSON: numbers that aren't finite become null."""
         names = [field.name for field in fields(self) if field.name != "failure" or self.failure is not None]
-        return {name: plain(getattr(self, name)) for name in names}
+        return {name: plain(getattr(self, name)) for name in names} | {"eval": self.eval.to_json()}
 
     def with_objective(self, path: str) -> Summary:
         return replace(self, objective=lookup(self, path))

@@ -265,13 +265,13 @@ def step_metrics(
 
 
 def truth_metrics(groups: Sequence[JudgedGroup], is_right: Rule) -> Metrics:
-    """The share of a batch that is right by the rule: reported, never trained on. Empty if there are no references."""
+    """How right a batch is by the rule, on average: reported, never trained on. Empty if there are no references."""
     right = [verdict for group in groups for verdict in ruled(group, is_right)]
     return {"train/true_accuracy": statistics.fmean(right)} if right else {}
 
 
-def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
-    """Whether the rule accepts each sibling. Empty without a reference, or with a rubric as one."""
+def ruled(group: JudgedGroup, is_right: Rule) -> list[float]:
+    """How right each sibling is by the rule. Empty without a reference, or with a rubric as one."""
     reference = group.prompt.reference
     if reference is None:
         return []

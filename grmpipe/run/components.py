@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.reward import always_asked
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.attempts import with_attempts
@@ -11,17 +12,20 @@ from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.seats import seated
 from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.sampled_answers import Counting
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.composition import Learners, compose
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.start import RunComponents
+from grmpipe.run.start_envs import Envs
 from grmpipe.types import Judge, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.recorder import Recorder
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.clock import ActiveClock
+from scheduler.routing.router import Router
 
 
 def make_parts(
@@ -41,7 +45,7 @@ def make_parts(
         learners,
         prompts=prepared.prompts,
         too_long=too_long(prepared),
-        play=make_play(prepared, running, prepared.config.rollout.temperature),
+        play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
         seats=running.envs.seats,
         judge=running.judge,
         journal=observers.recorder,
@@ -49,10 +53,10 @@ def make_parts(
     )
 
 
-def make_play(prepared: Prepared, running: RunComponents, temperature: float) -> Play:
-    """An episode without its request and prompt."""
+def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: float) -> Play:
+    """An episode without its request and prompt. engines: of the policy."""
     rollout, env = prepared.config.rollout, prepared.config.env
-    sampler, renderer = ReasoningEngine(running.policy, prepared.policy.renderer), prepared.policy.renderer
+    sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
     limits = EpisodeLimits(
         max_turns=rollout.max_turns,
@@ -61,11 +65,11 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
         timed=not env.env_kind.is_single,
     )
 
-    if (workflow := running.envs.workflow) is not None:
-        recorder = Recorder(sampler, renderer, params, limits, running.envs.events)
-        asked = freeing(workflow.play(recorder), running.policy)
+    if (workflow := envs.workflow) is not None:
+        recorder = Recorder(sampler, renderer, params, limits, envs.events)
+        asked = freeing(workflow.play(recorder), engines)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
-    make = running.envs.make
+    make = envs.make
     assert make is not None, "an episode without a workflow has an environment"
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
@@ -73,7 +77,7 @@ def make_play(prepared: Prepared, running: RunComponents, temperature: float) ->
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(freeing(played, running.policy), attempts=env.attempts, retry_s=env.retry_s)
+    return with_attempts(freeing(played, engines), attempts=env.attempts, retry_s=env.retry_s)
 
 
 def freeing(play: Play, engines: KeepsTrajectories) -> Play:
@@ -89,22 +93,36 @@ def freeing(play: Play, engines: KeepsTrajectories) -> Play:
 
 
 def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
-    clock = ActiveClock()
+    clock, evaluate, envs = ActiveClock(), prepared.config.evaluate, running.envs
     running.maintenance.stops(clock)
     return Evaluator(
         prompts=prepared.held_out,
-        play_sampled=seated(make_play(prepared, running, 1.0), running.envs.seats),
-        play_greedy=seated(make_play(prepared, running, 0.0), running.envs.seats),
+        play_sampled=seated(make_play(prepared, running.policy, envs, evaluate.temperature), envs.seats),
+        play_greedy=seated(make_play(prepared, running.policy, envs, 0.0), envs.seats),
         judge=with_own_bounds(running.judge),
         is_right=prepared.is_right,
-        seed=prepared.config.seed,
+        seed=seed_of(prepared.config),
+        counting=counting_of(evaluate, default=1),
+        greedy=evaluate.greedy,
         first=first_of_all_answers(prepared.config, running.judge, prepared.held_out),
         pass_reward=pass_reward_of(prepared.config),
         by_model=prepared.config.judging.by_model,
+        compares=any(one.protocol_kind.compares for one in prepared.config.judging.generative.values()),
         skill=skill_of(running.judge),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
     )
+
+
+def seed_of(config: RunConfig) -> int:
+    """The seed of sampled answers to held-out prompts."""
+    return config.seed if config.evaluate.seed is None else config.evaluate.seed
+
+
+def counting_of(evaluate: EvaluateConfig, default: int) -> Counting:
+    """How many answers to a prompt are sampled, and each k of pass@k. default: answers, if neither is set."""
+    num_samples = evaluate.samples(default)
+    return Counting(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))
 
 
 def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prompt]) -> str | None:
@@ -115,12 +133,6 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     sees_all = all(first in always_asked(config.reward, config.rewards, source) for source in sources)
     compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
     return first if first in members_of(judge) and sees_all and not compares else None
-
-
-def min_score_rise(config: RunConfig, evaluator: Evaluator) -> float:
-    """The rise of the GRM's score in an evaluation that counts as hacking, in the units of that score."""
-    rise, is_own = config.judge.anchor_min_score_rise, evaluator.first is not None or not members_of(evaluator.judge)
-    return config.first_judge.shown_score(rise) if is_own else rise
 
 
 def pass_reward_of(config: RunConfig) -> float | None:

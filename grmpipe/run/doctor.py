@@ -119,7 +119,22 @@ def vllm() -> str:
 
 def sglang(python: str) -> str:
     missing = installed.sglang_missing(python)
-    return missing or (f"in the environment of {python}" if python else f"sglang {version_of('sglang')}")
+    return missing or (
+        f"in the environment of {python}{sglang_nccl(python)}" if python else f"sglang {version_of('sglang')}"
+    )
+
+
+def sglang_nccl(python: str) -> str:
+    """What SGLang's NCCL means for pushes; empty if there is none, as on CPUs."""
+    ours, theirs = installed.nccl_version(), installed.nccl_version(python)
+    if not ours or not theirs:
+        return ""
+    if ours == theirs:
+        return f"; NCCL {theirs}, as the learner's"
+    return (
+        f"; NCCL {theirs}, the learner's is {ours}: NCCL refuses to connect them, so weights are sent by gloo; for "
+        f"nccl type `pip install nvidia-nccl-cu13=={ours}` there"
+    )
 
 
 def version_of(package: str) -> str | None:

@@ -60,12 +60,17 @@ class ServingEngines:
         )
 
 
-async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
-    """Start all engines. Of roles that share a device's memory, one sleeps before the next one starts."""
+async def start_routers(
+    cluster: Cluster, prepared: Prepared, events: EventSink, models: Sequence[Model] | None = None
+) -> ServingEngines:
+    """Start the engines of these models (all by default). Of roles that share a device's memory, one sleeps before the
+    next one starts.
+    """
+    models = prepared.models if models is None else models
     parts = await asyncio.gather(
-        *(start(cluster, models, prepared, events) for start, models in start_groups(prepared.models, prepared.roles))
+        *(start(cluster, group, prepared, events) for start, group in start_groups(models, prepared.roles))
     )
-    return ServingEngines.joined(parts, [model.name for model in prepared.models])
+    return ServingEngines.joined(parts, [model.name for model in models])
 
 
 StartGroup = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
@@ -210,6 +215,7 @@ def elastic_pools(
     """The elastic pools. memory_still: context of the learner, see ElasticRole."""
     placement, roles = prepared.placement, prepared.roles
     pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
+    learns_in = {seat.pool for seat in placement.seats.get("learner", ())}
     return tuple(
         ElasticPool(
             name,
@@ -221,7 +227,7 @@ def elastic_pools(
                     max_rows=roles.engine_on_slot(role).max_rows,
                     sleeps=roles.served[role].is_time_shared,
                     nothing_pushed=syncs[role].nothing_pushed if role in syncs else nullcontext,
-                    memory_still=memory_still if placement.seats["learner"][0].pool == name else nullcontext,
+                    memory_still=memory_still if name in learns_in else nullcontext,
                 )
                 for role in next(iter(slots.values()))
             },

@@ -1,111 +1,46 @@
-"""task=evaluate: the judge against labelled work. Starts only the judge's engines; trains nothing, plays nothing."""
+"""A judge against labelled work: asks it, writes and prints what came of it. Starts nothing, plays nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.judging import GRM
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
-from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.engines import start_engines
-from grmpipe.run.registry import CLUSTERS, JudgeParts, make_judge
-from grmpipe.run.session import Run, Session
-from grmpipe.run.start_grm import LogOf, connect_endpoints, find_grms
-from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
-from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
-from grmpipe.run.stats import judging
+from grmpipe.run.start_evaluation import EvaluationComponents
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
-from grmpipe.validate.judge_evaluation import PreparedEvaluation
-from models.types import Engine, EngineDenied, EngineDied, EngineRefused
-from scheduler.events import EventSink
+from grmpipe.validate.evaluation import PreparedEvaluation
+from models.types import EngineDied, EngineRefused
 from scheduler.supervise import raising_first
 
 log = logging.getLogger(__name__)
 
 
-class EvaluationRun(Run[PreparedEvaluation]):
-    """A judge's accuracy on labelled work."""
-
-    is_policy_run = False
-
-    def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
-        super().__init__(prepared, session)
-        self._began_s = time.monotonic()
-        self._result: JudgeEvaluation | None = None
-        self._counters = Counters()
-
-    async def run(self) -> Status:
-        """Judge everything, write evaluation.json and its picture, print the table."""
-        config = self._config
-        judged = await self._judge_all()
-        for report in (report for one in judged for report in one.reports):
-            self._counters.report(report)
-        self._result = result = evaluate(judged, config.first_judge.scale, recount_of(config))
-        scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-        is_drawn = write_files(self._run_dir, judged, result, config.first_judge.scale, scales)
-        show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
-        metrics = metrics_of(result, config.judging.first)
-        self._observers.tracker.log(0, {f"eval/{name}": value for name, value in metrics.items()})
-        return "completed"
-
-    async def _judge_all(self) -> list[JudgedItem]:
-        """Raises ConfigError if an endpoint serves nothing."""
-        try:
-            with asking_for("evaluation"):
-                return await judge_all(self._prepared, self._observers.timeline, self._observers.requests.of_model)
-        except EngineDenied as error:
-            raise ConfigError(str(error)) from error
-
-    def summary(self, status: Status, failure: str | None) -> Summary:
-        result = self._result
-        return Summary(
-            status=status,
-            steps=0,
-            versions=dict.fromkeys(self._config.judging.roles, 0) if result is not None else {},
-            wall_s=round(time.monotonic() - self._began_s, 3),
-            eval=EvalSummary() if result is None else EvalSummary(final=metrics_of(result, self._config.judging.first)),
-            judging=JudgingSummary() if result is None else judging_of(result, self._counters),
-            failure=failure,
-        )
-
-
-async def judge_all(ready: PreparedEvaluation, events: EventSink, requests: LogOf) -> list[JudgedItem]:
-    config, prepared = ready.config, ready.prepared
-    endpoints = connect_endpoints(prepared.roles, requests)
-    is_local = bool(prepared.grms or config.judging.scorer_roles)
-    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
-    scalars: ScalarModels | None = None
-    try:
-        engines: dict[str, Engine] = {}
-        meta_rm: MetaRmScorer | None = None
-        if cluster is not None:
-            started = await asyncio.gather(*(start_engines(cluster, grm, prepared, events) for grm in prepared.grms))
-            engines = {grm.name: router for grm, router in zip(prepared.grms, started, strict=True)}
-            scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
-            meta_rm = meta_rm_of(prepared.meta_rm, scorers, requests)
-        scalars = await start_scalar_models(cluster, prepared, events, requests)
-        grms = find_grms(prepared, engines, endpoints, events, requests)
-        judge = make_judge(JudgeParts(prepared=prepared, grms=grms, meta_rm=meta_rm, scalars=scalars.by_role))
-        return await judge_items(judge, meta_rm, ready.items, config)
-    finally:
-        for endpoint in endpoints.values():
-            await endpoint.close()
-        if scalars is not None:
-            await scalars.close()
-        if cluster is not None:
-            await cluster.shutdown()
+async def evaluate_judge(
+    ready: PreparedEvaluation, running: EvaluationComponents, run_dir: Path, counters: Counters
+) -> JudgeEvaluation:
+    """Judge all items, write evaluation.json and its picture, print the table. counters: get the reports."""
+    config = ready.measured
+    with asking_for("evaluation"):
+        judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
+    for report in (report for one in judged for report in one.reports):
+        counters.report(report)
+    result = evaluate(judged, config.first_judge.scale, recount_of(config))
+    scales = {name: judge.scale for name, judge in config.judging.judges.items()}
+    is_drawn = write_files(run_dir, judged, result, config.first_judge.scale, scales)
+    show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
+    return result
 
 
 async def judge_items(
@@ -164,21 +99,6 @@ def recount_of(config: RunConfig) -> Recount:
     )
 
 
-# -- the summary ---------------------------------------------------------------------------------------------------
-
-
-def judging_of(result: JudgeEvaluation, counters: Counters) -> JudgingSummary:
-    parts = judging(counters)
-    return JudgingSummary(
-        asked=result.num_judgements,
-        counted=result.num_judgements - sum(result.failed_judgements.values()),
-        failed=result.failed_judgements,
-        tokens=result.num_tokens,
-        by_judge=parts.by_judge,
-        cascades=parts.cascades,
-    )
-
-
 def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
     """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8. Those of each of
     several judges are named as in the evaluations of a training: grm_accuracy is the first judge's, safety_accuracy
@@ -187,6 +107,8 @@ def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
     overall = result.overall
     metrics = {
         "accuracy": overall.judged.accuracy,
+        "accuracy_low": overall.judged.low,
+        "accuracy_high": overall.judged.high,
         "tied_share": overall.judged.tied_share,
         "failed_share": overall.judged.failed_share,
         **at_k("accuracy", overall.by_k),

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.judge_monitor import JudgeMonitorConfig
+from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
@@ -80,10 +80,13 @@ class JudgeMonitor:
         self._why_unchecked = ""
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
+        defaults = LIMITS_OF_COMPARING if monitored.compares else {}
+        known = {**defaults, **config.limits}
         self._limits = Limits(
             config.limits,
-            exceeded=[name for name in config.limits if was_ringing(past, name)],
-            read_before=[name for name in config.limits if any(f"alarm/{name}" in line for line in past)],
+            exceeded=[name for name in known if was_ringing(past, name)],
+            read_before=[name for name in known if any(f"alarm/{name}" in line for line in past)],
+            defaults=defaults,
         )
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Coroutine, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grmpipe.run.engines import ServingEngines, elastic_pools
@@ -50,13 +51,14 @@ class Maintenance:
 def make_maintenance(
     prepared: Prepared,
     served: ServingEngines,
-    learner: LearnerGroup,
+    learner: LearnerGroup | None,
     syncs: Mapping[str, WeightSync],
     events: EventSink,
 ) -> Maintenance:
-    """syncs: of trained roles."""
+    """learner: None in an evaluation. syncs: of trained roles."""
     bring_current = served.bring_current(syncs)
-    elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
+    memory_still = nullcontext if learner is None else learner.still
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events, memory_still)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
     share = None

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation
-from grmpipe.judge.monitor.circuit_breaker import RewardHackingDetector
+from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, reading
+from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.observe.journal import read_records, replace_journal
+from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.run.observers import Observers
 from grmpipe.types import Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
+ANCHORS = "anchors.jsonl"
 
 
 class PeriodicEval:
     """Runs held-out evaluations: the first and the last on all problems, those between only on the anchors; none
     without problems.
+
+    start: file of the first evaluation's answers, beside which a judge that compares is shown later ones.
     """
 
     def __init__(
-        self, evaluator: Evaluator, alarm: RewardHackingDetector, observers: Observers, *, anchors: int, every: int
+        self,
+        evaluator: Evaluator,
+        alarm: RewardHackingDetector,
+        observers: Observers,
+        start: Path,
+        *,
+        anchors: int,
+        every: int,
     ) -> None:
         self.initial: Metrics = {}
         self.final: Metrics = {}
         self.alarms: list[str] = []
         self.readings: list[Reading] = []
-        self.rows: list[SampleRow] = []  # of the last evaluation
-        self.seen: list[tuple[Prompt, Rollout]] = []  # of the last evaluation
+        self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
+        self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
         self._alarm = alarm
         self._observers = observers
+        self._start = start
         self._anchors = anchors
         self._every = every
         self._has_ended = False  # the last evaluation took place
@@ -73,8 +89,10 @@ class PeriodicEval:
     def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
         """Continue from a checkpoint: the alarm compares with the start of the run, not of its resumption."""
         self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
-        for step, score, gold in readings:
-            self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
+        for one in readings:
+            self.ringing = self._alarm.record(one) is not None
+        if self._evaluator.compares and self._start.exists():
+            self._evaluator.start.update(read_records(self._start, answer_of))
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
         self.final = await self._evaluate(step, None)
@@ -92,19 +110,35 @@ class PeriodicEval:
         if self.interrupted:
             return {}
         evaluated = self._evaluating.result()
+        firsts = [one for one in evaluated.rollouts if one.sample == 0]
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
-            for one in evaluated.rollouts
+            for one in firsts
         ]
-        self.seen = [(one.prompt, one.rollout) for one in evaluated.rollouts]
+        self.seen = [(one.prompt, one.rollout) for one in firsts]
         log.info("held-out at step %d: %s", step, evaluated.metrics)
-        if {"grm_score", "true_accuracy"} <= evaluated.metrics.keys():
-            self._sound_alarm(step, evaluated.metrics["grm_score"], evaluated.metrics["true_accuracy"])
+        on_anchors = self._on_anchors(evaluated.rollouts)
+        if self._evaluator.compares and not self._evaluator.start:
+            on_anchors = self._keep_start(on_anchors)
+        if (found := reading(step, on_anchors)) is not None:
+            self._sound_alarm(found)
         return evaluated.metrics
 
-    def _sound_alarm(self, step: int, score: float, gold: float) -> None:
-        self.readings.append((step, score, gold))
-        alarm = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+    def _on_anchors(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
+        """The answers to the anchors, which every evaluation asks for."""
+        anchors = {prompt.prompt_id for prompt in self._evaluator.prompts[: self._anchors]}
+        return [one for one in judged if one.prompt.prompt_id in anchors]
+
+    def _keep_start(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
+        """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
+        alike = dict.fromkeys((REWARD, *members_of(self._evaluator.judge)), 0.5)
+        self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
+        replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
+        return [replace(one, rewards=alike) for one in judged]
+
+    def _sound_alarm(self, found: Reading) -> None:
+        self.readings.append(found)
+        alarm = self._alarm.record(found)
         if alarm is not None and not self.ringing:
             self.report_alarm(alarm)
         self.ringing = alarm is not None
@@ -114,6 +148,14 @@ class PeriodicEval:
         self.alarms.append(alarm)
         log.info("alarm: %s", alarm)
         self._observers.alarm(alarm)
+
+
+def answer_record(prompt_id: str, rollout: Rollout) -> dict[str, Any]:
+    return {"prompt_id": prompt_id, **encode_rollout(rollout)}
+
+
+def answer_of(record: dict[str, Any]) -> tuple[str, Rollout]:
+    return record["prompt_id"], decode_rollout(record)
 
 
 def named(metrics: Metrics) -> Metrics:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import key_of_judge
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
@@ -42,7 +43,14 @@ def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config = parts.prepared.config
     judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
-    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
+    return compose_judge(
+        config.reward,
+        config.rewards,
+        judges,
+        config.all_judges,
+        config.seed,
+        min_group_std=config.algorithm.min_group_std,
+    )
 
 
 def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
@@ -57,7 +65,7 @@ def scalar_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
 
 
 def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
+    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, key_of_judge(name)))
 
 
 def env_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
@@ -69,7 +77,7 @@ def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
 
 
 def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return load_custom_judge(judge)
+    return load_custom_judge(judge, key_of_judge(name))
 
 
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:

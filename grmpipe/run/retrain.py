@@ -25,10 +25,11 @@ from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.start_learner import learner_spec, policy_learning
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import make_learner
+from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining
 from grmpipe.validate.shared_folder import check_shared
@@ -44,6 +45,7 @@ class RetrainRun(Run[PreparedRetraining]):
         super().__init__(prepared, session)
         state = session.state
         self._recorded = prepared.recorded
+        self._run_id = run_id_of(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._cluster: Cluster | None = None
         self._steps_done = state.pipeline_state.version if state else 0
@@ -143,6 +145,7 @@ class RetrainRun(Run[PreparedRetraining]):
 
     async def _checkpoint(self, learner: LearnerGroup) -> None:
         await self._writer.settled()
+        check_is_there(self._run_dir, self._run_id)
         draft, aside = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
         await learner.begin_save(str(draft / "learner"), aside=aside)
         state = RunState(
@@ -151,6 +154,7 @@ class RetrainRun(Run[PreparedRetraining]):
             eval_initial={},
             totals={},
             busy_s={"learner": self._busy_s},
+            run_id=self._run_id,
             wandb_run_id=self._observers.wandb.run_id,
         )
         self._writer.publish_when_written(draft, state, {"learner": learner})

@@ -130,7 +130,7 @@ class Sampling:
         self._prepared = prepared
         self._note = note
         self._settings = prepared.config.rft
-        self._play: Play = make_play(prepared, running, prepared.config.rollout.temperature)
+        self._play: Play = make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
         self._path = path
         self._places = asyncio.Semaphore(max(1, prepared.config.rollout.max_concurrency // self._settings.num_samples))
@@ -189,7 +189,7 @@ class Sampling:
 
     def _is_right(self, judging_task: Prompt, rollout: Rollout) -> bool:
         assert judging_task.reference is not None
-        return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference)
+        return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference) == 1
 
 
 def imitated(critique: Rollout) -> Sequence[TrainingSample]:

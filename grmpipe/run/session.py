@@ -15,6 +15,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary, with_requests, written
+from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.signals import ended_by_signals
 from grmpipe.run_dir.changes import changes_of
@@ -92,7 +93,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
-    with ended_by_signals():
+    with ended_by_signals(), watched_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
         state = checkpoints.load(resumed) if resumed else None
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun

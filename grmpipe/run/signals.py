@@ -1,4 +1,7 @@
-"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption. Stops nothing itself."""
+"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption. Stops nothing itself.
+
+The handlers are Python's own: asyncio's wait for the event loop, which a user's code may block.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +9,66 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
-# A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM). asyncio has Ctrl-C
-# until a run asks.
+# A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM).
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-_end: ContextVar[Callable[[], object] | None] = ContextVar("_end", default=None)
+LEAVING = b"\ngrmpipe: a second Ctrl-C: leaving at once, without a checkpoint; the last one is kept\n"
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Context: SIGTERM, SIGHUP and SIGUSR1 cancel the current task, as asyncio.run does on Ctrl-C; a second signal
-    ends the process at once. It covers the start of a run, which may take minutes.
+    """Context: the first signal cancels the current task, the second ends the process at once. It covers the start of a
+    run, which may take minutes. Raises KeyboardInterrupt where the cancelled task does nothing about it.
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"
-    token = _end.set(task.cancel)
-    silence = _listen(ENDING, task.cancel)
-    try:
-        yield
-    finally:
-        silence()
-        _end.reset(token)
+    with asked_to_stop(task.cancel) as stopped:
+        try:
+            yield
+        except asyncio.CancelledError:
+            if stopped.is_set():
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextmanager
-def asked_to_stop(stop: Callable[[], None]) -> Iterator[None]:
-    """Context: the first signal, including Ctrl-C, calls `stop`, which leads to a checkpoint; the second ends the
-    process at once, without one. Afterwards the earlier handlers are back.
+def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
+    """Context: the first signal calls `stop` in the event loop; the second ends the process at once, also where a
+    user's code blocks the loop. An ignored signal (nohup) stays ignored. Gives whether one came.
+
+    Afterwards the earlier handlers are back; a second Ctrl-C still ends the process.
     """
+    loop, stopped = asyncio.get_running_loop(), threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
 
-    def first() -> None:
-        signal.signal(signal.SIGINT, _leave)
-        stop()
+    def first(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        for each in handled:
+            signal.signal(each, _leave if each == signal.SIGINT else signal.SIG_DFL)
+        loop.call_soon_threadsafe(stop)
 
-    silence = _listen((signal.SIGINT, *ENDING), first)
+    for each in handled:
+        signal.signal(each, first)
     try:
-        yield
+        yield stopped
     finally:
-        silence()
-        if (end := _end.get()) is not None:
-            _listen(ENDING, end)
+        for each in handled:
+            if not (each == signal.SIGINT and stopped.is_set()):
+                signal.signal(each, before[each] or signal.SIG_DFL)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     """End the process after a moment in which others can end. Ray alone may take ten seconds, and also ends without
     us.
     """
+    os.write(2, LEAVING)
     last = threading.Timer(LEAVE_AFTER_S, os._exit, (130,))
     last.daemon = True
     last.start()
     raise KeyboardInterrupt
-
-
-def _listen(numbers: Sequence[signal.Signals], call: Callable[[], object]) -> Callable[[], None]:
-    """Call `call` at the first of these signals. An ignored signal (nohup) stays ignored. Returns a function that ends
-    this.
-    """
-    loop = asyncio.get_running_loop()
-    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-    def silence() -> None:
-        for number in handled:
-            loop.remove_signal_handler(number)
-
-    def first() -> None:
-        silence()
-        call()
-
-    for number in handled:
-        loop.add_signal_handler(number, first)
-    return silence

@@ -33,7 +33,8 @@ from grmpipe.run.start_scorers import ScalarModels, start_scalar_models
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner, make_offloading_learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared

@@ -12,8 +12,9 @@ from grmpipe.config.reward import max_errors, varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
-from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
+from grmpipe.judge.monitor.circuit_breaker import JudgeFitness
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
+from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.sample_rows import SampleRow
@@ -22,19 +23,19 @@ from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.components import make_evaluator, make_parts, min_score_rise
+from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run.cotrain.cotrainings import CoTrainings
 from grmpipe.run.export import export
 from grmpipe.run.failing_judges import FailingJudges
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
-from grmpipe.run.periodic_eval import PeriodicEval
+from grmpipe.run.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.start import RunComponents, start
 from grmpipe.run.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
@@ -51,6 +52,7 @@ class TrainingRun(Run[Prepared]):
     def __init__(self, prepared: Prepared, session: Session) -> None:
         super().__init__(prepared, session)
         self._state = session.state
+        self._run_id = run_id_of(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._stats = RunStats(prepared.config)
         self._running: RunComponents | None = None
@@ -237,9 +239,10 @@ class TrainingRun(Run[Prepared]):
         self._periodic_eval = PeriodicEval(
             evaluator,
             RewardHackingDetector(
-                min_score_rise=min_score_rise(self._config, evaluator), min_gold_fall=judge.anchor_min_gold_fall
+                min_reward_rise=judge.anchor_min_reward_rise, min_gold_fall=judge.anchor_min_gold_fall
             ),
             self._observers,
+            self._run_dir / ANCHORS,
             anchors=judge.anchors,
             every=judge.anchor_every,
         )
@@ -279,7 +282,7 @@ class TrainingRun(Run[Prepared]):
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
         """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
-        run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
+        run_id, marks = self._run_id, self._state.journal_marks if self._state else {}
         counted = self._state.counted_marks if self._state else NOTHING_COUNTED
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
@@ -298,6 +301,7 @@ class TrainingRun(Run[Prepared]):
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, periodic_eval: PeriodicEval) -> None:
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
+        check_is_there(self._run_dir, self._run_id)
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
             pipeline_state=pipeline.state(),
@@ -312,6 +316,7 @@ class TrainingRun(Run[Prepared]):
             held_out_envs=self._stats.held_out.saved(),
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(periodic_eval.alarms),
+            run_id=self._run_id,
             wandb_run_id=self._observers.wandb.run_id,
             hacking_readings=tuple(periodic_eval.readings),
             judge_accuracy=skill_of(running.judge).accuracy,

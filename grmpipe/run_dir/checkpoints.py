@@ -98,6 +98,8 @@ class Checkpoints:
             name = (self.directory / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:  # killed before the first was named
             return None, ()
+        except OSError as error:
+            return None, (f"{LATEST_FILE} can't be read ({error.strerror})",)
         if not PUBLISHED.fullmatch(name):
             return None, (f"{LATEST_FILE} names {name[:40]!r}, which is not a checkpoint",)
         pointed = self.directory / name

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import to_yaml
 from grmpipe.run_dir.changes import record_changes
@@ -22,6 +23,7 @@ from grmpipe.run_dir.directory import (
 )
 from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, run_id_of
 from grmpipe.run_dir.lock import locked
+from grmpipe.run_dir.run_state import RunState
 
 OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
 
@@ -47,6 +49,7 @@ class Claim:
         """Check a run that is resumed."""
         if (identity := read_identity(self.place.run_dir)) is not None:
             check_inputs(identity, self._config, self.place.run_dir)
+            check_checkpoint(identity, self.place)
         run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
         if done > wanted:
             raise ConfigError(f"train.num_steps: {wanted}, but {run_dir} has completed {done}; type {done} or more")
@@ -88,6 +91,10 @@ class Claim:
             run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         self.place = RunLocation(run_dir=run_dir)
         self._held.enter_context(locked(run_dir))
+        if any(run_dir.glob("checkpoints/step_*")):
+            raise ConfigError(
+                f"run_dir: {run_dir} holds checkpoints without their config.yaml; type another run_dir, or remove them"
+            )
         if holds_run(run_dir):  # another process began it since `locate_run`
             raise refusal(run_dir)
         write_config(run_dir, self._config)
@@ -101,9 +108,20 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 def steps_done(place: RunLocation) -> int:
     """The step from which the run continues."""
-    if place.checkpoint is None:
-        return 0
-    return Checkpoints(directory=place.checkpoint.parent, keep=1).load(place.checkpoint).pipeline_state.version
+    return 0 if place.checkpoint is None else state_in(place.checkpoint).pipeline_state.version
+
+
+def state_in(checkpoint: Path) -> RunState:
+    return Checkpoints(directory=checkpoint.parent, keep=1).load(checkpoint)
+
+
+def check_checkpoint(identity: RunIdentity, place: RunLocation) -> None:
+    """Raises ConfigError for a checkpoint that another run left in the directory."""
+    if place.checkpoint is not None and (found := state_in(place.checkpoint).run_id) not in ("", identity.run_id):
+        raise ConfigError(
+            f"resume: {place.checkpoint} is a checkpoint of run {found}, and {place.run_dir} holds run "
+            f"{identity.run_id}; remove what belongs to the other one, or {NEW_RUN}"
+        )
 
 
 def make_first(wanted: Path) -> Path:

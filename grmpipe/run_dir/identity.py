@@ -60,6 +60,17 @@ def run_id_of(run_dir: Path) -> str:
     return identity.run_id if identity is not None else ""
 
 
+def check_is_there(run_dir: Path, run_id: str) -> None:
+    """Raises FileNotFoundError if a directory isn't that of the run any more: a checkpoint in it would be lost, or be
+    taken for another run's.
+    """
+    if run_id_of(run_dir) != run_id:
+        raise FileNotFoundError(
+            f"run_dir: {run_dir} was deleted or replaced during the run; what was trained since its last checkpoint "
+            "can't be kept"
+        )
+
+
 def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> None:
     """Raises ConfigError if a file differs from the one that the run began with: its rollouts would answer other
     prompts, or come from another judge template. A missing file is reported by the code that opens it.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.judge.monitor.reward_hacking import Reading
 from grmpipe.judge.verdict import only_finite
 from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
 from grmpipe.observe.recorder import (
@@ -50,8 +51,9 @@ class RunState:
     totals: Mapping[str, object]  # counts of all closed steps
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
+    run_id: str = ""
     wandb_run_id: str | None = None
-    hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
+    hacking_readings: tuple[Reading, ...] = ()  # of held-out evaluations
     judge_accuracy: Mapping[str, float] = field(default_factory=dict)  # on held-out prompts, by judge
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
@@ -77,7 +79,7 @@ class RunState:
         for key in ("journal_marks", "counted_marks"):
             values[key] = {name: Mark(**mark) for name, mark in values.get(key, {}).items()}
         values["alarms"] = tuple(values["alarms"])
-        values["hacking_readings"] = tuple((int(s), float(a), float(b)) for s, a, b in values["hacking_readings"])
+        values["hacking_readings"] = tuple(Reading(**one) for one in values["hacking_readings"])
         return RunState(**values)
 
 

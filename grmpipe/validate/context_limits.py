@@ -22,9 +22,8 @@ from grmpipe.validate.thinking import check_thinking_budget
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     """Check that the policy's chat template accepts the prompts, and its window at least one of them with an answer."""
-    kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
     with section("policy."):
-        for prompt in kinds.values():
+        for prompt in one_of_each_kind((*data.held_out, *data.train)):
             policy.renderer.render(prompt.messages)
     check_context_limit(
         name=POLICY,
@@ -34,6 +33,11 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
         lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
         what="prompt",
     )
+
+
+def one_of_each_kind(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """A prompt for each order of roles, which a template or a chat template may refuse."""
+    return list({tuple(message.role for message in prompt.messages): prompt for prompt in prompts}.values())
 
 
 def check_answer_fits(config: RunConfig, role: ServedRole) -> None:
@@ -79,7 +83,8 @@ def check_judge(
     it. `grm`: None for a remote judge.
     """
     judge, key = config.judging.judges[name], key_of_judge(name)
-    template = check_template(key, judge, (*data.train, *data.held_out))
+    prompts = (*data.train, *data.held_out)
+    template = check_template(key, judge, prompts)
     ahead = judge.principles == "shared"
     num_shown = judge.responses_shown(config.train.group_size)
     truncates = judge.truncation == "middle"
@@ -99,7 +104,8 @@ def check_judge(
         cut = f"type smaller ones of these, or {key}.truncation=middle"
     check_thinking_budget(key, judge, role, grm)
     with section(f"{role.key}."):
-        length(data.train[0])
+        for prompt in one_of_each_kind(prompts):
+            length(prompt)
     check_context_limit(
         name=role.name,
         context_tokens=grm.context_tokens if grm else context_limit_of(role, 0),
@@ -112,16 +118,19 @@ def check_judge(
 
 
 def check_template(key: str, judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
-    """Check that a judge's templates load, and that the prompts have the fields they show. Raises ConfigError."""
+    """Check that a judge's templates load, that the prompts have the fields they show, and that they can show the
+    prompts' messages. Raises ConfigError.
+    """
     with section(f"{key}."):
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
-        for prompt in [prompt for prompt in prompts if prompt.reference is None][:1]:
+        if judge.protocol_kind.scores == "criteria":
+            check_rubrics(judge.protocol, prompts)
+        without_reference = [prompt for prompt in prompts if prompt.reference is None][:1]
+        for prompt in (*without_reference, *one_of_each_kind(prompts)):
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        if judge.protocol_kind.scores == "criteria":
-            check_rubrics(judge.protocol, prompts)
         PARSERS.found(judge.parser, Form)
         if judge.structured:
             judgement_pattern(judge.parser, judge.scale)

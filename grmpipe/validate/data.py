@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
-from grmpipe.config.reward import check_sources, idle_routes, judges_of
+from grmpipe.config.reward import idle_routes, judges_of
+from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.labels import JudgingTasks, rule_of
+from grmpipe.judge.rule import RuleBrokenError
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
 
@@ -30,6 +32,10 @@ HELD_OUT_OF = {
     "tiny://two_kinds/train": "tiny://two_kinds/held_out",
     "tiny://judgements": "tiny://judgements_held_out",
 }
+PROBED = (
+    "the empty text, which a policy may answer too: return 0 for a wrong answer, and raise ValueError only for a "
+    "reference that can't be used"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ def read_data(config: RunConfig) -> Data:
     for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("data.path: "):
-                check_references(judge, config.data.path, judged_by(config, name, train))
+                check_references(judge, config.data.path, judged_by(config, name, train), key_of_judge(name))
     return Data(train=train, held_out=held_out)
 
 
@@ -123,6 +129,8 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
 def rulable(config: RunConfig, prompt: Prompt) -> bool:
     try:
         check_reference(config.judge, prompt)
+    except RuleBrokenError as error:
+        raise ConfigError(f"{error}; it was tried with {PROBED}") from error
     except ValueError:
         return False
     return True
@@ -140,23 +148,27 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
     return prompts
 
 
-def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -> None:
-    """Check that a judge's rule can use the references of the prompts at `path`. ValueError names file and line."""
+def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt], key: str = JUDGE) -> None:
+    """Check that a judge's rule can use the references of the prompts at `path`. ValueError names file and line; it is
+    a ConfigError where the rule itself is at fault.
+    """
     for prompt in prompts:
         try:
-            check_reference(judge, prompt)
+            check_reference(judge, prompt, key)
+        except RuleBrokenError as error:
+            raise ConfigError(f"{error}; it was tried on {place_of(path, prompt)}, with {PROBED}") from error
         except ValueError as error:
             raise ValueError(f"{place_of(path, prompt)}: {error}") from error
 
 
-def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:
+def check_reference(judge: JudgeConfig, prompt: Prompt, key: str = JUDGE) -> None:
     """Check that a judge's rule can use a prompt's reference. Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
             f"the prompt has no reference, and the rule {judge.rule} needs one; "
             "add the field reference, or type judge=generative"
         )
-    rule_of(judge)("", prompt.reference)
+    rule_of(judge, key)("", prompt.reference)
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:

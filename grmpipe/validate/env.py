@@ -6,6 +6,7 @@ import asyncio
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.envs.blame import exception_at
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
@@ -25,6 +26,9 @@ def check_env(config: RunConfig) -> None:
             WorkflowRunner(env)
         else:
             env_factory(env)
+        if not env.command:  # a program's exceptions need not be here
+            for path in env.policy_errors:
+                exception_at(path)
         if env.mcp:
             check_mcp_installed()
             if not config.places_envs:  # else each host tries them on its own machine
@@ -33,7 +37,7 @@ def check_env(config: RunConfig) -> None:
             check_isolation(env.isolation)
     if env.env_kind.is_single:
         return
-    if env.capacity < train.group_size:
+    if env.capacity < train.group_size and config.task != "evaluate":  # whose answers come one by one
         raise ConfigError(
             f"env.capacity: {env.capacity} episodes at once are fewer than the {train.group_size} of a group, which "
             f"begin together; type env.capacity={train.group_size} or more"

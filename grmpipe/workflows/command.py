@@ -3,7 +3,8 @@
 stdin    the task: {"messages": [..], "info": {..}, "prompt_id": "..", "seed": 0}
 env      OPENAI_BASE_URL (and GRMPIPE_BASE_URL), OPENAI_API_KEY
 stdout   nothing: the judge alone decides; else its last line is the reward as JSON: a number, or numbers by name
-exit     0; anything else is a failure of the environment
+exit     0; anything else is a failure of the environment, unless stderr ends with the traceback of an exception that is
+         the policy's doing (env.policy_errors)
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 
 import msgspec
 
+from grmpipe.envs.blame import RaisedElsewhere
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, exited, last_bytes, start_group
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.worker_pool import WorkflowError, task_json
+from grmpipe.workflows.worker_pool import task_json
 
 KEPT_OUTPUT_BYTES = 1 << 20
 SHOWN_ERROR_CHARS = 1000
+EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+)(?::|$)")
 
 
 class Command:
@@ -66,15 +70,23 @@ class Command:
             for one in reading:
                 one.cancel()
         if code:
-            raise failure(code, errors.decode(errors="replace").strip()[-SHOWN_ERROR_CHARS:])
+            raise failure(code, errors.decode(errors="replace").strip())
         return reward_in(output.decode(errors="replace"))
 
 
 def failure(code: int, errors: str) -> Exception:
+    shown = errors[-SHOWN_ERROR_CHARS:]
     if code > DIED_BY_SIGNAL or code < 0:
         number = -code if code < 0 else code - DIED_BY_SIGNAL
-        return EnvFault(f"the program died by signal {number}: {errors}", "died")
-    return WorkflowError(f"the program exited with {code}: {errors}")
+        return EnvFault(f"the program died by signal {number}: {shown}", "died")
+    return RaisedElsewhere(f"the program exited with {code}: {shown}", raised_in(errors))
+
+
+def raised_in(errors: str) -> list[str]:
+    """The exception that ended a Python program, by the last line of its traceback."""
+    traced = errors.rpartition("Traceback (most recent call last)")[1]
+    named = EXCEPTION.match(errors.splitlines()[-1]) if traced else None
+    return [named[1]] if named else []
 
 
 def reward_in(output: str) -> object:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
+from grmpipe.config.user_code import number_of, plain_text, shown
 from grmpipe.envs.env import EnvFault
 
 OUTCOME = "outcome"  # name of a reward that the workflow didn't name
@@ -31,10 +31,26 @@ def rewards_of(returned: object, completion_ids: Sequence[str]) -> Rewards:
     return {completion_id: {OUTCOME: number} for completion_id, number in numbers.items()}
 
 
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+def plain_rewards(returned: object, owner: str, name: str = OUTCOME) -> object:
+    """What a workflow returned, in plain numbers: None, a number, or a mapping of them. Raises EnvFault (protocol),
+    which names the owner, for anything else.
+    """
+    if returned is None and name == OUTCOME:
+        return None
+    if isinstance(returned, Mapping):
+        return {plain_text(str(key)): plain_rewards(value, owner, str(key)) for key, value in returned.items()}
+    if (number := number_of(returned)) is None:
         raise EnvFault(
-            f"the workflow returned {value!r} as the reward {name}; return None, a finite number, or numbers by name",
+            f"{owner} returned {shown(returned)} as the reward {name}; return None, a finite number, or numbers by "
+            "name",
             "protocol",
         )
-    return float(value)
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    if (number := number_of(value)) is None:
+        raise EnvFault(
+            f"the workflow returned {shown(value)} as the reward {name}, and it must be a number", "protocol"
+        )
+    return number

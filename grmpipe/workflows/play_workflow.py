@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from grmpipe.config.user_code import MAX_CHARS, called
+from grmpipe.envs.blame import FaultRules, fault_of, readable
+from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, Episode, PolicyFault
 from grmpipe.envs.isolation.fault_plan import FaultInjection, fault_moment
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import DECIMALS_S, Play, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
-from grmpipe.workflows.outcome import Rewards, rewards_of
+from grmpipe.workflows.outcome import Rewards, plain_rewards, rewards_of
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
 from grmpipe.workflows.recorder import Recorder, Session, on_purpose
@@ -27,6 +30,7 @@ from grmpipe.workflows.server import Gateway
 log = logging.getLogger(__name__)
 
 NO_FAULTS = FaultInjection()
+WORKFLOW = "the workflow"
 
 
 class Solver(Protocol):
@@ -57,11 +61,11 @@ class WorkflowLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an episode ended. faults: kinds of what the policy did wrong in the end."""
+    """How an episode ended. fault: what the policy did wrong in the end."""
 
     returned: object = None
     reason: TruncationReason = ""
-    faults: tuple[str, ...] = ()
+    fault: PolicyFault | None = None
 
 
 def workflow_play(
@@ -71,10 +75,12 @@ def workflow_play(
     limits: WorkflowLimits,
     faults: FaultInjection = NO_FAULTS,
     counts: SeatCounts | None = None,
+    rules: FaultRules = NO_RULES,
+    owner: str = WORKFLOW,
 ) -> Play:
     """A play of one episode. It raises EnvFault, or what failed the engine.
 
-    faults: on purpose. counts: get what became of the workflows.
+    faults: on purpose. counts: get what became of the workflows. owner: the user's code, in words.
     """
     seats = counts or SeatCounts()
 
@@ -85,7 +91,8 @@ def workflow_play(
         policy = Policy(session.chat, lambda: gateway.admit(session))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
-            ending = await _ending(solver.solve(task, policy), session, limits, seats)
+            solving = contained(solver.solve(task, policy), owner)
+            ending = await _ending(solving, session, limits, seats, rules, owner)
         finally:
             session.end()
             gateway.dismiss(session)
@@ -93,13 +100,24 @@ def workflow_play(
         if moment is not None:
             raise on_purpose()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
-        return replace(rollout_of(request, prompt, session, ending), took_s=took_s)
+        return replace(rollout_of(request, prompt, session, ending, owner), took_s=took_s)
 
     return played
 
 
+async def contained(doing: Awaitable[object], owner: str) -> object:
+    """What a workflow returns. It runs in a task of its own, which passes on what would end the process."""
+    with called(owner, (Exception, asyncio.CancelledError)):
+        return await doing
+
+
 async def _ending(
-    doing: Coroutine[object, object, object], session: Session, limits: WorkflowLimits, seats: SeatCounts
+    doing: Coroutine[object, object, object],
+    session: Session,
+    limits: WorkflowLimits,
+    seats: SeatCounts,
+    rules: FaultRules,
+    owner: str,
 ) -> Ending:
     """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
     seats.opened += 1
@@ -118,7 +136,9 @@ async def _ending(
             solving.exception()  # it was read: asyncio would complain otherwise
     if session.failed.done():
         session.failed.result()
-    return _ended_itself(solving, refusal) if in_time else _out_of_time(session, idle_s, limits)
+    if not in_time:
+        return _out_of_time(session, idle_s, limits)
+    return _ended_itself(solving, refusal, rules, owner, has_acted=bool(session.calls))
 
 
 def episode_of(request: RolloutRequest, prompt: Prompt) -> Episode:
@@ -148,30 +168,36 @@ def _out_of_time(session: Session, idle_s: float, limits: WorkflowLimits) -> End
     return Ending(reason="time")
 
 
-def _ended_itself(solving: asyncio.Future[object], refusal: ChatRefused | None) -> Ending:
+def _ended_itself(
+    solving: asyncio.Future[object], refusal: ChatRefused | None, rules: FaultRules, owner: str, *, has_acted: bool
+) -> Ending:
     """refusal: of the workflow's last request. What the workflow raises after it is its answer to the refusal."""
     reason: TruncationReason = "" if refusal is None else refusal.reason
     try:
         return Ending(returned=solving.result(), reason=reason)
-    except PolicyFault as fault:
-        return Ending(faults=(fault.kind,), reason=reason)
     except EnvFault:
         raise
     except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
-        if reason:
+        if reason and not isinstance(error, PolicyFault):
             log.info("a workflow ended with %s: %s, after: %s", type(error).__name__, error, refusal)
             return Ending(reason=reason)
-        raise EnvFault(f"the workflow raised {type(error).__name__}: {error}", "broken") from error
+        fault = fault_of(error, owner, rules, has_acted=has_acted)
+        if isinstance(fault, PolicyFault):
+            return Ending(fault=readable(fault, MAX_CHARS), reason=reason)
+        raise fault from error
 
 
-def rollout_of(request: RolloutRequest, prompt: Prompt, session: Session, ending: Ending) -> Rollout:
+def rollout_of(
+    request: RolloutRequest, prompt: Prompt, session: Session, ending: Ending, owner: str = WORKFLOW
+) -> Rollout:
     """The recorded calls as a rollout. Raises EnvFault if there are none, or for rewards that are no numbers."""
     line = in_line(session.calls)
     if not line:
         refused = "" if session.refusal is None else f"; it was refused: {session.refusal}"
-        raise EnvFault(f"the workflow ended without a turn of the policy{refused}", "protocol")
-    line[-1].faults += ending.faults
-    rewards: Rewards = rewards_of(ending.returned, [call.reply.completion_id for call in line])
+        raise EnvFault(f"{owner} ended without a turn of the policy{refused}", "protocol")
+    if ending.fault is not None:
+        line[-1].faults += (ending.fault.kind,)
+    rewards: Rewards = rewards_of(plain_rewards(ending.returned, owner), [call.reply.completion_id for call in line])
     reason = ending.reason or truncation_of(line[-1])
     return Rollout(
         group_id=request.group_id,

@@ -12,6 +12,7 @@ from typing import cast, get_args
 
 import msgspec
 
+from grmpipe.envs.blame import RaisedElsewhere
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import end_group, last_bytes, start_group
 from grmpipe.types import EnvCause
@@ -20,15 +21,12 @@ from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.worker_messages import Order, Raised, Returned, TaskJson, line_of, read_answer
+from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 * 2**20
 KEPT_OUTPUT_BYTES = 4000
-
-
-class WorkflowError(Exception):
-    """A workflow in another process raised, or exited with an error. Its text has the traceback."""
 
 
 class WorkerPool:
@@ -133,4 +131,4 @@ def returned(answer: Returned | Raised) -> object:
         raise EnvFault(answer.text, cast(EnvCause, cause))
     if answer.error == "ChatRefused":
         raise ChatRefused(cast(RefusalCode, answer.word), answer.text)
-    raise WorkflowError(answer.text) from WorkflowError(answer.traceback)
+    raise RaisedElsewhere(answer.text, answer.types) from RemoteTraceback(answer.traceback)

@@ -7,6 +7,8 @@ from typing import cast
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
+from grmpipe.config.user_code import described
+from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import Play
@@ -31,10 +33,15 @@ class WorkflowRunner:
         self._gateway = Gateway()
         self.counts = SeatCounts()
         self._faults = FaultInjection(share=config.inject_faults, seed=seed)
+        self._rules = fault_rules(config.policy_errors)
+        program = f"the program {' '.join(config.command)}"
+        self._owner = program if config.command else described(found_at(config.target, "target"))
         self._limits = WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s)
 
     def play(self, recorder: Recorder) -> Play:
-        return workflow_play(self._solver, recorder, self._gateway, self._limits, self._faults, self.counts)
+        return workflow_play(
+            self._solver, recorder, self._gateway, self._limits, self._faults, self.counts, self._rules, self._owner
+        )
 
     async def close(self) -> None:
         await self._solver.close()

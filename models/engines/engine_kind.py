@@ -92,7 +92,9 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache:       it can free its keys and values, on any device.
     swaps_weights:     it can serve several models of one shape, one at a time.
     grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
+    fuses_experts:     it keeps the experts of a layer as one tensor, of which a push must have all parts or none.
     share_option:      the option that holds its share of a GPU's memory.
+    share_has_activations: this share also holds what it computes with, so less is left for keys and values.
     memory_remedy:     what to type if it has a slot alone that is too small.
     """
 
@@ -113,7 +115,9 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
     grows_cache: ClassVar[bool] = False
+    fuses_experts: ClassVar[bool] = False
     share_option: ClassVar[str] = ""
+    share_has_activations: ClassVar[bool] = False
     memory_remedy: ClassVar[str] = "take larger slots, or raise slots_per_replica"
 
     options: Options
@@ -154,6 +158,10 @@ class EngineKind(ABC, Generic[Options]):
         """Check that what it needs is installed, where it will run. Raises ValueError, which begins with the key to
         change.
         """
+
+    def nccl_version(self) -> str:
+        """The version of NCCL in an environment of its own, as far as it is known here; empty: it uses this one."""
+        return ""
 
     # -- what follows from the options -----------------------------------------------------------------------------
 
@@ -223,7 +231,9 @@ class EngineKind(ABC, Generic[Options]):
         return None
 
     def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        """What it reserves for keys and values on a device with `weight_bytes` of weights; None: unknown."""
+        """What it reserves for keys and values on a device that holds `weight_bytes` of weights, and of activations
+        where they are part of its share; None: unknown.
+        """
         return None
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------

@@ -9,6 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
+NCCL_BUILDS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+NCCL_PROBE = (
+    "import importlib.metadata as m; "
+    f"print(*[d.version for n in {NCCL_BUILDS} for d in m.Distribution.discover(name=n)][:1])"
+)
 PROBE_TIMEOUT_S = 60  # a cold interpreter may be on a slow disk
 
 
@@ -48,6 +53,21 @@ def _has_sglang(python: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return probe.returncode == 0
+
+
+def nccl_version(python: str = "") -> str:
+    """The version of NCCL that torch loads in the environment of an interpreter (empty: this one). Empty if there is
+    none, or it can't be found out here.
+    """
+    if not python or Path(python).absolute() == Path(sys.executable).absolute():
+        return next((found for name in NCCL_BUILDS if (found := _version(name)) is not None), "")
+    try:
+        probe = subprocess.run(
+            [python, "-c", NCCL_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return probe.stdout.strip() if probe.returncode == 0 else ""
 
 
 def _no_sglang(where: str) -> str:

@@ -37,11 +37,12 @@ class Footprint:
     """The sizes of one copy of a decoder.
 
     num_root_parameters: of the embedding and the output head, outside of all layers. intermediate_size: of a
-    feed-forward layer as one token passes it: in a mixture of all its experts together. linear_widths: name of the
-    blocks' linear layers -> sum of inputs and outputs over all blocks. active_layer_weights: of the layers' matrices,
-    with only as many experts as a token is sent to. num_expert_parameters: of the experts of all layers, and
-    experts_per_token: those that a token is sent to; 0 in a dense model. attention_flops: as in ModelFlops.
-    whole_logits: its forward pass changes the output of its head, so all logits exist at once.
+    feed-forward layer as one token passes it: in a mixture of all its experts together. linear_widths,
+    linear_weights: name of the blocks' linear layers -> sum of inputs and outputs, and weights, over all blocks.
+    active_layer_weights: of the layers' matrices, with only as many experts as a token is sent to.
+    num_expert_parameters: of the experts of all layers, and experts_per_token: those that a token is sent to; 0 in a
+    dense model. attention_flops: as in ModelFlops. whole_logits: its forward pass changes the output of its head, so
+    all logits exist at once.
     """
 
     num_parameters: int
@@ -51,8 +52,10 @@ class Footprint:
     intermediate_size: int
     query_width: int  # query heads x head dim
     kv_width: int  # key heads x head dim
+    num_key_heads: int
     vocab_size: int
     linear_widths: Mapping[str, int]
+    linear_weights: Mapping[str, int]
     active_layer_weights: int
     attention_flops: Mapping[int, int]
     num_expert_parameters: int = 0
@@ -60,9 +63,11 @@ class Footprint:
     whole_logits: bool = False
 
     @property
-    def num_active_parameters(self) -> int:
-        """The parameters that a token passes, norms left out: all of a dense model."""
-        return self.active_layer_weights + self.num_root_parameters
+    def matrix_weights(self) -> int:
+        """The weights of the matrices that multiply a token: of the layers, of the experts it is sent to, of the output
+        head.
+        """
+        return self.active_layer_weights + self.vocab_size * self.hidden_size
 
     def flops(self, lora: LoraConfig) -> ModelFlops:
         """The operations of the model's passes, with these adapters if there are any."""
@@ -80,8 +85,13 @@ class Footprint:
         in_layers = self.num_parameters - self.num_root_parameters
         return self.num_root_parameters * width + in_layers * (bytes_in_layers or width)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_layers * self.kv_width * BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, num_gpus: int = 1) -> int:
+        """The bytes of a token's keys and values on all GPUs of an engine together. Each GPU has at least one key head:
+        beyond the number of heads, more GPUs hold copies.
+        """
+        head_dim = self.kv_width // self.num_key_heads
+        held = max(1, self.num_key_heads // num_gpus) * num_gpus * head_dim
+        return 2 * self.num_layers * held * BYTES[dtype]
 
     def shard_bytes(self, num_ranks: int) -> int:
         """The bytes of one float32 copy of all parameters on one rank: weights, gradients, or either moment."""
@@ -90,6 +100,10 @@ class Footprint:
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
         """The parameters of low-rank adapters on these layers; no targets: on all."""
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
+
+    def adapted_weights(self, targets: Sequence[str]) -> int:
+        """The weights of the layers that get adapters; no targets: of all linear layers of the blocks."""
+        return sum(weights for name, weights in self.linear_weights.items() if not targets or name in targets)
 
     def working_bytes(
         self,
@@ -145,11 +159,16 @@ class Footprint:
     def kept_values(self, activations: Activations) -> int:
         """Values per token kept on the device from forward to backward, in all layers."""
         if not activations.recomputes:
-            return self.num_layers * self._layer_values
+            return self.values_per_token
         # An input that is offloaded is on the device while its layer computes.
         inputs = 2 if activations.offload else self.num_layers
         attention = self.num_layers * self.query_width if activations.checkpointing == "selective" else 0
         return inputs * self.hidden_size + attention
+
+    @property
+    def values_per_token(self) -> int:
+        """The activations that a token has in all layers together."""
+        return self.num_layers * self._layer_values
 
     @property
     def _layer_values(self) -> int:
@@ -198,11 +217,13 @@ def footprint_of(path: str) -> Footprint:
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     widths: dict[str, int] = {}
+    weights: dict[str, int] = {}
     for layer in decoder_layers(model):
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
                 last = name.rpartition(".")[2]
                 widths[last] = widths.get(last, 0) + module.in_features + module.out_features
+                weights[last] = weights.get(last, 0) + module.in_features * module.out_features
     num_expert_parameters = sum(p.numel() for name, p in model.named_parameters() if is_expert(name))
     return Footprint(
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -212,8 +233,10 @@ def footprint_of(path: str) -> Footprint:
         intermediate_size=_per_token_width(text),
         query_width=text.num_attention_heads * head_dim,
         kv_width=kv_heads * head_dim,
+        num_key_heads=kv_heads,
         vocab_size=text.vocab_size,
         linear_widths=widths,
+        linear_weights=weights,
         active_layer_weights=sum(active_weights(layer, text) for layer in decoder_layers(model)),
         attention_flops=attention_flops(text, text.num_attention_heads, head_dim),
         num_expert_parameters=num_expert_parameters,
@@ -298,8 +321,10 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
         intermediate_size=shape.intermediate_size,
         query_width=query_width,
         kv_width=kv_width,
+        num_key_heads=shape.num_kv_heads,
         vocab_size=shape.vocab_size,
         linear_widths={name: shape.num_layers * (shape.hidden_size + width) for name, width in beside.items()},
+        linear_weights={name: shape.num_layers * shape.hidden_size * width for name, width in beside.items()},
         active_layer_weights=shape.num_layers * active,
         attention_flops={FULL: 4 * shape.num_layers * query_width},
         num_expert_parameters=shape.num_layers * shape.num_experts * expert,

@@ -43,6 +43,14 @@ def alone(scored):
     return scored
 
 
+def last_word(text, reference):
+    return text.split()[-1] == reference
+
+
+def percent(text, reference):
+    return 54
+
+
 class Echo:
     def __init__(self, ending):
         CALLED.add(f"env {ending}")
@@ -119,6 +127,14 @@ def test_a_run_with_the_users_own_kinds(users_module: None, small_run: Callable)
         (
             "judge.protocol=users_kinds.alone",
             r"^judge\.protocol: .* takes \(context, prompt, group_id, size\): too many",
+        ),
+        (
+            "judge=rule judge.rule=users_kinds.last_word",
+            r"^judge\.rule: users_kinds\.last_word \(.*:\d+\) raised IndexError: .* \(.*:\d+\); .* the empty text",
+        ),
+        (
+            "judge=rule judge.rule=users_kinds.percent",
+            r"^judge\.rule: users_kinds\.percent \(.*:\d+\) returned 54; return True or False, or a number from 0 to 1",
         ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
         ("train.backend=users_kinds.alone", r"^train\.backend: .* takes \(spec, rank, world_size, init_method\)"),

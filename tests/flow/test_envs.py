@@ -21,6 +21,8 @@ SOURCE = '''
 
 import random
 
+import numpy as np
+
 from grmpipe.envs.env import EnvFault, Observation, Opening, PolicyFault
 from models.types import Message
 
@@ -44,7 +46,7 @@ class Twice:
         if action.turn == 0:
             if self.random.random() < 0.2:
                 raise PolicyFault("say it again", "arguments")
-            return Observation(messages=[Message(role="user", content="Again?")], rewards={"first": 0.25})
+            return Observation(messages=[Message(role="user", content="Again?")], rewards={"first": np.float32(0.25)})
         return Observation(done=True, rewards={"second": 1.0})
 
     async def close(self):
@@ -119,7 +121,9 @@ def test_an_environment_in_processes_of_its_own_with_faults_on_purpose(run_once:
 
 
 def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run: Callable) -> None:
-    with pytest.raises(ConfigError, match=r"^env: the first 8 episodes all failed .* step raised KeyError"):
+    with pytest.raises(
+        ConfigError, match=r"^env: the first 8 episodes all failed .*Twice\.step \(.*\) raised KeyError"
+    ):
         small_run(*TWICE, "+env.options.broken=true", "env.attempts=1", "judge=rule")
 
 

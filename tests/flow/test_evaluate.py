@@ -88,13 +88,59 @@ def test_what_cannot_be_measured_is_refused_by_its_key(
     assert told in str(raised.value)
 
 
+ROWS = [
+    {"prompt": "Leo has 6 books. He buys 5. How many books does Leo have?", "reference": 11, "source": "one step"},
+    {"prompt": "Ida has 6 coins. She wins 4. How many coins does Ida have?", "reference": 10, "source": "one step"},
+    {"prompt": "Max has 9 hats. He loses 2. He wins 4. How many hats does Max have?", "reference": 11, "source": "two"},
+    {"prompt": "Write a poem about a coin."},
+]
+
+
+def prompts_at(path: Path) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return f"evaluate.prompts={{mine: {path}}}"
+
+
+def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
+    small_run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = small_run(
+        "task=evaluate", "evaluate.what=both", prompts_at(tmp_path / "mine.jsonl"), "judge=rule", "evaluate.ks=[1]",
+        "evaluate.num_items=8", "evaluate.num_samples=3", "evaluate.pass_k=[1,2]",
+        "objective=eval.mine.pass_at_2",
+    )  # fmt: skip
+    summary = files.summary
+    mine = summary["eval"]["mine"]
+    assert summary["status"] == "completed" and summary["versions"] == {"policy": 0}
+    assert set(summary["eval"]) == {"initial", "final", "mine"} and 0 <= summary["eval"]["final"]["accuracy"] <= 1
+    assert (mine["prompts"], mine["prompts_left_out"], mine["answers"], mine["failed_verdicts"]) == (3, 1, 12, 0)
+    assert summary["objective"] == mine["pass_at_2"] >= mine["pass_at_1"]
+    assert mine["pass_at_1"] == pytest.approx(mine["avg_at_3"])
+    assert mine["avg_at_3_low"] < mine["avg_at_3"] < mine["avg_at_3_high"] or mine["avg_at_3"] in (0, 1)
+    answers = files.lines("eval_rollouts")
+    assert sorted((line["prompt"]["prompt_id"], str(line["sample"])) for line in answers) == sorted(
+        (f"mine.jsonl:{row}", sample) for row in (1, 2, 3) for sample in ("0", "1", "2", "None")
+    )
+    sampled = [line["reward"] for line in answers if line["sample"] is not None]
+    assert sum(sampled) / len(sampled) == pytest.approx(mine["avg_at_3"])
+    assert all(line["reward"] == float(line["right"]) and line["answer"] for line in answers)
+    result = json.loads((files.run_dir / "policy_evaluation.json").read_text())["mine"]
+    assert {name: one["num_prompts"] for name, one in result["by_source"].items()} == {"one step": 2, "two": 1}
+    out = capsys.readouterr().out
+    page = (files.run_dir / "report.html").read_text()
+    for shown in ("avg@3", "pass@2", "greedy", "one step"):
+        assert shown in out and shown in page
+    assert "left out without a reference: 1" in " ".join(out.split())
+    assert "The judge against labels" in page
+
+
 def test_what_breaks_stands_in_the_summary(
     small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 
-    monkeypatch.setattr("grmpipe.run.evaluate_judge.start_engines", broken)
+    monkeypatch.setattr("grmpipe.run.engines.start_engines", broken)
     with pytest.raises(RunFailed, match="out of memory"):
         small_run(*EVALUATE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -15,16 +15,25 @@ from grmpipe.observe.recorder import load_rollouts
 SOURCE = '''
 """A user's workflow: two turns, and a reward by their length."""
 
-from grmpipe.envs.env import EnvFault
+import numpy as np
 
 CALLED = []
+
+
+class MaxTurnsExceeded(Exception):
+    pass
+
+
+MaxTurnsExceeded.__module__ = "agents.exceptions"  # openai-agents raises it
 
 
 async def solve(task, policy):
     CALLED.append(task)
     first = await policy.chat(task.messages)
-    await policy.chat([*task.messages, first, {"role": "user", "content": "Again."}])
-    return {"length": len(first.content)}
+    second = await policy.chat([*task.messages, first, {"role": "user", "content": "Again."}])
+    if len(second.content) % 2:
+        raise MaxTurnsExceeded("Max turns (2) exceeded")
+    return {"length": np.float32(len(first.content))}
 
 
 def blocking(task, policy):
@@ -60,13 +69,19 @@ def users_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
     files = small_run(*WORKFLOW, "env.target=users_flow.solve", "train.num_steps=2")
     files.check_complete(groups=8)
+    ended_by_it = 0
     for line in load_rollouts(files.run_dir / "rollouts.jsonl"):
         first, *rest = line.rollout.turns
         assert len(rest) <= 1 and not any(turn.rewritten for turn in rest)
-        if line.rollout.status == "finished":
+        if any(turn.faults for turn in line.rollout.turns):
+            assert rest[0].faults == ("MaxTurnsExceeded",) and not rest[0].rewards
+            ended_by_it += 1
+        elif line.rollout.status == "finished":
             assert dict(rest[0].rewards) == {"length": len(first.completion.text)}
             assert first.replies[0].content == "Again."
-    assert files.summary["envs"]["episodes"] == 32 and files.summary["envs"]["faults"] == {}
+    envs = files.summary["envs"]
+    assert (envs["episodes"], envs["faults"], envs["policy_faults"]) == (32, {}, {"MaxTurnsExceeded": ended_by_it})
+    assert ended_by_it > 0, "episodes of any length are trained"
     timeline = json.loads((files.run_dir / "timeline.json").read_text())
     assert sum(event["name"] == "step" for event in timeline) >= files.summary["envs"]["turns"]
     assert max(step.get("env/time_share", 0) for step in files.steps()) > 0
@@ -97,6 +112,15 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
         ("env=workflow env.target=users_flow.no_policy", r"^env\.target: .* takes \(task, policy\)"),
         ("env=workflow env.target=users_flow.blocking", r"^env\.target: .* must be an `async def"),
         ("env=workflow env.runs_in=command", r"^env\.command: is empty"),
+        ("env.policy_errors=[ValueError]", r"^env\.policy_errors: 'ValueError' is no module and name .*builtins\."),
+        (
+            "env=workflow env.target=users_flow.solve env.policy_errors=[users_flow.TooMany]",
+            r"^env\.policy_errors: the module users_flow has no TooMany",
+        ),
+        (
+            "env=workflow env.target=users_flow.solve env.policy_errors=[users_flow.solve]",
+            r"^env\.policy_errors: users_flow\.solve is no exception; name a class",
+        ),
         ("env=workflow env.runs_in=thread", r"^env\.runs_in: unknown place 'thread'; known: inprocess, process"),
         ("env.runs_in=process", r"^env\.runs_in: is for env\.kind=workflow"),
         ("env=workflow env.target=users_flow.solve env.command=[x]", r"^env\.command: is for .*runs_in=command"),

@@ -51,11 +51,20 @@ def first_token_only(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> li
     return [np.zeros(1) for _ in group]
 
 
+def not_a_number(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    return [np.full(rewards.num_tokens, np.nan) for rewards in group]
+
+
+def nothing(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> None: ...
+
+
 def test_an_estimator_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ESTIMATORS, "short", EstimatorKind(function=f"{__name__}.first_token_only"))
-    assert estimated("short", [outcome(0.0), outcome(1.0)]) == [[0.0], [0.0]]
-    with pytest.raises(ValueError, match=r"^algorithm\.estimator: short must give .* for each sampled token"):
-        estimated("short", [outcome(0.0), outcome(1.0, num_tokens=2)])
+    for name in ("first_token_only", "not_a_number", "nothing"):
+        monkeypatch.setitem(ESTIMATORS, name, EstimatorKind(function=f"{__name__}.{name}"))
+        said = rf"^algorithm\.estimator: .*\.{name} \(.*\) returned .*finite number for each sampled token"
+        with pytest.raises(ValueError, match=said):
+            estimated(name, [outcome(0.0), outcome(1.0, num_tokens=2)])
+    assert estimated("first_token_only", [outcome(0.0), outcome(1.0)]) == [[0.0], [0.0]]
 
 
 # -- own group -------------------------------------------------------------------------------------------------------

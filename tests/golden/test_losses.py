@@ -67,8 +67,20 @@ def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would be broadcast over all tokens."""
     monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
-    with pytest.raises(ValueError, match=r"^algorithm\.loss: one_for_all gave a loss_T of shape \(\) for 2 tokens"):
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: .*\.one_for_all \(.*\) gave a loss_T of shape \(\)"):
         policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
+
+
+def a_number(tokens: Scored, algorithm: AlgorithmConfig) -> float:
+    return 0.5
+
+
+def test_what_is_no_loss_is_refused_by_key_function_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "a_number", LossKind(function=f"{__name__}.a_number"))
+    with pytest.raises(
+        ValueError, match=r"^algorithm\.loss: .*\.a_number \(.*:\d+\) returned 0\.5; return a PolicyLoss"
+    ):
+        policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="a_number"))
 
 
 def test_ppo_clips_gains_and_keeps_losses() -> None:

@@ -115,6 +115,32 @@ def test_an_error_that_is_no_users_has_its_line_in_the_table_and_its_traceback(
     assert "sweep: 2 runs, 1 failed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("typed", "refused"),
+    [
+        (("policy.path=mine", "data=file", "data.eval_path=x.jsonl"), True),
+        (("+experiment=quickstart", "grm=policy", "policy.path=mine"), False),  # the judge is the policy's model
+    ],
+)
+def test_an_evaluation_of_a_judge_refuses_typed_keys_of_a_policy(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    typed: tuple[str, ...],
+    refused: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "run_task", lambda config: None)
+    monkeypatch.setattr("sys.argv", ["launch.py", f"--config-path={ROOT / 'conf'}", "task=evaluate", *typed])
+    if not refused:
+        assert entry.main() == 0
+        return
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 2
+    assert re.search(r"^grmpipe: policy\.path: .*type evaluate\.what=policy", capsys.readouterr().err, re.MULTILINE)
+
+
 def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> None:
     result = launch(tmp_path, "task=doctor")
     assert result.returncode == 0, result.stderr

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.cost import (
     DRIVER_REQUEST_S,
     Costs,
+    LearnerModel,
     LearnerSpeed,
     ModelSizes,
-    TokenFlops,
     engine_speed,
     learner_speed,
     parallel_gain,
     reading_s,
+    slower_engine,
     switch_time_s,
     sync_time_s,
     token_flops,
@@ -25,15 +26,18 @@ from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
-from grmpipe.capacity.plan.work import policy_passes
+from grmpipe.capacity.plan.work import packed_group, packed_judgement, policy_passes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
+from models.lm.flops import PackedSizes
 from models.lm.footprint import BYTES, Footprint
 from models.settings import LoraConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
+
+NO_ADAPTERS = LoraConfig()
 
 
 class CostUnknown(ConfigError):
@@ -78,11 +82,8 @@ def costs_of(
             for role, where in seated.items()
             if role in scorer_dtypes(survey.config)
         },
-        sync_s=sync_of(survey, profile, learner, pushed_bytes(POLICY, survey)),
-        grm_sync_s={
-            role: sync_time_s(pushed_bytes(model, survey), device_for(seated[role].pool, survey))
-            for role, model in trained.items()
-        },
+        sync_s=sync_of(survey, profile, learner),
+        grm_sync_s={role: push_s(model, survey, seated[role]) for role, model in trained.items()},
         switch_s=switch_of(survey, seated, weights),
         driver_request_s=driver_of(survey, profile),
         cores=cores_of(survey),
@@ -96,11 +97,15 @@ def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) 
     width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
     kv_bytes = kv_bytes_of(role, survey, where, width)
     if profile is not None and role in profile.engines and measured_alike(role, survey.config, profile.config):
-        speed = scaled(profile.engines[role].speed, parallel_gain(width) / parallel_gain(profiled_width(role, profile)))
-        per_token = kv_bytes_per_token(role, survey)
+        speed = slower_engine(
+            profile.engines[role].speed, parallel_gain(profiled_width(role, profile)) / parallel_gain(width)
+        )
+        per_token = kv_bytes_per_token(role, survey, width)
         return replace(speed, max_rows=engine.max_rows, kv_tokens=int(kv_bytes / per_token) if per_token else 0)
     device = device_for(where.pool, survey)
-    return engine_speed(sizes_of(role, survey), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes)
+    return engine_speed(
+        sizes_of(role, survey, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
+    )
 
 
 def measured_alike(role: str, planned: RunConfig, measured: RunConfig) -> bool:
@@ -113,55 +118,60 @@ def profiled_width(role: str, profile: Profile) -> int:
     return where.slots_per_replica if profile.config.placement.pools[where.pool].resource == "gpu" else 1
 
 
-def scaled(speed: EngineSpeed, gain: float) -> EngineSpeed:
-    return replace(
-        speed,
-        step_s=speed.step_s / gain,
-        row_s=speed.row_s / gain,
-        cached_token_s=speed.cached_token_s / gain,
-        prefill_token_s=speed.prefill_token_s / gain,
-    )
-
-
 def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
     """Memory of an engine for keys and values; 0 if only its rows are limited."""
     engine, sized = survey.roles.served[role].engine, survey.models[role]
     if engine.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
-    room = kv_room(
-        engine,
-        pool_with_memory(survey.config.placement.pools[where.pool], survey.devices[where.pool]),
-        weight_bytes(role, survey) / width,
-    )
+    pool = pool_with_memory(survey.config.placement.pools[where.pool], survey.devices[where.pool])
+    room = kv_room(survey.roles.served[role], sized.footprint, width, pool)
     return room.num_bytes * width if room is not None else 0.0
 
 
 def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The speed of the policy's learner. A profile's learner is scaled to this number of ranks, and to the operations
-    and trained values of this run if the profile's had others.
+    """The speed of the policy's learner. A profile's learner is scaled to this number of ranks, and to the passes and
+    trained values of this run if the profile's had others.
     """
     if profile is None or profile.learner is None or profile.config.policy.path != survey.config.policy.path:
         return estimated_learner(POLICY, survey, where)
     share = profile.config.placement.roles[LEARNER].replicas / where.seating.replicas
-    (now, trained), (then, trained_then) = (learner_sizes(survey, config) for config in (survey.config, profile.config))
+    now, then = (passes_by_sheet(survey, config, where) for config in (survey.config, profile.config))
+    trained, trained_then = (trained_values(survey, config) for config in (survey.config, profile.config))
     passes = policy_passes(profile.config)  # all of them are in the measured times
     token_s = profile.learner.token_s / (1 + passes.num_forward * then.forward_share)
     return LearnerSpeed(
-        token_s=token_s * share * now.training / then.training,
+        token_s=token_s * share * now.token_s / then.token_s,
         step_s=profile.learner.step_s / passes.num_updates * share * trained / trained_then,
         forward_share=now.forward_share,
     )
 
 
-def learner_sizes(survey: Survey, config: RunConfig) -> tuple[TokenFlops, float]:
-    """The operations of the policy's learner with a configuration, and its trained values; of a model of unknown size,
-    for one weight.
+def passes_by_sheet(survey: Survey, config: RunConfig, where: Seated) -> LearnerSpeed:
+    """The passes of the policy's learner with the adapters and the checkpointing of a configuration, by the data sheet;
+    by their operations alone if the device or the model is unknown.
     """
     footprint = survey.models[POLICY].footprint
+    if footprint is None or survey.devices[where.pool] is None:
+        return passes_by_operations(survey, config)
+    train = replace(config.train, parallel=survey.config.parallel[LEARNER])
+    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, None), config.policy.lora)
+
+
+def passes_by_operations(survey: Survey, config: RunConfig) -> LearnerSpeed:
+    """The same in proportion to their operations; of a model of unknown size, for one weight."""
+    footprint = survey.models[POLICY].footprint
     adapters = num_adapters(config.policy.lora, footprint) if footprint is not None else 0
-    weights = footprint.num_active_parameters if footprint is not None else 1
+    weights = footprint.matrix_weights if footprint is not None else 1
     flops = token_flops(weights, num_adapters=adapters, checkpointing=config.train.activations.recomputes)
-    return flops, adapters or (footprint.num_parameters if footprint is not None else 1)
+    return LearnerSpeed(token_s=flops.training, step_s=0.0, forward_share=flops.forward_share)
+
+
+def trained_values(survey: Survey, config: RunConfig) -> int:
+    """The values that the policy's learner trains with a configuration; 1 if the model's size is unknown."""
+    footprint = survey.models[POLICY].footprint
+    if footprint is None:
+        return 1
+    return num_adapters(config.policy.lora, footprint) or footprint.num_parameters
 
 
 def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
@@ -174,23 +184,39 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
     config = survey.config
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     footprint = sized(model, survey)
-    return speed_by_sheet(train, footprint, survey, where, num_adapters(config.models[model].lora, footprint))
+    packed = packed_group(survey, None) if model == POLICY else packed_judgement(model, survey, None)
+    return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
 
 
 def speed_by_sheet(
-    train: TrainConfig, footprint: Footprint, survey: Survey, where: Seated, num_adapters: int = 0
+    train: TrainConfig,
+    footprint: Footprint,
+    survey: Survey,
+    where: Seated,
+    packed: PackedSizes,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> LearnerSpeed:
     activations = train.activations
     inputs = footprint.num_layers * footprint.hidden_size * BYTES[train.dtype] if activations.offload else 0.0
-    trained = num_adapters or footprint.num_parameters
+    adapters = num_adapters(lora, footprint)
+    # An adapter of any rank reads the input of its layer, and adds to the output.
+    beside = footprint.adapter_parameters(1, lora.target_modules) if adapters else 0
+    trained = adapters or footprint.num_parameters
+    attended = sum(each * packed.pairs(window) for window, each in footprint.attention_flops.items())
     return learner_speed(
-        footprint.num_parameters,
+        LearnerModel(
+            num_parameters=footprint.num_parameters,
+            num_active=footprint.matrix_weights,
+            num_adapters=adapters,
+            values_per_token=footprint.values_per_token + beside,
+            attention_flops=attended / packed.num_tokens,
+            is_mixture=footprint.num_expert_parameters > 0,
+        ),
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
         checkpointing=activations.recomputes,
-        num_active=footprint.num_active_parameters,
-        num_adapters=num_adapters,
+        keeps_attention=activations.checkpointing == "selective",
         copies=train.parallel.dp_replicate,
         token_bytes_to_host=inputs,
         step_bytes_to_host=moment_bytes(train, trained) if train.optimizer_offload else 0.0,
@@ -213,7 +239,7 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
     footprint = survey.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return speed_by_sheet(train, footprint, survey, where)
+    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, None, shares=False))
 
 
 def scorer_of(role: str, survey: Survey, where: Seated) -> float:
@@ -222,16 +248,24 @@ def scorer_of(role: str, survey: Survey, where: Seated) -> float:
     if footprint is None:
         key = role if role == META_RM else key_of_model(role)
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return reading_s(
-        footprint.num_active_parameters, device_for(where.pool, survey), scorer_dtypes(survey.config)[role]
-    )
+    return reading_s(footprint.matrix_weights, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
 
 
-def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: float) -> float:
+def sync_of(survey: Survey, profile: Profile | None, where: Seated) -> float:
     alike = profile is not None and profile.config.policy.path == survey.config.policy.path
     if profile is not None and profile.sync_s is not None and alike:
         return profile.sync_s
-    return sync_time_s(num_bytes, device_for(where.pool, survey))
+    return push_s(POLICY, survey, where)
+
+
+def push_s(model: str, survey: Survey, where: Seated) -> float:
+    """The time of a push of a model's weights from its learner: over the network if the run's slots are more than a
+    node has.
+    """
+    device, pools = device_for(where.pool, survey), survey.placement.pools.values()
+    resource = survey.config.placement.pools[where.pool].resource
+    num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
+    return sync_time_s(pushed_bytes(model, survey), device, over_nodes=num_slots > device.slots_per_node)
 
 
 def driver_of(survey: Survey, profile: Profile | None) -> float:
@@ -269,14 +303,14 @@ def sized(role: str, survey: Survey) -> Footprint:
     return footprint
 
 
-def sizes_of(role: str, survey: Survey) -> ModelSizes:
+def sizes_of(role: str, survey: Survey, num_gpus: int) -> ModelSizes:
     footprint, served = sized(role, survey), survey.roles.served[role]
     return ModelSizes(
         num_parameters=footprint.num_parameters,
         weight_bytes=engine_weights(served, footprint),
-        kv_bytes_per_token=footprint.kv_bytes_per_token(served.dtype),
+        kv_bytes_per_token=footprint.kv_bytes_per_token(served.dtype, num_gpus),
         dtype=served.dtype,
-        num_active_parameters=footprint.num_active_parameters,
+        num_active_parameters=footprint.matrix_weights,
     )
 
 
@@ -287,18 +321,23 @@ def weight_bytes(role: str, survey: Survey) -> float:
 
 
 def pushed_bytes(role: str, survey: Survey) -> float:
-    """The bytes of a push: engines round weights themselves, and some need the adapters alone."""
+    """The bytes of a push: engines round weights themselves, and some need the adapters alone. Of merged adapters only
+    the layers that have them: after the first push, the others aren't sent again.
+    """
     footprint, served = survey.models[role].footprint, survey.roles.served[role]
     if footprint is None:
         return 0.0
-    if served.model.lora.in_engines:
-        return num_adapters(served.model.lora, footprint) * BYTES[served.dtype]
+    lora = served.model.lora
+    if lora.in_engines:
+        return num_adapters(lora, footprint) * BYTES[served.dtype]
+    if lora.learns:
+        return footprint.adapted_weights(lora.target_modules) * BYTES[served.dtype]
     return footprint.weight_bytes(served.dtype)
 
 
-def kv_bytes_per_token(role: str, survey: Survey) -> int:
+def kv_bytes_per_token(role: str, survey: Survey, num_gpus: int) -> int:
     footprint = survey.models[role].footprint
-    return footprint.kv_bytes_per_token(survey.roles.served[role].dtype) if footprint else 0
+    return footprint.kv_bytes_per_token(survey.roles.served[role].dtype, num_gpus) if footprint else 0
 
 
 def device_for(pool: str, survey: Survey) -> DeviceSpec:

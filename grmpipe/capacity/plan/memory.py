@@ -14,11 +14,17 @@ from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.learner.learner_spec import frozen_dtype
-from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, BYTES_OF_A_MOMENT, Footprint, Working
 from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
+
+# Of an engine on a GPU. vLLM 0.32 sizes its memory by a step of 8192 tokens, in one layer: what its MLP and attention
+# compute at once, and the stream between layers. Logits are float32 while they are sampled.
+ENGINE_STEP_TOKENS = 8192
+STREAMS = 3  # of hidden size: the residual, a layer's input, its output
+LOGIT_COPIES = 3  # as computed, scaled, sorted or normalised
+GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers: vLLM logs 0.5 to 1 GB for models of 8 to 70 B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +75,12 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
         # The cache grows by copying: for a moment the old and the new one are held.
         grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
         return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
-    room = kv_room(engine, pool, weights)
+    if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
+        held.append(Part(what="activations, CUDA graphs", num_bytes=own))
+    room = kv_room(role, footprint, num_gpus, pool)
     if room is None:
         return held
-    tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype))
+    tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype, num_gpus))
     return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
 
 
@@ -81,11 +89,28 @@ def engine_weights(role: ServedRole, footprint: Footprint) -> int:
     return footprint.weight_bytes(role.dtype, role.engine.bytes_in_layers)
 
 
-def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
-    """Memory that an engine reserves for keys and values on one device. None if that depends on the device's memory."""
+def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> Part | None:
+    """Memory that an engine reserves for keys and values on each of its devices. None if that depends on the device's
+    memory.
+    """
     device, device_bytes = ("cpu", None) if pool.resource == "cpu" else ("cuda", pool.memory_gb and pool.memory_gb * GB)
-    room = engine.cache_room(weights, device, device_bytes)
+    held = engine_weights(role, footprint) / num_gpus
+    if role.engine.share_has_activations:
+        held += own_bytes(role, footprint, num_gpus, pool)
+    room = role.engine.cache_room(held, device, device_bytes)
     return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
+
+
+def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> float:
+    """The memory of an engine on each GPU beside weights, keys and values: the activations of its largest step, the
+    logits of all rows, CUDA graphs. 0 on a CPU, where it is small.
+    """
+    if pool.resource == "cpu":
+        return 0.0
+    values = 3 * footprint.intermediate_size + footprint.query_width + 2 * footprint.kv_width
+    widest = values / num_gpus + STREAMS * footprint.hidden_size
+    logits = LOGIT_COPIES * role.engine.max_rows * footprint.vocab_size * 4
+    return ENGINE_STEP_TOKENS * widest * BYTES[role.dtype] + logits + GRAPH_BYTES
 
 
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:

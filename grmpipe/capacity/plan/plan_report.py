@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
@@ -22,6 +22,14 @@ from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
 from scheduler.placement import describe
 
+# Judges that ask no model, or one with a scalar head.
+KIND_IN_WORDS = {
+    "scalar": "a scalar reward model",
+    "rule": "a rule",
+    "env": "an environment's reward",
+    "label": "a label",
+    "custom": "a judge of your own",
+}
 MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
 Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: this run can't be simulated
 
@@ -90,17 +98,16 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     work, placement = step_work(survey, profile), survey.placement
     seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
     costs = costs_of(survey, profile, seated)
-    loads = {role: busy_s(role, work, costs, seated[role].seating.replicas) for role in seated if role in work.roles}
+    loads, chain = loads_of(work, costs, survey), 0.0 if work.max_staleness else chain_s(work, costs)
     wide = column_width(seated)
-    chain = 0.0 if work.max_staleness else chain_s(work, costs)
     lines = [f"time of a step ({assumptions(survey, profile)})"]
     pace = {LEARNER: f"; {learner_pace(survey, profile, work, costs.learner)}"}
     lines += [
         f"  {role:<{wide}} {seconds(load)} of work for each of {seated[role].seating.replicas}{pace.get(role, '')}"
         for role, load in loads.items()
+        if role != DRIVER
     ]
     if costs.driver_request_s:
-        loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
         shared = f"on {costs.cores} cores, shared with all processes on CPUs"
         lines.append(f"  {DRIVER:<{wide}} {seconds(loads[DRIVER])} of work, {shared}")
     busiest = busiest_slot_s(placement, loads, costs.cores)
@@ -110,6 +117,8 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
+    if profile is None:
+        lines.append(f"  {bounds_range(survey, work, costs)}")
     if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
     elif simulate is not None:
@@ -117,6 +126,27 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
         lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")
     return "\n".join(lines)
+
+
+def loads_of(work: StepWork, costs: Costs, survey: Survey) -> dict[str, float]:
+    """Role -> seconds of a step that each of its processes works; of the driver, if its time counts."""
+    placed = survey.placement.seats
+    loads = {role: busy_s(role, work, costs, len(seats)) for role, seats in placed.items() if role in work.roles}
+    return loads | ({DRIVER: busy_s(DRIVER, work, costs, 1)} if costs.driver_request_s else {})
+
+
+def bounds_range(survey: Survey, work: StepWork, costs: Costs) -> str:
+    """The bound of a step with the fastest and the slowest costs that published rates make likely, in words."""
+    bounds = []
+    for way in (-1, 1):
+        tried = slower_costs(costs, LEARNER_SPREAD**way, ENGINE_SPREAD**way)
+        busiest = busiest_slot_s(survey.placement, loads_of(work, tried, survey), costs.cores)
+        bounds.append(max(busiest, 0.0 if work.max_staleness else chain_s(work, tried)))
+    fast, slow = map(seconds, bounds)
+    return (
+        f"likely {fast} to {slow}: 9 of 10 published rates are within {LEARNER_SPREAD:g} of a learner's and "
+        f"{ENGINE_SPREAD:g} of an engine's"
+    )
 
 
 def learner_pace(survey: Survey, profile: Profile | None, work: StepWork, learner: LearnerSpeed) -> str:
@@ -161,7 +191,7 @@ def judged(survey: Survey) -> list[str]:
     wide = column_width(judging.judges)
     lines = []
     for name, judge in judging.judges.items():
-        work = asked(name, survey) if name in judging.generative else f"a {judge.kind}"
+        work = asked(name, survey) if name in judging.generative else KIND_IN_WORDS[judge.kind]
         lines.append(f"    {name:<{wide}} {work}{seen(shares[name])}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 

@@ -186,7 +186,7 @@ def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | 
     """Rows of full length that an engine's cache holds; None if it isn't limited or unknown."""
     engine, config = survey.roles.served[role].engine, survey.config
     pool = pool_with_memory(config.placement.pools[kind], survey.devices[kind])
-    per_token = kv_bytes_per_token(role, survey)
+    per_token = kv_bytes_per_token(role, survey, seating.width)
     if engine.grows_cache or engine.joined or not per_token or pool.resource == "cpu" or pool.memory_gb is None:
         return None
     own = [config.rollout.max_new_tokens] if role == POLICY else []

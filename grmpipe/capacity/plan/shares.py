@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time
+from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.survey import Survey
 from grmpipe.config.judging import GRM, POLICY
 from grmpipe.config.roles import ServedRole
@@ -23,7 +23,9 @@ USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The needs of one engine: bytes of its weights on a device and of one token; or the bytes of its cache, if set."""
+    """The needs of one engine on a device: bytes of its weights and of its own memory, and of one token; or the bytes
+    of its cache, if set.
+    """
 
     weights: float
     token: float
@@ -86,8 +88,9 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
     if footprint is None:
         return None
     return Wish(
-        weights=engine_weights(served, footprint) / served.num_gpus,
-        token=footprint.kv_bytes_per_token(served.dtype) / served.num_gpus,
+        weights=engine_weights(served, footprint) / served.num_gpus
+        + own_bytes(served, footprint, served.num_gpus, survey.pool(role)),
+        token=footprint.kv_bytes_per_token(served.dtype, served.num_gpus) / served.num_gpus,
         kv=served.engine.set_cache_bytes,
     )
 

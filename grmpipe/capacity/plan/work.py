@@ -59,17 +59,33 @@ def learner_flops(survey: Survey, profile: Profile | None) -> float | None:
     config, footprint = survey.config, survey.models[POLICY].footprint
     if footprint is None:
         return None
-    train, played = config.train, policy_lengths(survey, profile)
-    prompt, answer = round(played.prompt_tokens), round(played.new_tokens)
-    shares = train.prefix_sharing
-    siblings = train.group_size - 1
-    group = PackedSizes(
-        lengths_S=[prompt + answer, *[answer if shares else prompt + answer] * siblings],
-        prefixes_S=[0, *[prompt if shares else 0] * siblings],
-        head_rows=train.group_size * answer,
-    )
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
-    return train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+    group = packed_group(survey, profile)
+    return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+
+
+def packed_group(survey: Survey, profile: Profile | None, *, shares: bool | None = None) -> PackedSizes:
+    """The samples of a group as a learner packs them, at mean lengths. shares: they hold their prompt once; None: as
+    configured for the policy's learner.
+    """
+    train, played = survey.config.train, policy_lengths(survey, profile)
+    shares = train.prefix_sharing if shares is None else shares
+    return packed_siblings(played, train.group_size, shares)
+
+
+def packed_judgement(role: str, survey: Survey, profile: Profile | None) -> PackedSizes:
+    """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
+    asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
+    return packed_siblings(asked, survey.config.trained_grms[role].group_size, survey.config.train.prefix_sharing)
+
+
+def packed_siblings(lengths: Lengths, count: int, shares: bool) -> PackedSizes:
+    prompt, answer = round(lengths.prompt_tokens), round(lengths.new_tokens)
+    return PackedSizes(
+        lengths_S=[prompt + answer, *[answer if shares else prompt + answer] * (count - 1)],
+        prefixes_S=[0, *[prompt if shares else 0] * (count - 1)],
+        head_rows=count * answer,
+    )
 
 
 def starts_early(survey: Survey) -> bool:

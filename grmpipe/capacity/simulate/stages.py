@@ -72,7 +72,14 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     """
     config = workload.config
     judges = {name: judge_named(workload, name, grms, driver) for name in config.judging.judges}
-    return compose_judge(config.reward, config.rewards, judges, config.all_judges, config.seed)
+    return compose_judge(
+        config.reward,
+        config.rewards,
+        judges,
+        config.all_judges,
+        config.seed,
+        min_group_std=config.algorithm.min_group_std,
+    )
 
 
 def judge_named(workload: Workload, name: str, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:

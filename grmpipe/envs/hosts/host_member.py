@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-import traceback
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from grmpipe.envs.isolation.env_host import EnvHost, open_env_host
 from grmpipe.envs.isolation.messages import (
     BadFrame,
     BlamedEnv,
-    BlamedPolicy,
     Close,
     Closed,
     Observed,
@@ -26,6 +24,7 @@ from grmpipe.envs.isolation.messages import (
     Opened,
     Reply,
     Step,
+    blaming,
     body_of,
     decoded,
     fitting,
@@ -144,11 +143,8 @@ async def reply_of(env: Env, asked: Open | Step) -> Reply:
         if isinstance(asked, Open):
             return Opened(await env.open(asked.episode))
         return Observed(fitting(await env.step(asked.action)))
-    except PolicyFault as fault:
-        return BlamedPolicy(str(fault), fault.kind)
-    except EnvFault as fault:
-        trace = "".join(traceback.format_exception(fault.__cause__)) if fault.__cause__ is not None else ""
-        return BlamedEnv(str(fault), fault.cause, trace)
+    except (PolicyFault, EnvFault) as fault:
+        return blaming(fault)
 
 
 def encoded(reply: Reply) -> bytes:

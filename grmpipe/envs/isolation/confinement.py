@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.envs.isolation import kernel, landlock
+from grmpipe.envs.isolation import kernel, landlock, seccomp
 
 MEGABYTE = 2**20
 FIRST_USER = 0x70000000  # of the users that seats become where the run is root's; plus the supervisor's process id
@@ -171,6 +171,8 @@ def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
         had.parts.missing.append(Missing(part="process count", reason="it needs a user namespace, or root"))
     take("no new privileges", kernel.set_no_new_privileges)
     take("Landlock", lambda: restrict_files(bounds, had, own_proc))
+    take("filter of system calls", seccomp.restrict)
+    take("memory and descriptors of its own", kernel.hide_from_others)
     kernel.set_parent_death_signal(signal.SIGKILL)
     return tuple(had.parts.missing)
 

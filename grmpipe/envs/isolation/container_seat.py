@@ -14,7 +14,7 @@ import sys
 import msgspec
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.isolation.fork_server import checked
 from grmpipe.envs.isolation.messages import BlamedEnv, Confined, body_of_next, frame
 from grmpipe.envs.isolation.seat import serve
 
@@ -31,13 +31,13 @@ async def main() -> None:
     if body is None:
         return
     try:
-        make = env_factory(msgspec.msgpack.decode(body, type=EnvConfig))
+        make = checked(msgspec.msgpack.decode(body, type=EnvConfig))
     except ValueError as error:
         writer.write(frame(BlamedEnv(detail=str(error), cause="boot")))
         await writer.drain()
         return
     writer.write(frame(Confined()))
-    await serve(make, reader, writer)
+    await serve(make(), reader, writer)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import CONTAINER, INPROCESS, IsolationConfig
+from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation.container_host import ContainerHost
@@ -67,7 +68,8 @@ async def open_env_host(
     limits = limits_of(config)
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
-            yield InprocessHost(env_factory(config, servers), limits, faults, events)
+            rules = fault_rules(config.policy_errors)
+            yield InprocessHost(env_factory(config, servers), limits, faults, events, rules)
         return
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)

@@ -1,6 +1,6 @@
 """A process of its own that imports a run's environment once, and forks a seat from it for each episode.
 
-    python -m grmpipe.envs.isolation.fork_server FD PARENT    # FD: socket to the run; PARENT: the run's process id
+    python -m grmpipe.envs.isolation.fork_server FD    # of its socket to the run
 
 Small: it imports no torch and no Ray. It ends when the run ends.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 import msgspec
 
 from grmpipe.config.env import EnvConfig
+from grmpipe.envs.blame import fault_rules
+from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation import kernel
@@ -52,21 +54,28 @@ class Fork(msgspec.Struct, frozen=True):
     bounds: Bounds
 
 
-def main(control: socket.socket, parent: int) -> None:
+def main(control: socket.socket) -> None:
     kernel.set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
+    kernel.hide_from_others()
+    if not is_connected(control):  # the run has ended before that
         return
     with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup).env
-        make = env_factory(config)
+        make = checked(config)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
         return
     control.send(msgspec.msgpack.encode(Ready()))
     ForkServer(control, make).stay()
+
+
+def checked(config: EnvConfig) -> Callable[[], Env]:
+    """Constructs environments behind their door, for seats. Raises ValueError."""
+    make, rules = env_factory(config), fault_rules(config.policy_errors, in_box=True)
+    return lambda: CheckedEnv(make, rules)
 
 
 class ForkServer:
@@ -148,7 +157,13 @@ class ForkServer:
 
 async def live_in(env_socket: socket.socket, make: Callable[[], Env]) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=env_socket)
-    await serve(make, reader, writer)
+    await serve(make(), reader, writer)
+
+
+def is_connected(control: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(control, 0)
+    return not poll.poll(0)
 
 
 def imported_packages() -> tuple[str, ...]:
@@ -170,4 +185,4 @@ def reap() -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as run:
-        main(run, int(sys.argv[2]))
+        main(run)

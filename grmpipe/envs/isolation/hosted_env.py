@@ -3,9 +3,11 @@
 What an end of the seat means is decided here, from what the seat and its supervisor report:
 
     in `open`                      the environment's: EnvFault `boot`, `timeout` or `died`
-    in `step`, before it began     the environment's: EnvFault `timeout` or `died`
+    in `step`, before it began     the environment's: EnvFault `timeout` or `died`, unless it comes from a step before
     in `step`, at a limit          the policy's: the episode ends (`done`) with the fault `limit`, and is judged as it
-      (time, CPU time, memory)     is; its seat is killed, so there is nothing to go on with
+      (time, CPU time, memory,     is; its seat is killed, so there is nothing to go on with
+      files, processes), and by a
+      signal that programs send
     in `step`, by any other end    the environment's: EnvFault `died`
     a frame that can't be read     the environment's: EnvFault `protocol`
 
@@ -21,6 +23,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
@@ -42,7 +45,7 @@ from grmpipe.envs.isolation.messages import (
     frame,
     next_report,
 )
-from grmpipe.envs.isolation.seat import LIMIT
+from grmpipe.envs.isolation.seat import STOPPED
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import EnvCause
@@ -104,6 +107,8 @@ class HostedEnv:
         self._moment: FaultMoment | None = None
         self._seat: SeatLink | None = None
         self._began = False
+        self._is_step = False
+        self._has_acted = False  # a step has begun
         self._owes_reply = False
         self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
 
@@ -142,7 +147,7 @@ class HostedEnv:
             raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
             return self._ended_in_step(await self.kill())
-        if isinstance(reply, BlamedPolicy) and reply.ends:
+        if isinstance(reply, BlamedPolicy) and reply.ends and reply.kind == LIMIT:
             return stopped_at_limit(reply.text, await self.kill())
         if not isinstance(reply, Observed):
             raise blamed(reply)
@@ -184,7 +189,7 @@ class HostedEnv:
     async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""
         assert self._seat is not None
-        self._began, self._owes_reply = False, True
+        self._began, self._owes_reply, self._is_step = False, True, isinstance(request, Step)
         await self._send(request)
         if self._moment is not None and self._moment.has_come(turn):
             await asyncio.sleep(self._moment.delay_s)
@@ -210,6 +215,7 @@ class HostedEnv:
             report = await next_report(self._seat.reader)
             if isinstance(report, Began):
                 self._began = True
+                self._has_acted |= self._is_step
             elif report is None:
                 raise SeatEnded
             elif isinstance(report, Ended):
@@ -220,9 +226,11 @@ class HostedEnv:
                 return report
 
     def _ended_in_step(self, ended: Ended | None) -> Observation:
-        """A limit of the kernel is the policy's, if its program ran. Raises EnvFault for any other end."""
-        if self._began and self._moment is None and ended is not None and ended.limit:
-            return stopped_at_limit(f"stopped after {ended.limit}", ended)
+        """What the policy's program did, if it ran. Raises EnvFault for any other end."""
+        if self._has_acted and self._moment is None and ended is not None:
+            stopped_by = signal.SIGTERM if ended.exit_code == STOPPED else ended.signal
+            if how := policys_end(stopped_by, ended.limit):
+                return stopped_at_limit(f"stopped by {how}", ended)
         raise fault_of("died", "its process ended in a step", ended)
 
     async def _said_goodbye(self, seat: SeatLink) -> bool:
@@ -264,7 +272,7 @@ def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
 def blamed(reply: Reply) -> PolicyFault | EnvFault:
     """The fault that a seat reports, to be raised again."""
     if isinstance(reply, BlamedPolicy):
-        return PolicyFault(reply.text, reply.kind)
+        return PolicyFault(reply.text, reply.kind, ends=reply.ends)
     if isinstance(reply, BlamedEnv):
         fault = EnvFault(reply.detail, reply.cause)
         fault.__cause__ = RemoteTraceback(reply.trace) if reply.trace else None

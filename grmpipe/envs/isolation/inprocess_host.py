@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from grmpipe.envs.blame import FaultRules
+from grmpipe.envs.checked_env import NO_RULES, CheckedEnv
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.env_factory import MakeEnv
 from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
@@ -14,7 +16,12 @@ class InprocessHost:
     """Constructs environments right here. Limits end their coroutines at an `await`: blocking code has none."""
 
     def __init__(
-        self, make: MakeEnv, limits: StageLimits, faults: FaultInjection, events: EventSink | None = None
+        self,
+        make: MakeEnv,
+        limits: StageLimits,
+        faults: FaultInjection,
+        events: EventSink | None = None,
+        rules: FaultRules = NO_RULES,
     ) -> None:
         self.seats = SeatCounts()
         self.lacks = ""  # nothing was asked for
@@ -22,9 +29,11 @@ class InprocessHost:
         self._limits = limits
         self._faults = faults
         self._events = events
+        self._rules = rules
 
     def env(self) -> Env:
-        return LimitedEnv(CountedEnv(self._make(), self.seats, self._faults), self._limits, self._events)
+        checked = CheckedEnv(self._make, self._rules)
+        return LimitedEnv(CountedEnv(checked, self.seats, self._faults), self._limits, self._events)
 
 
 class CountedEnv:

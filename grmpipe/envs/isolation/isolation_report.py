@@ -15,6 +15,7 @@ from pathlib import Path
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import INPROCESS, PROCESS, RUNTIMES, IsolationConfig
 from grmpipe.envs.env import EnvFault, Episode
+from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.leftovers import clear, noted
@@ -93,9 +94,11 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
 
 
 def describe_isolation() -> str:
-    """One line for the doctor: what kind=process gives, how processes are counted, and which containers there are."""
-    report = isolation_report()
-    return f"{report}; {counting(report)}; containers: {containers()}"
+    """One line for the doctor: what kind=process gives, whether in bubblewrap, how processes are counted, and which
+    containers there are.
+    """
+    report, outer = isolation_report(), bubblewrap_missing()
+    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; containers: {containers()}"
 
 
 def counting(report: IsolationReport) -> str:

@@ -58,6 +58,13 @@ def own_proc_files() -> None:
     checked(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))
 
 
+def hide_from_others() -> None:
+    """Other processes of this user reach neither memory nor descriptors of this one. A program that it starts is open
+    again.
+    """
+    checked(libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+
+
 def unshare(flags: int) -> None:
     checked(libc.unshare(flags))
 

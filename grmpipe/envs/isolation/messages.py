@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
-from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.types import EnvCause
 from models.types import Message
 
 MAX_FRAME = 8 * 2**20  # bytes; a longer one is never read
+MAX_DETAIL = 20_000  # characters of a traceback, or of a fault's text
 MAX_TEXT = 200_000  # characters of all messages of an observation that is too long for a frame
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
@@ -57,7 +59,7 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlamedPolicy(msgspec.Struct, frozen=True, tag=True):
-    """A PolicyFault. ends: the seat has reached a limit, and is used no further."""
+    """A PolicyFault."""
 
     text: str
     kind: str
@@ -70,6 +72,14 @@ class BlamedEnv(msgspec.Struct, frozen=True, tag=True):
     detail: str
     cause: EnvCause
     trace: str = ""
+
+
+def blaming(fault: PolicyFault | EnvFault) -> BlamedPolicy | BlamedEnv:
+    """The report of a fault."""
+    if isinstance(fault, PolicyFault):
+        return BlamedPolicy(str(fault)[:MAX_DETAIL], fault.kind, fault.ends)
+    trace = "".join(traceback.format_exception(fault.__cause__)) if fault.__cause__ is not None else ""
+    return BlamedEnv(str(fault)[:MAX_DETAIL], fault.cause, trace[-MAX_DETAIL:])
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):

@@ -17,9 +17,10 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
+from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing, wrapped
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.isolation.fault_plan import FaultInjection
-from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready
+from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready, imported_packages
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
 from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_report
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 # One thread: a library's pool of them does not survive a fork. One hash seed: the same episode, the same sets.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+BUBBLEWRAP = "bubblewrap"
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 SERVER_ENDS_S = 5.0
 QUEUE_S = 0.002  # about the time of a fork
@@ -72,7 +74,10 @@ class ProcessSeat:
 
 
 class ProcessHost:
-    """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests."""
+    """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests.
+
+    outer: why the fork server isn't in bubblewrap; None: it is.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class ProcessHost:
         self.limits = limits
         self._faults = faults
         self._without = without
+        self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._seated: set[HostedEnv] = set()
@@ -117,7 +123,7 @@ class ProcessHost:
         with theirs:
             # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
             self._server = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-m", "grmpipe.envs.isolation.fork_server", str(theirs.fileno()), str(os.getpid())],
+                [*self._inside(), sys.executable, "-m", "grmpipe.envs.isolation.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment(self._config.isolation.pass_env, self._leftovers.token),
                 stdin=subprocess.DEVNULL,
@@ -127,11 +133,22 @@ class ProcessHost:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(ours, msgspec.msgpack.encode(HostSetup(env=self._config)))
-        answer = await loop.sock_recv(ours, MAX_CONTROL)
+        try:
+            answer = await loop.sock_recv(ours, MAX_CONTROL)
+        except ConnectionError:  # it ended without reading what it was sent
+            answer = b""
         ready = msgspec.msgpack.decode(answer, type=Ready) if answer else Ready(error="the host of environments ended")
         if ready.error:
             await self.stop()
             raise ValueError(ready.error)
+
+    def _inside(self) -> list[str]:
+        """What starts the fork server: nothing, or bubblewrap."""
+        isolation = self._config.isolation
+        if self.outer is not None:
+            return []
+        read = (*readable(isolation.read), *imported_packages())
+        return wrapped(read, (str(self._folder),), network=isolation.network)
 
     async def stop(self) -> None:
         """End the seats that are still there, and the fork server."""

@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
+import sys
 import traceback
-from collections.abc import Callable
 
+from grmpipe.envs.blame import FaultRules, fault_of
 from grmpipe.envs.env import Env, EnvFault, PolicyFault
 from grmpipe.envs.isolation.messages import (
     BadFrame,
     Began,
     BlamedEnv,
-    BlamedPolicy,
     Close,
     Closed,
     Open,
     Opened,
     Step,
+    blaming,
     frame,
     next_request,
     observed,
 )
 
-MAX_DETAIL = 20_000  # characters of a traceback, or of a fault's text
-LIMIT = "limit"  # the kind of a policy's fault: it reached a limit of its seat
+STOPPED = 128 + signal.SIGTERM  # the exit code of a seat that was asked to end before its `Close`
 
 
-async def serve(make: Callable[[], Env], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Play one episode by request, until `Close`, the end of the requests, or SIGTERM. Closes the environment once."""
+async def serve(env: Env, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Play one episode by request, until `Close`, the end of the requests, or SIGTERM, which ends the process. Closes
+    the environment once. env: raises only PolicyFault and EnvFault.
+    """
     serving = asyncio.current_task()
     assert serving is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-    env: Env | None = None
-    request = None
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace gets none from within
+    request, is_stopped = None, False
     try:
         while (request := await next_request(reader)) is not None and not isinstance(request, Close):
             writer.write(frame(Began()))
-            if env is None:
-                env = make()
             writer.write(await answer(env, request))
             await writer.drain()
     except asyncio.CancelledError:  # SIGTERM
-        request = None
-    if env is not None:
-        await close(env)
+        request, is_stopped = None, True
+    await close(env)
+    if is_stopped:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(STOPPED)
     if request is not None:
         writer.write(frame(Closed()))
         await writer.drain()
@@ -68,15 +72,10 @@ async def answer(env: Env, request: Open | Step) -> bytes:
         return observed(await env.step(request.action))
     except asyncio.CancelledError:
         raise
-    except PolicyFault as fault:
-        return frame(BlamedPolicy(text=str(fault)[:MAX_DETAIL], kind=fault.kind))
-    except EnvFault as fault:
-        return frame(BlamedEnv(detail=str(fault)[:MAX_DETAIL], cause=fault.cause))
-    except MemoryError:
-        if isinstance(request, Step):
-            return frame(BlamedPolicy(text="it took more memory than it may", kind=LIMIT, ends=True))
-        return frame(BlamedEnv(detail="no memory was left; raise env.isolation.memory_mb", cause="boot"))
+    except (PolicyFault, EnvFault) as fault:
+        return frame(blaming(fault))
     except BadFrame as error:
         return frame(BlamedEnv(detail=str(error), cause="protocol"))
-    except BaseException:
-        return frame(BlamedEnv(detail=traceback.format_exc()[-MAX_DETAIL:], cause="broken"))
+    except BaseException as error:  # ours, at a limit: an environment's own are faults
+        acted = isinstance(request, Step)
+        return frame(blaming(fault_of(error, "the seat", FaultRules(in_box=True), has_acted=acted)))

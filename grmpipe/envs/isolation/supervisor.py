@@ -49,6 +49,7 @@ def supervise(
     kernel.adopt_orphans()
     with host:
         had = enter_namespaces(bounds, lambda user: ask_to_map(host, user))
+    kernel.hide_from_others()
     kernel.set_parent_death_signal(signal.SIGTERM)
     output, inherited = os.pipe()
     seat = os.fork()

@@ -31,7 +31,9 @@ class Trial:
             "it writes outside of its folder": lambda: (self._outside / "written").write_bytes(b""),
             "it has the network": send_a_packet,
             f"it starts {self._processes} processes": lambda: start_processes(self._processes),
+            "it reaches other processes by Unix sockets": lambda: socket.socket(socket.AF_UNIX).close(),
             "it takes 1 GB of memory": lambda: bytes(MANY_BYTES),
+            "it takes memory that no limit counts": lambda: os.close(os.memfd_create("")),
         }
         return Opening(messages=[Message(role="user", content=text) for text, act in tries.items() if could(act)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import inspect
@@ -14,8 +13,10 @@ from typing import get_type_hints
 
 import msgspec
 
-from grmpipe.envs.env import PolicyFault
+from grmpipe.config.user_code import BadValueError, scalar_of, shown
+from grmpipe.envs.env import EnvFault, PolicyFault
 from models.types import ToolCall, ToolSpec
+from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 ARGUMENTS_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters)\s*:?\s*$")
 ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
@@ -33,7 +34,7 @@ class FunctionTool:
     async def call(self, call: ToolCall) -> str:
         """The result as text. Raises PolicyFault for wrong arguments, and what the function raises.
 
-        A function that isn't `async` runs in a thread, so that a slow one holds up no other episode.
+        A function that isn't `async` runs in a thread of its own, so that one that hangs holds up no other.
         """
         try:
             checked = msgspec.convert(call.arguments, self.arguments)
@@ -42,12 +43,32 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
         if inspect.iscoroutinefunction(self.function):
             return text_of(await self.function(**given))
-        return text_of(await asyncio.to_thread(self.function, **given))
+        try:
+            return text_of(await in_own_thread(self.function, **given))
+        except TooManyStuck as error:
+            raise EnvFault(
+                f"{error}: give what it waits for a time limit, make it async, or type env.isolation.kind=process, "
+                "which ends the process with the call",
+                "capacity",
+            ) from error
 
 
 def text_of(result: object) -> str:
-    """A text as it is, anything else as JSON."""
-    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+    """A text as it is, anything else as JSON, also with scalars of numpy and torch. Raises BadValueError."""
+    if isinstance(result, str):
+        return result
+    try:
+        return msgspec.json.encode(scalar_of(result), enc_hook=plain_scalar).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadValueError(
+            f"returned {shown(result)}, which is no JSON ({error}): return a text, numbers, lists and dicts"
+        ) from error
+
+
+def plain_scalar(value: object) -> object:
+    if (plain := scalar_of(value)) is value:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return plain
 
 
 @functools.cache
@@ -58,7 +79,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
     """
     try:
         module = importlib.import_module(path)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"functions: {path} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
             "PYTHONPATH"

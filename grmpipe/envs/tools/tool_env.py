@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from grmpipe.config.env import CallLimits
+from grmpipe.config.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
 from models.types import Message, ToolCall, ToolSpec
+from scheduler.event_loop import TimeIsUp, within
 
 
 class Tool(Protocol):
@@ -43,11 +47,15 @@ class ToolEnv:
 
     functions: dotted path of a module, whose functions are tools; empty: none.
     servers:   further tools.
+    limits:    on the calls of a turn.
     """
 
-    def __init__(self, functions: str = "", servers: ToolServers | None = None) -> None:
+    def __init__(
+        self, functions: str = "", servers: ToolServers | None = None, limits: CallLimits | None = None
+    ) -> None:
         self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (tools_of(functions) if functions else ())}
         self._servers = servers
+        self._limits = limits or CallLimits()
         self._opened: OpenTools | None = None
 
     async def open(self, episode: Episode) -> Opening:
@@ -62,13 +70,10 @@ class ToolEnv:
         if not action.tool_calls and not action.errors:
             return Observation(done=True)
         messages, faults = [], []
-        for call in action.tool_calls:
-            try:
-                text = await self._result(call)
-            except PolicyFault as fault:
-                text = str(fault)
-                faults.append(fault.kind)
-            messages.append(Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id))
+        for call, result in zip(action.tool_calls, await self._results(action.tool_calls), strict=True):
+            if isinstance(result, PolicyFault):
+                faults.append(result.kind)
+            messages.append(Message(role="tool", content=str(result), name=call.name, tool_call_id=call.call_id))
         messages += [Message(role="tool", content=error) for error in action.errors]
         return Observation(messages=messages, faults=(*faults, *("malformed" for _ in action.errors)))
 
@@ -82,8 +87,41 @@ class ToolEnv:
             raise EnvFault(f"two tools are called {name}; rename one, or leave its server out of env.mcp", "protocol")
         self._tools[name] = tool
 
+    async def _results(self, calls: Sequence[ToolCall]) -> list[str | PolicyFault]:
+        """The results in the calls' order. Raises the first EnvFault, or what a tool raised, and ends the others."""
+        room = asyncio.Semaphore(self._limits.max_parallel_calls)
+        end_s = asyncio.get_running_loop().time() + self._limits.turn_s
+        running = [asyncio.ensure_future(self._result_in_time(call, room, end_s)) for call in calls]
+        try:
+            return list(await asyncio.gather(*running))
+        finally:
+            if left := [each for each in running if not each.done()]:
+                for each in left:
+                    each.cancel()
+                await asyncio.wait(left)
+
+    async def _result_in_time(self, call: ToolCall, room: asyncio.Semaphore, end_s: float) -> str | PolicyFault:
+        """A limit that passes is the call's result: what a call does follows from its arguments."""
+        async with room:
+            left_s = end_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return PolicyFault(f"{call.name} was not called: the calls before it took too long", "timeout")
+            limit_s = min(self._limits.call_s, left_s)
+            try:
+                return await within(limit_s, self._result(call), f"env.step, {call.name}")
+            except TimeIsUp:
+                return PolicyFault(f"{call.name} did not end within {limit_s:.3g} s, and was given up", "timeout")
+            except PolicyFault as fault:
+                return fault
+
     async def _result(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
-        return await tool.call(call)
+        with called(f"the tool {owner_of(tool)}", (PolicyFault, EnvFault)):
+            return await tool.call(call)
+
+
+def owner_of(tool: Tool) -> str:
+    """The function of a tool, or the name of one on a server."""
+    return described(tool.function) if isinstance(tool, FunctionTool) else tool.spec.name

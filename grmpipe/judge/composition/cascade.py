@@ -81,14 +81,24 @@ class Cascade:
         return first if decision == "keep" else group.outcome(self.then, sibling)
 
     def _decision(self, group: KnownGroup, sibling: int, first: Verdict | Failed) -> Decision | None:
-        """The decision that the sibling is part of. None while the group's is open."""
+        """The decision that the sibling is part of: about it alone, or about all that come as far as this cascade.
+        None while it is open.
+        """
         if not self.together:
             return group.decision(
                 self.name, sibling, lambda: self._decide(group, f"{group.group_id}/{sibling}", [first])
             )
-        if (firsts := group.outcomes(self.first)) is None:
+        if (siblings := group.siblings_of(self)) is None or (firsts := group.outcomes(self.first, siblings)) is None:
             return None
         return group.decision(self.name, None, lambda: self._decide(group, group.group_id, firsts))
+
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        if part is self.first:
+            return True
+        if isinstance(first := group.outcome(self.first, sibling), Pending):
+            return None
+        decision = self._decision(group, sibling, first)
+        return None if decision is None else decision != "keep"
 
     def _decide(self, group: KnownGroup, drawn_for: str, firsts: Sequence[Verdict | Failed]) -> Decision:
         is_unsure = any(map(self.doubt.about, firsts))
@@ -104,7 +114,8 @@ class Cascade:
         made = {sibling: one for (cascade, sibling), one in group.decisions.items() if cascade == self.name}
         found: dict[EventKey, CascadeEvent] = {}
         for sibling, decision in made.items():
-            siblings = range(group.size) if sibling is None else (sibling,)
+            siblings = group.siblings_of(self) if sibling is None else [sibling]
+            assert siblings is not None, "it has decided"
             found[self.name, sibling, "decided"] = self._decided(group, siblings, decision)
             if decision == "audit" and (audited := self._audited(group, siblings)) is not None:
                 found[self.name, sibling, "audited"] = audited

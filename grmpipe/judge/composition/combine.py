@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.verdict import added, mixed, outcome
-from grmpipe.types import Rollout, Verdict
+from grmpipe.types import RewardSpan, Rollout, Verdict
 
 ROUNDING = 1e-9  # of a reward
 
@@ -63,31 +63,38 @@ def share_of_passes(rewards: Sequence[float], pass_at: float) -> float:
 
 
 def normalised(
-    group: Sequence[Mapping[str, Verdict]], mine: Mapping[str, Verdict], weights: Mapping[str, float]
+    group: Sequence[Mapping[str, Verdict]],
+    mine: Mapping[str, Verdict],
+    weights: Mapping[str, float],
+    min_group_std: float,
 ) -> Verdict:
-    """The weighted mean of a sibling's components; for training, of each by its own group: (reward - mean) / standard
-    deviation.
+    """The weighted mean of a sibling's components; for training, of each by its own group: (reward - mean) / (standard
+    deviation + min_group_std).
 
     group: the components of every sibling that has all of them. A component on which all agree gives 0. The reward and
     the score stay those of the plain weighted mean.
     """
-    moved = {name: by_group(verdict, [one[name].outcome for one in group]) for name, verdict in mine.items()}
+    moved = {name: by_group(verdict, [one[name] for one in group], min_group_std) for name, verdict in mine.items()}
     plain = weighted_mean(mine, weights)
     return replace(plain, normalised=weighted_mean(moved, weights).rewards)
 
 
-def by_group(verdict: Verdict, rewards: Sequence[float]) -> Verdict:
-    """The verdict with its reward less the group's mean, in sample standard deviations of the group. Each span bears
-    its share of the mean.
+def by_group(verdict: Verdict, group: Sequence[Verdict], min_group_std: float) -> Verdict:
+    """The verdict with its reward less the group's mean, in sample standard deviations of the group.
+
+    A span of a mean of steps bears its share of the group's mean. Where rewards of several turns add up, all are only
+    divided: siblings have different numbers of turns, so no share of the mean would leave equal turns equal, and the
+    estimator subtracts a baseline of the group anyway.
     """
+    rewards = [one.outcome for one in group]
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     if spread <= ROUNDING:
         return replace(verdict, rewards=added(replace(span, value=0.0) for span in verdict.rewards))
-    mean, count = statistics.fmean(rewards), len(verdict.rewards)
-    return replace(
-        verdict,
-        rewards=tuple(
-            replace(span, value=(span.value - mean * (1 / count if span.share is None else span.share)) / spread)
-            for span in verdict.rewards
-        ),
-    )
+    mean = statistics.fmean(rewards)
+    share = 0.0 if any(len(one.rewards) > 1 for one in group) else 1.0
+
+    def centered(span: RewardSpan) -> float:
+        return span.value - mean * (share if span.share is None else span.share)
+
+    scale = 1 / (spread + min_group_std)
+    return replace(verdict, rewards=tuple(replace(span, value=scale * centered(span)) for span in verdict.rewards))

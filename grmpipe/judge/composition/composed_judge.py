@@ -53,13 +53,15 @@ def compose_judge(
     configs: Mapping[str, JudgeConfig],
     seed: int,
     skill: MeasuredSkill | None = None,
+    min_group_std: float = 0.0,
 ) -> Judge:
     """The judge of a run: the only one itself, or several as `reward` composes them.
 
     Takes settings that `check_rewards` has checked. judges: at least those of `judges_of`. configs: also the first
-    judge's, on whose scale the scores are shown.
+    judge's, on whose scale the scores are shown. min_group_std: added to the standard deviation of rewards that are
+    normalised by their group.
     """
-    build = Builder(rewards=rewards, configs=configs, seed=seed)
+    build = Builder(rewards=rewards, configs=configs, seed=seed, min_group_std=min_group_std)
     root = build.composed(ROOT, reward)
     if isinstance(root, JudgePart):
         return judges[root.name]
@@ -120,6 +122,7 @@ class Builder:
     rewards: Mapping[str, RewardConfig]
     configs: Mapping[str, JudgeConfig]
     seed: int
+    min_group_std: float
     built: dict[str, Part] = field(default_factory=dict)
 
     def part(self, name: str | None) -> Part:
@@ -144,7 +147,8 @@ class Builder:
     def mix(self, name: str, config: RewardConfig) -> Part:
         weights = {part: float(weight) for part, weight in config.mix.items()}
         parts = tuple(map(self.part, weights))
-        return Mix(name=name, parts=parts, weights=weights, by_group=config.normalise == "group_std")
+        by_group = config.normalise == "group_std"
+        return Mix(name=name, parts=parts, weights=weights, by_group=by_group, min_group_std=self.min_group_std)
 
     def route(self, name: str, config: RewardConfig) -> Part:
         by_source = {source: self.part(inner) for source, inner in config.route.items()}
@@ -153,7 +157,8 @@ class Builder:
 
     def jury(self, name: str, config: RewardConfig) -> Part:
         parts = tuple(map(self.part, config.names))
-        return Jury(name=name, parts=parts, quorum=config.quorum or len(parts), vote=jury_vote(config))
+        quorum = config.quorum or len(parts)
+        return Jury(name=name, parts=parts, quorum=quorum, vote=jury_vote(config), by_skill=config.uses_accuracy)
 
     def cascade(self, name: str, config: RewardConfig) -> Part:
         band = None if config.unsure_band is None else (float(config.unsure_band[0]), float(config.unsure_band[1]))

@@ -41,10 +41,15 @@ class Part(Protocol):
         """The sibling's outcome by what is known. An outcome that isn't pending never changes."""
         ...
 
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        """Whether the sibling's outcome needs that of this one of `parts`. None: not known so far."""
+        ...
+
 
 class KnownGroup:
     """All that is known of a group while it is judged: rollouts, reports, and what follows from them.
 
+    root:      the composition whose outcome is the sibling's.
     comparing: judges that see siblings next to each other: they have reported on a sibling once they have reported on
                all.
     skill:     weights of judges by their measured accuracy; they stay the same for the whole group.
@@ -56,6 +61,7 @@ class KnownGroup:
         prompt: Prompt,
         group_id: str,
         size: int,
+        root: Part,
         comparing: frozenset[str] = frozenset(),
         skill: Mapping[str, float] | None = None,
         bounds: ShareBounds | None = None,
@@ -68,7 +74,9 @@ class KnownGroup:
         self.rollouts: dict[int, Rollout] = {}
         self.reports: dict[str, dict[int, JudgeReport]] = {}  # judge -> sibling -> report
         self.decisions: dict[tuple[str, int | None], Decision] = {}
+        self._root = root
         self._comparing = comparing
+        self._inside: dict[str, frozenset[str]] = {}  # part -> the names of all that it is made of, its own included
         self._settled: dict[tuple[str, int], Verdict | Failed] = {}
 
     def verdict(self, judge: str, sibling: int) -> Verdict | Failed | None:
@@ -92,14 +100,44 @@ class KnownGroup:
         """The outcome, if it has been found. Unlike `outcome` it never lets a cascade decide."""
         return self._settled.get((part.name, sibling))
 
-    def outcomes(self, part: Part) -> list[Verdict | Failed] | None:
-        """The outcomes of all siblings, in their order. None while one is pending."""
+    def outcomes(self, part: Part, siblings: Sequence[int]) -> list[Verdict | Failed] | None:
+        """The siblings' outcomes, in their order. None while one is pending."""
         found: list[Verdict | Failed] = []
-        for sibling in range(self.size):
+        for sibling in siblings:
             if isinstance(outcome := self.outcome(part, sibling), Pending):
                 return None
             found.append(outcome)
         return found
+
+    def siblings_of(self, part: Part) -> list[int] | None:
+        """The siblings whose verdict needs a part: what a gate vetoes needs nothing behind it. None while that isn't
+        known of one.
+        """
+        found: list[int] = []
+        for sibling in range(self.size):
+            if (needed := self._leads_to(self._root, part, sibling)) is None:
+                return None
+            found += [sibling] * needed
+        return found
+
+    def _leads_to(self, above: Part, part: Part, sibling: int) -> bool | None:
+        """Whether the sibling's outcome of `above` needs that of `part`. None: not known so far."""
+        if above is part:
+            return True
+        is_open = False
+        for inner in above.parts:
+            if part.name not in self._names_inside(inner) or (needed := above.needs(inner, self, sibling)) is False:
+                continue
+            leads = self._leads_to(inner, part, sibling) if needed else None
+            if leads:
+                return True
+            is_open |= leads is None
+        return None if is_open else False
+
+    def _names_inside(self, part: Part) -> frozenset[str]:
+        if part.name not in self._inside:
+            self._inside[part.name] = frozenset(one.name for one in walk(part))
+        return self._inside[part.name]
 
     def decision(self, cascade: str, sibling: int | None, decide: Callable[[], Decision]) -> Decision:
         """A cascade's decision about a sibling, or about all of them (None), made once."""

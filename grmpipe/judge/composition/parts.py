@@ -1,11 +1,12 @@
 """The kinds of composition: a judge, a mean, a route, a jury, a gate. Pure: what is known of a group -> an outcome.
 
 A failure stays one: the composition of a part that failed has failed, with the cause of the first one in order. Only a
-jury does without some of its members, down to its quorum.
+jury does without some of its members, down to its quorum, and then for all siblings of a group.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,15 +41,23 @@ class JudgePart:
             return named(self.name, verdict)
         return in_reward_units(verdict, self.scale)
 
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        raise AssertionError("a judge has no parts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """The weighted mean. `by_group`: each component is normalised by its group before it is weighted."""
+    """The weighted mean.
+
+    by_group:      each component is normalised by its group before it is weighted.
+    min_group_std: added to the group's standard deviation.
+    """
 
     name: str
     parts: tuple[Part, ...]
     weights: Mapping[str, float]
     by_group: bool = False
+    min_group_std: float = 0.0
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = answered(group, self.parts, sibling)
@@ -58,6 +67,9 @@ class Mix:
             return failure
         return self._normalised(group, found) if self.by_group else weighted_mean(found.verdicts, self.weights)
 
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        return True
+
     def _normalised(self, group: KnownGroup, mine: Answered) -> Outcome:
         """Waits for all siblings. Those without a verdict are in no mean."""
         siblings = [answered(group, self.parts, sibling) for sibling in range(group.size)]
@@ -65,7 +77,7 @@ class Mix:
         if len(known) < group.size:
             return Pending()
         valid = [found.verdicts for found in known if not found.failures]
-        return normalised(valid, mine.verdicts, self.weights)
+        return normalised(valid, mine.verdicts, self.weights, self.min_group_std)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,32 +99,76 @@ class Route:
             return unasked("refused", f"{self.name}: no judge for prompts of the source {source!r}")
         return group.outcome(part, sibling)
 
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        return part is self.by_source.get(group.prompt.source, self.default)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jury:
-    """Several parts vote. With fewer verdicts than `quorum` it fails; above it the verdict names who is absent.
+    """Several parts vote. With a quorum it does without members that failed: the same ones for all siblings of a group,
+    because a sibling without its harshest judge would look better than the others. The verdict names who is absent.
 
-    vote: (the verdicts of members that answered, the skill of judges, the rollout) -> the verdict.
+    vote: (the verdicts of members, the skill of judges, the rollout) -> the verdict.
+    by_skill: whether a member's vote counts by its skill, so that those without skill can't decide alone.
     """
 
     name: str
     parts: tuple[Part, ...]
     quorum: int
     vote: JuryVote
+    by_skill: bool = False
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = answered(group, self.parts, sibling)
         if isinstance(found, Pending):
             return found
-        failure = found.first_failure
-        if failure is not None and len(found.verdicts) < self.quorum:
-            return self._no_quorum(found, failure)
-        verdict = self.vote(found.verdicts, group.skill, group.rollouts[sibling])
-        spread = statistics.pstdev(one.outcome for one in found.verdicts.values())
-        return replace(verdict, score_std=spread, absent=(*verdict.absent, *found.failures))
+        if (voters := self._voters(group)) is None:
+            return Pending()
+        missing = next((failure for name, failure in found.failures.items() if name in voters), None)
+        if missing is not None:
+            return self._failure(found, missing, voters)
+        verdicts = {name: verdict for name, verdict in found.verdicts.items() if name in voters}
+        verdict = self.vote(verdicts, group.skill, group.rollouts[sibling])
+        spread = statistics.pstdev(one.outcome for one in verdicts.values())
+        absent = [part.name for part in self.parts if part.name not in voters]
+        return replace(verdict, score_std=spread, absent=(*verdict.absent, *absent))
 
-    def _no_quorum(self, found: Answered, failure: Failed) -> Failed:
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        return True
+
+    def _voters(self, group: KnownGroup) -> frozenset[str] | None:
+        """The members that vote on all siblings: those that leave most siblings with a verdict, and then most members.
+        None while it isn't known who answered.
+        """
+        names = [part.name for part in self.parts]
+        if self.quorum == len(names):
+            return frozenset(names)
+        if (siblings := group.siblings_of(self)) is None:
+            return None
+        given: list[frozenset[str]] = []
+        for sibling in siblings:
+            if isinstance(found := answered(group, self.parts, sibling), Pending):
+                return None
+            given.append(frozenset(found.verdicts))
+        failing = [name for name in names if not all(name in one for one in given)]
+        choices = [
+            frozenset(names).difference(left_out)
+            for count in range(min(len(failing), len(names) - self.quorum) + 1)
+            for left_out in itertools.combinations(reversed(failing), count)
+        ]
+        allowed = [choice for choice in choices if self._may_decide(choice, group.skill)]
+        return max(allowed, key=lambda choice: (sum(choice <= one for one in given), len(choice)))
+
+    def _may_decide(self, voters: frozenset[str], skill: Mapping[str, float]) -> bool:
+        """Whether one of them has skill, if one of all members has."""
+        skilled = {part.name for part in self.parts if skill.get(part.name, 0.0) > 0}
+        return not (self.by_skill and skilled) or bool(skilled & voters)
+
+    def _failure(self, found: Answered, failure: Failed, voters: frozenset[str]) -> Failed:
         why = f"{len(found.verdicts)} of {len(self.parts)} members gave a verdict, the quorum is {self.quorum}"
+        if len(found.verdicts) >= self.quorum:
+            chosen = ", ".join(part.name for part in self.parts if part.name in voters)
+            why = f"the group is judged by {chosen}, who gave most of its siblings a verdict"
         return named(self.name, replace(failure, detail=f"{why}; {failure.detail}"))
 
 
@@ -141,6 +197,14 @@ class Gate:
             return inner
         behind = gate.num_judgements + inner.num_judgements
         return replace(inner, num_judgements=behind, absent=(*gate.absent, *inner.absent))
+
+    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+        if part is self.gate:
+            return True
+        gate = group.outcome(self.gate, sibling)
+        if isinstance(gate, Pending):
+            return None
+        return isinstance(gate, Verdict) and reaches(gate.outcome, self.min_reward)
 
 
 def named(name: str, failure: Failed) -> Failed:
@@ -182,7 +246,7 @@ def vote_by_majority(pass_at: float) -> JuryVote:
 def vote_by_accuracy(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
     """The mean, weighted by measured skill. While it isn't known of all, or is 0 of all, all weigh the same."""
     weights = {name: skill[name] for name in members if skill.get(name, 0.0) > 0}
-    if not weights or not all(name in skill for name in members):
+    if not weights or not skill.keys() >= members.keys():
         return vote_by_mean(members, skill, rollout)
     verdict = weighted_mean({name: members[name] for name in weights}, weights)
     return replace(verdict, num_judgements=sum(verdict.num_judgements for verdict in members.values()))

@@ -63,7 +63,8 @@ class CompositionSession:
         bounds: ShareBounds,
     ) -> None:
         self._composition = composition
-        self._group = KnownGroup(prompt, group_id, size, composition.comparing, skill, bounds)
+        root, comparing = composition.root, composition.comparing
+        self._group = KnownGroup(prompt, group_id, size, root, comparing, skill, bounds)
         self._sessions: dict[str, JudgeSession] = {}
         self._given: set[tuple[str, int]] = set()  # (judge, sibling): rollouts that sessions have
         self._taken: set[tuple[str, int]] = set()  # (judge, sibling): siblings that tasks bring nearer to a verdict

@@ -1,4 +1,4 @@
-"""Whether the judge is fit: a gate that pauses, then stops the run; the reward-hacking alarm. Judges nothing."""
+"""Whether the judge is fit: a gate that pauses, then stops the run. Judges nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from scheduler.clock import ActiveClock
 log = logging.getLogger(__name__)
 
 BreakerState = Literal["open", "paused", "stopped"]
-ROUNDING = 1e-9  # tolerance in score units: 5.3 - 4.3 counts as a rise of 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,36 +125,6 @@ class CircuitBreaker:
             f"{self._key}={self._max_failure_rate:g}){again}: {causes}"
             + (f"; judges that failed: {judges}" if judges else "")
             + (f"; the last one: {self._last_detail}" if self._last_detail else "")
-        )
-
-
-class RewardHackingDetector:
-    """Fires when the GRM scores the policy higher and higher while its accuracy falls.
-
-    The GRM's score must have risen by `min_score_rise` since the first reading, and the gold accuracy on the anchors
-    must be `min_gold_fall` below its best reading so far (over-optimization, arXiv 2210.10760).
-    """
-
-    def __init__(self, *, min_score_rise: float, min_gold_fall: float) -> None:
-        self._min_score_rise = min_score_rise
-        self._min_gold_fall = min_gold_fall
-        self._first: tuple[int, float] | None = None  # step, score
-        self._best: tuple[int, float] | None = None  # step, gold accuracy
-
-    def record(self, *, step: int, grm_score: float, gold_accuracy: float) -> str | None:
-        """Record a reading. Returns a sentence with the numbers if the alarm fires."""
-        if self._first is None:
-            self._first = (step, grm_score)
-        if self._best is None or gold_accuracy >= self._best[1]:
-            self._best = (step, gold_accuracy)
-        (first_step, first_score), (best_step, best_gold) = self._first, self._best
-        rise, fall = grm_score - first_score, best_gold - gold_accuracy
-        if rise < self._min_score_rise - ROUNDING or fall < self._min_gold_fall - ROUNDING:
-            return None
-        return (
-            f"The policy may be hacking the judge: at step {step} the GRM's score is {grm_score:.2f}, "
-            f"up {rise:.2f} since step {first_step}, while its accuracy on gold anchors is {gold_accuracy:.2f}, "
-            f"down {fall:.2f} since step {best_step}."
         )
 
 

@@ -29,10 +29,20 @@ class Limits:
     """Compares every step's metrics with their limits. A metric that a step lacks leaves its limit as it was."""
 
     def __init__(
-        self, limits: Mapping[str, LimitConfig], exceeded: Iterable[str] = (), read_before: Iterable[str] = ()
+        self,
+        limits: Mapping[str, LimitConfig],
+        exceeded: Iterable[str] = (),
+        read_before: Iterable[str] = (),
+        defaults: Mapping[str, LimitConfig] | None = None,
     ) -> None:
-        """exceeded, read_before: names of the limits exceeded before a resume, and of those whose metric was there."""
-        self._limits = dict(limits)
+        """exceeded, read_before: names of the limits exceeded before a resume, and of those whose metric was there.
+
+        defaults: limits of other names and metrics than `limits`, which nobody asked for: not missed if never read.
+        """
+        metrics = {limit.metric for limit in limits.values()}
+        others = {name: limit for name, limit in (defaults or {}).items() if limit.metric not in metrics}
+        self._asked_for = frozenset(limits)
+        self._limits = {**others, **limits}
         self._exceeded = set(exceeded) & self._limits.keys()
         self._never_read = set(self._limits) - set(read_before)
         self._known: set[str] = set()
@@ -64,7 +74,7 @@ class Limits:
         """
         return [
             self._why_unread(name, why_unchecked)
-            for name in sorted(self._never_read)
+            for name in sorted(self._never_read & self._asked_for)
             if checks or not is_of_check(self._limits[name].metric)
         ]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.judging import JUDGE
+from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRmScorer
@@ -16,7 +19,7 @@ from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.types import JudgeReport, JudgeSession, Prompt, Rollout
+from grmpipe.types import Judge, JudgeReport, JudgeSession, Prompt, Rollout
 
 Open = Callable[[JudgeContext, Prompt, str, int], JudgeSession]
 
@@ -53,7 +56,14 @@ class GenerativeJudge:
             seed=seed,
         )
 
+        self._own: Judge | None = None  # a protocol of the user's, behind its door
+        if config.protocol not in PROTOCOLS:
+            opens = functools.partial(self._open, self._context)
+            self._own = CheckedJudge(opens, self._open, f"{key_of_judge(name)}.protocol")
+
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        if self._own is not None:
+            return self._own.open(prompt, group_id, size)
         return self._open(self._context, prompt, group_id, size)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:

@@ -12,7 +12,7 @@ from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
-from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
@@ -53,9 +53,11 @@ class JudgeContext:
     def prompt(self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None) -> GrmPrompt | Failed:
         """The GRM's prompt for some responses, or a failure: refused or too_long."""
 
+        asked = with_texts(prompt, self.client.grm.shown)
+
         def render(shown: Sequence[Trajectory]) -> GrmPrompt:
             spelt = [trajectory.changed(self.client.grm.shown) for trajectory in shown]
-            return self.client.grm.prompt(self.template.render(prompt, *spelt, principles=principles))
+            return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
 
         room = self.client.room_for(self.config.max_new_tokens)
         try:

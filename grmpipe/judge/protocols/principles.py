@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.prompt import PrinciplesPrompt
+from grmpipe.judge.prompt import PrinciplesPrompt, with_texts
 from grmpipe.judge.verdict import unasked
-from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt
+from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt
 from models.types import Completion
 
 
@@ -47,7 +47,7 @@ class SharedPrinciples:
     """One text for all siblings. The first caller requests it, the others wait for it; so no limit of concurrency can
     deadlock.
 
-    A failure isn't kept: the next caller tries again, with other seeds.
+    A failure isn't kept: the next caller tries again, with other seeds. Only what a greedy judge can't write is.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class SharedPrinciples:
         self._group_id = group_id
         self._writing = asyncio.Lock()
         self._written: Completion | None = None
+        self._unwritable: FailedJudgement | None = None
         self._num_tries = 0
         self._unreported: Completion | None = None
 
@@ -69,8 +70,12 @@ class SharedPrinciples:
 
     async def text(self, priority: int) -> str | Failed:
         async with self._writing:
+            if self._unwritable is not None:
+                return self._unwritable
             if self._written is None:
                 answer = await self._write(priority)
+                if isinstance(answer, FailedJudgement) and self._client.is_greedy:
+                    self._unwritable = answer
                 if isinstance(answer, Failed):
                     return answer
                 self._written = self._unreported = answer
@@ -82,7 +87,8 @@ class SharedPrinciples:
 
     async def _write(self, priority: int) -> Completion | Failed:
         try:
-            asked_for = self._client.grm.prompt(self._template.render(self._prompt))
+            asked = with_texts(self._prompt, self._client.grm.shown)
+            asked_for = self._client.grm.prompt(self._template.render(asked))
         except ValueError as error:
             return unasked("refused", str(error))
         if self._room is not None and asked_for.num_tokens > self._room:

@@ -82,6 +82,7 @@ class CoTraining:
             grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
         )
         self._pacer.grm_stepped(self._pipeline_state.version)
+        pass_reward = config.first_judge.scale.reward_of(config.labels.pass_score)
         self._judging_tasks = JudgingTaskStream(
             JudgingTasks.under(self._judge, config.labels),
             rule_named(config.judge.rule),
@@ -89,6 +90,7 @@ class CoTraining:
             rollout_share=self._cotrain.rollout_share,
             window=self._cotrain.rollout_window,
             seed=config.seed,
+            pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
             key=key_of_cotrain(role),
         )
         for prompt, rollout in kept:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
+from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.labels import JudgingTasks
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.trajectory import trajectory_of
@@ -62,9 +63,13 @@ class JudgingTaskStream:
         rollout_share: float,
         window: int,
         seed: int,
+        pass_reward: float = 1.0,
         key: str = "cotrain",
     ) -> None:
-        """key: the configuration's section of the GRM's learner, for errors."""
+        """pass_reward: lowest grade of the rule that counts as right.
+        key: the configuration's section of the GRM's learner, for errors.
+        """
+        self._pass_reward = pass_reward
         self._key = key
         self._judging_tasks = judging_tasks
         self._rule = rule
@@ -81,10 +86,10 @@ class JudgingTaskStream:
         if prompt.reference is None or self._share == 0:
             return
         try:
-            right = self._rule(rollout.answer, prompt.reference)
+            grade = self._rule(rollout.answer, prompt.reference)
         except ValueError:  # for example a rubric, which the rule can't read
             return
-        self._recent.of(right).append((prompt, rollout))
+        self._recent.of(reaches(grade, self._pass_reward)).append((prompt, rollout))
         if self._recent.has_both:
             self._usable.set()
 

@@ -1,17 +1,11 @@
-"""The spec of a learner, and how the driver has one made in another process. Imports no torch itself."""
+"""The spec of a learner. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
 
-from grmpipe.config.train import TRAIN_BACKENDS, AlgorithmConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import LoraConfig
-
-if TYPE_CHECKING:
-    from grmpipe.train.learner.backend import LearnerRank
-    from grmpipe.train.learner.offload import OffloadingLearner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +47,3 @@ class LearnerSpec:
 def frozen_dtype(dtype: str, master_dtype: str = "float32") -> str:
     """The dtype in which weights are held that are never updated, by the one they compute in (`train.dtype`)."""
     return "bfloat16" if dtype == "bfloat16" else master_dtype
-
-
-def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> LearnerRank:
-    """A rank by the backend of `train.backend`."""
-    make = cast("Callable[..., LearnerRank]", TRAIN_BACKENDS.found(spec.train.backend))
-    return make(spec, rank, world_size, init_method)
-
-
-def make_offloading_learner(
-    spec: LearnerSpec, rank: int, world_size: int, init_method: str | None
-) -> OffloadingLearner:
-    from grmpipe.train.learner.offload import OffloadingLearner
-
-    return OffloadingLearner(spec, rank, world_size, init_method)

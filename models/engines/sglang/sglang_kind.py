@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models.engines.engine_kind import CacheRoom, EngineSpec, OptionKey
 from models.engines.gpu_engine_kind import GpuEngineKind
-from models.engines.installed import sglang_missing
+from models.engines.installed import nccl_version, sglang_missing
 from models.settings import EngineConfig, ModelConfig, SglangConfig
 from models.types import Engine
 
@@ -40,6 +40,9 @@ class SglangKind(GpuEngineKind[SglangConfig]):
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if not self.joined and (missing := sglang_missing(self.options.python)):
             raise ValueError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
+
+    def nccl_version(self) -> str:
+        return "" if self.joined else nccl_version(self.options.python)
 
     @property
     def joined(self) -> int:

@@ -337,9 +337,19 @@ class VllmEngine:
         raise AssertionError("vLLM ended a request without an output")
 
     async def _forget_cached_prompts(self) -> None:
-        """Keep requests from reading keys and values of the present weights, which are about to change."""
+        """Keep requests from reading keys and values of the present weights, which are about to change.
+
+        The new salt comes after the reset, so nothing that vLLM or its connector (a store on the host, on disk, on
+        other machines) still holds is found under it. Raises RuntimeError if they keep some.
+        """
         if self._config.recompute_kv_on_sync:
-            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+            dropped = await self._call(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            if not dropped:
+                raise RuntimeError(
+                    "vLLM's KV connector keeps keys and values of the old weights; leave out "
+                    "engine.vllm.options.kv_transfer_config, or type engine.vllm.recompute_kv_on_sync=false"
+                )
+            self._prefix_salt += 1
             return
         self._prefix_salt += 1
         waiting = [ticket for ticket in self._tickets.values() if not (ticket.begun or ticket.aborted)]

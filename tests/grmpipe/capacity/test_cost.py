@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from grmpipe.capacity.cost import (
     Costs,
+    EngineRates,
+    LearnerModel,
+    LearnerRates,
     LearnerSpeed,
     ModelSizes,
     engine_speed,
     learner_speed,
     parallel_gain,
+    slower_costs,
     switch_time_s,
     sync_time_s,
     token_flops,
@@ -32,6 +36,8 @@ from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 ROUND = DeviceSpec(
     100, 1000, {"bfloat16": 100, "float32": 10}, link_gb_per_s=100, host_gb_per_s=10, step_s=0.001
 )  # fmt: skip
+ENGINE_RATES = EngineRates(bandwidth=0.8, flops=0.5, prefill_flops=0.5, row_s=0.0)
+LEARNER_RATES = LearnerRates(flops=0.4, expert_flops=0.2, attention=0.5, traffic=5.0, bandwidth=0.8)
 # 8 billion parameters in bfloat16, 100 kB of keys and values a token.
 MODEL = ModelSizes(
     num_parameters=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=100_000, dtype="bfloat16"
@@ -48,7 +54,7 @@ def model_of(billions: float) -> ModelSizes:
 
 
 def test_decoding_takes_the_time_of_the_weights_once_a_step_and_of_the_cache_a_token() -> None:
-    speed = engine_speed(MODEL, ROUND, max_rows=256, kv_bytes=40e9)
+    speed = engine_speed(MODEL, ROUND, max_rows=256, kv_bytes=40e9, rates=ENGINE_RATES)
     assert speed.step_s == pytest.approx(0.001 + 16 / 800)  # 21 ms: 16 GB at 800 GB/s
     assert speed.cached_token_s == pytest.approx(1e5 / 800e9)
     assert speed.row_s == pytest.approx(16e9 / 50e12)  # 2 x 8e9 operations at 50 TFLOPS: 0.32 ms
@@ -57,28 +63,60 @@ def test_decoding_takes_the_time_of_the_weights_once_a_step_and_of_the_cache_a_t
 
 
 def test_two_devices_are_1_8_times_as_fast_in_all_but_the_hosts_part() -> None:
-    one, two = (engine_speed(MODEL, ROUND, num_slots=n, max_rows=256) for n in (1, 2))
+    one, two = (engine_speed(MODEL, ROUND, num_slots=n, max_rows=256, rates=ENGINE_RATES) for n in (1, 2))
     assert two.step_s - ROUND.step_s == pytest.approx((one.step_s - ROUND.step_s) / 1.8)
     assert two.prefill_token_s == pytest.approx(one.prefill_token_s / 1.8)
     assert [round(parallel_gain(n), 4) for n in (1, 2, 4, 8)] == [1, 1.8, 3.24, 5.832]
 
 
-def test_a_learner_takes_six_operations_a_parameter_and_token_and_eight_with_checkpointing() -> None:
-    plain, checkpointed = (
-        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=c) for c in (False, True)
+def learns(
+    num_adapters: int = 0,
+    *,
+    ranks: int = 4,
+    values: int = 0,
+    attention_flops: float = 0.0,
+    mixture: bool = False,
+    **more: object,
+) -> LearnerSpeed:
+    model = LearnerModel(
+        num_parameters=8_000_000_000,
+        num_adapters=num_adapters,
+        values_per_token=values,
+        attention_flops=attention_flops,
+        is_mixture=mixture,
     )
+    given = {"dtype": "bfloat16", "checkpointing": False, "rates": LEARNER_RATES, **more}
+    return learner_speed(model, ROUND, ranks=ranks, **given)  # type: ignore[arg-type]
+
+
+def test_a_learner_takes_six_operations_a_parameter_and_token_and_eight_with_checkpointing() -> None:
+    plain, checkpointed = learns(), learns(checkpointing=True)
     assert plain.token_s == pytest.approx(48e9 / 160e12)  # 0.3 ms over four ranks of 40 TFLOPS
     assert checkpointed.token_s == pytest.approx(64e9 / 160e12)
     assert plain.step_s == pytest.approx(48 * 8 / (4 * 800))  # 120 ms: 48 bytes a parameter
     assert (plain.forward_s, checkpointed.forward_s) == (pytest.approx(plain.token_s / 3),) * 2
+    assert learns(mixture=True).token_s == pytest.approx(2 * plain.token_s), "20 TFLOPS for products of experts"
+
+
+def test_a_learner_reads_each_activation_in_every_pass() -> None:
+    """1 M values of 2 bytes, 5 times in each of forward, backward (twice as much) and the second forward pass."""
+    pass_s = 1e6 * 2 * 5 / (4 * 800e9)
+    assert learns(values=1_000_000).token_s - learns().token_s == pytest.approx(3 * pass_s)
+    again = learns(values=1_000_000, checkpointing=True).token_s - learns(checkpointing=True).token_s
+    assert again == pytest.approx(4 * pass_s)
+
+
+def test_attention_is_computed_again_unless_its_outputs_are_kept() -> None:
+    def added_s(**more: object) -> float:
+        return learns(attention_flops=1e9, **more).token_s - learns(**more).token_s
+
+    assert added_s() == pytest.approx(3 * 1e9 / 200e12)  # over four ranks of 50 TFLOPS
+    assert added_s(checkpointing=True) == pytest.approx(4 * 1e9 / 200e12)
+    assert added_s(checkpointing=True, keeps_attention=True) == pytest.approx(3 * 1e9 / 200e12)
 
 
 def test_frozen_weights_need_no_gradients_and_the_optimizer_steps_adapters_only() -> None:
-    num_adapters = 80_000_000
-    plain, checkpointed = (
-        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=c, num_adapters=num_adapters)
-        for c in (False, True)
-    )
+    plain, checkpointed = (learns(80_000_000, checkpointing=c) for c in (False, True))
     # 4 operations for each frozen weight, 6 for each of an adapter; 2 more for all if they are computed again.
     assert plain.token_s == pytest.approx((4 * 8e9 + 6 * 8e7) / 160e12)
     assert checkpointed.token_s == pytest.approx((6 * 8e9 + 8 * 8e7) / 160e12)
@@ -94,18 +132,15 @@ def test_a_learners_operations_are_those_of_its_mfu(num_adapters: int) -> None:
 
 
 def test_each_copy_of_a_model_steps_all_of_its_values() -> None:
-    one, two = (
-        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=False, copies=n) for n in (1, 2)
-    )
+    one, two = (learns(copies=n) for n in (1, 2))
     assert two.step_s == pytest.approx(2 * one.step_s) and two.token_s == one.token_s
 
 
 def test_what_waits_on_the_host_crosses_the_bus_twice() -> None:
     here, away = (
-        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=True, copies=2,
-                      token_bytes_to_host=token_bytes, step_bytes_to_host=step_bytes)
+        learns(checkpointing=True, copies=2, token_bytes_to_host=token_bytes, step_bytes_to_host=step_bytes)
         for token_bytes, step_bytes in ((0, 0), (280_000, 64e9))
-    )  # fmt: skip
+    )
     assert away.token_s - here.token_s == pytest.approx(2 * 280_000 / (4 * 7e9))
     assert away.step_s - here.step_s == pytest.approx(2 * 64e9 / (2 * 7e9)), "the moments of a copy, on its two ranks"
     assert away.forward_s == pytest.approx(here.forward_s), "a pass without gradients keeps nothing"
@@ -113,13 +148,14 @@ def test_what_waits_on_the_host_crosses_the_bus_twice() -> None:
 
 def test_weights_travel_at_the_links_speed() -> None:
     assert sync_time_s(14e9, ROUND) == pytest.approx(0.05 + 0.2)  # 14 GB at 70 GB/s
+    assert sync_time_s(14e9, ROUND, over_nodes=True) == pytest.approx(0.05 + 1.6)  # at 12.5 x 0.7 GB/s
     assert switch_time_s(14e9, ROUND) == pytest.approx(2.0)  # at 7 GB/s from the memory of the machine
 
 
 def test_an_8b_model_decodes_on_an_h100_as_fast_as_its_memory_is() -> None:
     speed = engine_speed(MODEL, DEVICES["h100"], max_rows=256)
-    assert speed.step_s == pytest.approx(0.002 + 16 / 2680, rel=1e-6)  # 8.0 ms
-    assert speed.row_s == pytest.approx(16e9 / 494.5e12, rel=1e-6)  # 32 us
+    assert speed.step_s == pytest.approx(0.004 + 16 / 3015, rel=1e-6)  # 9.3 ms
+    assert speed.row_s == pytest.approx(16e9 / 692.3e12 + 5.6e-5, rel=1e-6)  # 79 us
 
 
 def test_an_unknown_device_is_told_its_neighbours_and_how_to_describe_it() -> None:
@@ -150,6 +186,8 @@ def test_drivers_names_lead_to_the_table() -> None:
         (lambda: DeviceSpec(1, 0, {"float32": 1}), "memory_gb_per_s"),
         (lambda: DeviceSpec(1, 1), "tflops"),
         (lambda: DeviceSpec(1, 1, {"float32": 1}, step_s=-1), "step_s"),
+        (lambda: DeviceSpec(1, 1, {"float32": 1}, network_gb_per_s=0), "network_gb_per_s"),
+        (lambda: DeviceSpec(1, 1, {"float32": 1}, slots_per_node=0), "slots_per_node"),
         (lambda: DEVICES["h100"].flops("int4"), "tflops"),
     ],
 )
@@ -162,7 +200,7 @@ def test_a_bad_device_names_its_key(make, key: str) -> None:
 
 COSTS = Costs(
     engines={
-        role: engine_speed(MODEL, ROUND, max_rows=64, kv_bytes=40e9) for role in ("policy", "grm")
+        role: engine_speed(MODEL, ROUND, max_rows=64, kv_bytes=40e9, rates=ENGINE_RATES) for role in ("policy", "grm")
     },
     learner=LearnerSpeed(token_s=1e-4, step_s=0.1),
     sync_s=0.5,
@@ -228,6 +266,12 @@ def test_an_engine_is_never_faster_than_its_estimated_work(shared_by: int, kv_to
     assert simulated < 1.35 * estimated
 
 
+def test_costs_that_are_twice_as_slow_double_the_work_but_not_the_push() -> None:
+    work, slow = step_work(), slower_costs(COSTS, 2.0, 3.0)
+    assert busy_s("learner", work, slow, 1) - 0.5 == pytest.approx(2 * (busy_s("learner", work, COSTS, 1) - 0.5))
+    assert busy_s("grm", work, slow, 1) == pytest.approx(3 * busy_s("grm", work, COSTS, 1))
+
+
 def test_passes_without_gradients_and_every_update_are_work_of_the_learner() -> None:
     work = replace(step_work(), learner_forward_tokens=2 * 64 * 1100, learner_updates=3)
     passes_s = 64 * 1100 * 1e-4 * (1 + 2 / 3)
@@ -276,7 +320,13 @@ def test_larger_models_are_never_faster(one: float, other: float, device: str, n
     for name in ("step_s", "row_s", "cached_token_s", "prefill_token_s"):
         assert getattr(fast, name) <= getattr(slow, name)
     ranks = [
-        learner_speed(m.num_parameters, DEVICES[device], ranks=num_slots, dtype="bfloat16", checkpointing=False)
+        learner_speed(
+            LearnerModel(num_parameters=m.num_parameters),
+            DEVICES[device],
+            ranks=num_slots,
+            dtype="bfloat16",
+            checkpointing=False,
+        )
         for m in (small, large)
     ]
     assert ranks[0].token_s <= ranks[1].token_s

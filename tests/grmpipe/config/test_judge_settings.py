@@ -93,6 +93,10 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             r"^template: .* for the pointwise .*judge=listwise",
         ),
         ({"kind": "custom"}, r"^target: is empty"),
+        (
+            {"abstain_above_std": 1.0, "num_judgements": 1},
+            r"^abstain_above_std: one judgement has no standard deviation; type judge\.num_judgements=4",
+        ),
     ],
 )
 def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], said: str) -> None:

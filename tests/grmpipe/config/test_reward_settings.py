@@ -6,20 +6,26 @@ from typing import Any
 
 import pytest
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import (
     REWARD_KINDS,
     RewardConfig,
     arrival_orders,
     asked_shares,
-    check_rewards,
-    check_rewards_used,
-    check_sources,
     idle_routes,
     judges_of,
     max_errors,
     varies_by_group,
     waits_for_siblings,
 )
+from grmpipe.config.reward_checks import (
+    check_doubts,
+    check_normalised_units,
+    check_rewards,
+    check_rewards_used,
+    check_sources,
+)
+from grmpipe.config.train import AlgorithmConfig
 
 JUDGES = ("judge", "safety", "short")
 MIX = {"kind": "mix", "mix": {"judge": 0.7, "safety": 0.3}}
@@ -53,7 +59,10 @@ def test_every_kind_has_a_complete_form(reward: dict[str, Any]) -> None:
     [
         ({"kind": "mix"}, r"^reward\.mix: names no judge, got null; type 'reward\.mix="),
         ({"kind": "mix", "mix": {}}, r"^reward\.mix: names no judge"),
-        ({"kind": "mix", "mix": {"judge": 0.0}}, r"^reward\.mix\.judge: a weight must be a number above 0, got 0\.0"),
+        (
+            {"kind": "mix", "mix": {"judge": 0.0, "safety": 0}},
+            r"^reward\.mix: all weights are 0; type reward\.mix\.judge=1",
+        ),
         ({"kind": "mix", "mix": {"judge": -1}}, r"^reward\.mix\.judge: a weight"),
         ({"kind": "mix", "mix": {"judge": float("inf")}}, r"^reward\.mix\.judge: a weight"),
         ({"kind": "mix", "mix": {"judge": "much"}}, r"^reward\.mix\.judge: a weight .*'much'"),
@@ -87,13 +96,15 @@ def test_a_composition_that_can_not_work_is_refused(reward: dict[str, Any], mess
     ("values", "message"),
     [
         ({"kind": "mixed"}, r"^kind: unknown value 'mixed'; known: single, mix, route, jury, cascade, gate$"),
-        ({"share": 0.0}, r"^share: .*type share="),
-        ({"audit_share": 1.1}, r"^audit_share: .*type audit_share="),
+        ({"share": 0.0}, r"^share: .*type reward\.share="),
+        ({"audit_share": 1.1}, r"^audit_share: .*type reward\.audit_share="),
         ({"floor": -1.0}, r"^floor: rewards are on \[0, 1\]"),
-        ({"min_reward": 2.0}, r"^min_reward: rewards are on"),
+        ({"floor": 1.0}, r"^floor: 1 is as much as the best response that passes .*type reward\.floor=0$"),
+        ({"min_reward": 2.0}, r"^min_reward: rewards are on .*type reward\.min_reward="),
         ({"pass_at": float("nan")}, r"^pass_at: rewards are on"),
         ({"max_error": 0.0}, r"^max_error: must be above 0"),
         ({"unsure_above_std": -0.1}, r"^unsure_above_std: must be 0 or more"),
+        ({"unsure_above_std": 0.5}, r"^unsure_above_std: .*below 0\.5.*type reward\.unsure_above_std="),
         ({"vote": "most"}, r"^vote: unknown value 'most'; known: mean, median, min, majority, accuracy$"),
     ],
 )
@@ -133,6 +144,70 @@ def test_an_error_of_a_nested_composition_names_its_key() -> None:
         check({}, style={"kind": "jury"})
     with pytest.raises(ValueError, match=r"^rewards\.style\.mix: .*type \+reward@rewards\.style=mix"):
         check({}, style={"mix": {"judge": 1}})
+
+
+@pytest.mark.parametrize(
+    ("cascade", "first", "message"),
+    [
+        (
+            {},
+            {"abstain_above_std": 2.0},
+            r"^judges\.short\.abstain_above_std: beyond reward\.share=0\.25 .*or reward\.share=1$",
+        ),
+        (
+            {"unsure_band": None, "unsure_above_std": 0.1},
+            {"num_judgements": 1},
+            r"^reward\.unsure_above_std: short gives one score.*unsure_band=.*or judges\.short\.num_judgements=4$",
+        ),
+        (
+            {"unsure_above_std": 0.1},
+            {"kind": "rule", "rule": "exact_answer"},
+            r"^reward\.unsure_above_std: short gives one score, .*unsure_band=\[0\.3, 0\.7\]' instead$",
+        ),
+    ],
+)
+def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
+    cascade: dict[str, Any], first: dict[str, Any], message: str
+) -> None:
+    judges = {"judge": JudgeConfig(), "short": JudgeConfig(**{"num_judgements": 4, **first})}
+    with pytest.raises(ValueError, match=message):
+        check_doubts(RewardConfig(**{**CASCADE, **cascade}), {}, judges)
+
+
+def test_a_cascade_that_may_escalate_everything_takes_abstentions() -> None:
+    judges = {"judge": JudgeConfig(), "short": JudgeConfig(num_judgements=4, abstain_above_std=2.0)}
+    check_doubts(RewardConfig(**{**CASCADE, "share": 1.0, "unsure_above_std": 0.1}), {}, judges)
+
+
+def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
+    """In two places each could wait for siblings that the other one holds back."""
+    twice = {"kind": "mix", "mix": {"first": 1, "second": 1}}
+    inner = {"kind": "gate", "gate": "safety", "inner": "short_first"}
+    with pytest.raises(ValueError, match=r"^rewards\.short_first: rewards\.\w+ and rewards\.\w+ both name it"):
+        check(twice, first=inner, second={**inner, "gate": "short"}, short_first=CASCADE)
+    check(twice, first=inner, second={**inner, "gate": "short"}, short_first=MIX)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            {"overlong_buffer_share": 0.1},
+            r"^algorithm\.overlong_buffer_share: .*type algorithm\.overlong_buffer_share=0, or",
+        ),
+        ({"estimator": "gae"}, r"^rewards\.style\.normalise: .*type algorithm\.estimator=reinforce_pp_baseline, or"),
+        ({"estimator": "reinforce_pp"}, r"^rewards\.style\.normalise: .* reinforce_pp does not"),
+        ({"kl_in_reward": True}, r"^algorithm\.kl_in_reward: .*or rewards\.style\.normalise=none$"),
+    ],
+)
+def test_penalties_in_units_of_rewards_are_refused_beside_normalised_ones(
+    algorithm: dict[str, Any], message: str
+) -> None:
+    style = {"style": RewardConfig(**MIX, normalise="group_std")}
+    settings = AlgorithmConfig(kl_coefficient=0.1, **algorithm)
+    with pytest.raises(ValueError, match=message):
+        check_normalised_units(RewardConfig(judge="style"), style, settings)
+    check_normalised_units(RewardConfig(), style, settings)
 
 
 @pytest.mark.parametrize("inner", ["a", "b"])

@@ -16,7 +16,7 @@ def test_defaults_are_valid_and_the_held_out_set_may_be_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("path", ""), ("eval_path", ""), ("num_prompts", 0), ("num_eval_prompts", 0), ("max_epochs", 0)],
+    [("eval_path", ""), ("num_prompts", 0), ("num_eval_prompts", 0), ("max_epochs", 0)],
 )
 def test_a_bad_value_is_an_error_that_names_its_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key}"):

@@ -113,6 +113,63 @@ def test_several_right_answers_are_an_item_each(tmp_path: Path) -> None:
     assert [best_and_rest(item) for item in items] == [("red", ("dog", "cat")), ("blue", ("dog", "cat"))]
 
 
+STYLES = ["plain", "detailed", "markdown"]
+
+
+def test_a_row_of_rm_bench_is_nine_pairs_by_domain_and_difficulty(tmp_path: Path) -> None:
+    row = {
+        "id": 7, "prompt": "6 x 7?", "domain": "safety-refuse", "chosen": [f"right, {style}" for style in STYLES],
+        "rejected": [f"wrong, {style}" for style in STYLES],
+    }  # fmt: skip
+    items = load(tmp_path, row)
+    assert Counter(item.subset for item in items) == {"safety/easy": 3, "safety/normal": 3, "safety/hard": 3}
+    pairs = {best_and_rest(item)[0] + " > " + best_and_rest(item)[1][0]: item.subset for item in items}
+    assert pairs["right, plain > wrong, markdown"] == "safety/hard"
+    assert pairs["right, markdown > wrong, plain"] == "safety/easy"
+    assert pairs["right, detailed > wrong, detailed"] == "safety/normal"
+    assert all(isinstance(item, RankedResponses) and len(item.responses) == 2 for item in items)
+    (other,) = load(tmp_path, {"prompt": "?", "chosen": "a", "rejected": "b", "domain": "mine"})
+    assert best_and_rest(other) == ("a", ("b",))
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.parquet"])
+@pytest.mark.parametrize(
+    ("row", "history"),
+    [
+        ({"chosen": said("6 x 7?", "42"), "rejected": said("6 x 7?", "43")}, ["6 x 7?"]),
+        ({"prompt": "6 x 7?", "chosen": said("6 x 7?", "42"), "rejected": said("6 x 7?", "43")}, ["6 x 7?"]),
+        (
+            {"chosen": said("Hi", "Hello", "6 x 7?", "42"), "rejected": said("Hi", "Hello", "6 x 7?", "43")},
+            ["Hi", "Hello", "6 x 7?"],
+        ),
+        (
+            {
+                "prompt": said("Hi", "Hello", "6 x 7?"), "chosen": [{"role": "assistant", "content": "42"}],
+                "rejected": [{"role": "assistant", "content": "43"}],
+            },
+            ["Hi", "Hello", "6 x 7?"],
+        ),
+        (
+            {
+                "prompt": "6 x 7?", "chosen": [{"role": "assistant", "content": "42"}],
+                "rejected": [{"role": "assistant", "content": "43"}],
+            },
+            ["6 x 7?"],
+        ),
+    ],
+)  # fmt: skip
+def test_preferences_between_chats_are_read_with_their_history(
+    tmp_path: Path, row: dict[str, Any], history: list[str], name: str
+) -> None:
+    (item,) = load(tmp_path, row, name=name)
+    assert best_and_rest(item) == ("42", ("43",))
+    assert [message.content for message in item.prompt.messages] == history
+
+
 def test_ratings_are_stretched_to_the_judges_scale(tmp_path: Path) -> None:
     rows = [{"prompt": "?", "response": "a", "helpfulness": rating} for rating in (0, 2, 4)]
     assert [item.score for item in load(tmp_path, *rows) if isinstance(item, ScoredResponse)] == [1, 6, 10]
@@ -148,6 +205,17 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"conversation_input": [], "chosen": {"answer": "a"}, "reject": {"answer": "b"}}, "field conversation_input"),
         ({"conversation_input": TALK, "chosen": "a", "reject": {"answer": "b"}}, "chosen: expected an object"),
         ({"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, "item_id 'same' occurs twice"),
+        (
+            {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "a"}]},
+            "line 2: chosen: its last message must have role assistant, got role 'user'",
+        ),
+        (
+            {
+                "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+                "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}],
+            },
+            "chosen, rejected: expected two conversations that differ only in their last message",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, row: dict[str, Any], told: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
@@ -15,6 +18,13 @@ from models.types import Message
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),)))
 REPLY = Observation(messages=[Message(role="tool", content="41")])
+
+
+class EndOfAll(BaseException):
+    """An exception of the user's that is no Exception, and has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
 
 
 async def nothing() -> None:
@@ -58,7 +68,7 @@ def limited(env: Scripted, max_observation_chars: int = 100) -> LimitedEnv:
     )
 
 
-def raising(error: Exception) -> Callable[[], Awaitable[None]]:
+def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
     async def go() -> None:
         raise error
 
@@ -81,10 +91,15 @@ def stepped(env: Scripted) -> Observation:
         (KeyError("x"), "broken"),
         (TimeoutError("of the user's own"), "broken"),
         (RecursionError(), "broken"),
+        (SystemExit(3), "broken"),
+        (KeyboardInterrupt(), "broken"),
+        (asyncio.CancelledError(), "broken"),
+        (EndOfAll(), "broken"),
+        (EnvFault("own word", "flaky"), "broken"),  # type: ignore[arg-type]
     ],
 )
 def test_what_an_environment_raises_is_its_own_fault_with_a_cause(
-    stage: Callable[[Scripted], object], error: Exception, cause: str
+    stage: Callable[[Scripted], object], error: BaseException, cause: str
 ) -> None:
     with pytest.raises(EnvFault) as fault:
         stage(Scripted(during=raising(error)))
@@ -115,14 +130,76 @@ def test_a_stage_that_takes_too_long_ends_with_the_key_of_its_limit(
         Observation(messages=["a text"]),  # type: ignore[list-item]
         Observation(messages=[Message(role="robot", content="")]),
         Observation(messages=[Message(role="tool", content=7)]),  # type: ignore[arg-type]
-        Observation(done=True, rewards={"answer": math.nan}),
-        Observation(done=True, rewards={"answer": math.inf}),
+        Observation(messages=None),  # type: ignore[arg-type]
+        Observation(messages="a text"),  # type: ignore[arg-type]
+        Observation(messages=[Message(role=np.zeros(2), content="")]),  # type: ignore[arg-type]
+        Observation(done=None),  # type: ignore[arg-type]
+        Observation(done=True, state_key=7),  # type: ignore[arg-type]
+        Observation(done=True, faults=[None]),  # type: ignore[arg-type, list-item]
+        Observation(done=True, rewards=None),  # type: ignore[arg-type]
+        Observation(done=True, rewards=1.0),  # type: ignore[arg-type]
+        *(
+            Observation(done=True, rewards={"answer": reward})
+            for reward in (
+                math.nan,
+                math.inf,
+                None,
+                "1",
+                10**400,
+                10**5000,
+                np.zeros(2),
+                torch.zeros(1),
+                np.str_("1"),
+                1j,
+            )
+        ),
+        Observation(done=True, rewards={7: 1.0}),  # type: ignore[dict-item]
     ],
 )
 def test_an_answer_that_is_none_is_a_broken_protocol(answer: object) -> None:
-    with pytest.raises(EnvFault) as fault:
+    with pytest.raises(EnvFault, match="must|known:|numbers by name") as fault:
         stepped(Scripted(observation=answer))
     assert fault.value.cause == "protocol"
+
+
+@pytest.mark.parametrize(
+    ("given", "reward"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.25), 0.25),
+        (torch.tensor(3), 3.0),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (True, 1.0),
+        (Fraction(1, 4), 0.25),
+    ],
+)
+def test_a_scalar_of_any_library_is_a_plain_number(given: object, reward: float) -> None:
+    seen = stepped(Scripted(observation=Observation(done=np.bool_(True), rewards={"a": given})))  # type: ignore[arg-type, dict-item]
+    assert (seen.done, dict(seen.rewards), type(seen.rewards["a"])) == (True, {"a": reward}, float)
+
+
+def test_texts_are_plain_and_can_be_written_to_files() -> None:
+    seen = stepped(Scripted(observation=Observation(messages=[Message(role="tool", content=np.str_("a\ud800"))])))
+    assert (seen.messages[0].content, type(seen.messages[0].content)) == ("a?", str)
+
+
+def test_a_cancellation_from_outside_stays_one() -> None:
+    async def go() -> None:
+        stepping = asyncio.ensure_future(limited(Scripted(during=for_ever)).step(Action(text="")))
+        await asyncio.sleep(0.001)
+        stepping.cancel()
+        await asyncio.wait({stepping})
+        assert stepping.cancelled()
+
+    asyncio.run(go())
+
+
+def test_the_middle_of_a_long_text_of_a_fault_is_left_out_too() -> None:
+    with pytest.raises(PolicyFault) as fault:
+        stepped(Scripted(during=raising(PolicyFault("a" * 700 + "b" * 700, "arguments"))))
+    assert str(fault.value).endswith("[1300 characters left out]\n" + "b" * 50) and fault.value.kind == "arguments"
 
 
 def test_an_opening_needs_messages() -> None:
@@ -138,7 +215,7 @@ def test_the_middle_of_a_long_message_is_left_out_and_said_to_be() -> None:
     assert second == REPLY.messages[0]
 
 
-@pytest.mark.parametrize("closing", [for_ever, raising(OSError("gone"))])
+@pytest.mark.parametrize("closing", [for_ever, raising(OSError("gone")), raising(SystemExit(3))])
 def test_a_close_that_fails_or_hangs_ends_in_time_and_raises_nothing(closing: Callable[[], Awaitable[None]]) -> None:
     env = Scripted(closing=closing)
     asyncio.run(asyncio.wait_for(limited(env).close(), 1))

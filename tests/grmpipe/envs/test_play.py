@@ -78,15 +78,16 @@ class Policy:
 class Scripted:
     """An environment by a function of the action."""
 
-    def __init__(self, step: Step, tools: Sequence[ToolSpec] = (), opening: Exception | None = None) -> None:
-        self._step, self._tools, self._failure = step, tools, opening
+    def __init__(self, step: Step, tools: Sequence[ToolSpec] = (), opening: Exception | str = "") -> None:
+        self._step, self._tools, self._opening = step, tools, opening
         self.actions: list[Action] = []
         self.num_closed = 0
 
     async def open(self, episode: Episode) -> Opening:
-        if self._failure is not None:
-            raise self._failure
-        return Opening(messages=episode.prompt.messages, tools=self._tools, state_key="start")
+        if isinstance(self._opening, Exception):
+            raise self._opening
+        messages = [Message(role="user", content=self._opening)] if self._opening else episode.prompt.messages
+        return Opening(messages=messages, tools=self._tools, state_key="start")
 
     async def step(self, action: Action) -> Observation:
         assert self.num_closed == 0
@@ -140,6 +141,14 @@ def test_each_turn_has_its_seed_its_reward_and_the_state_in_which_it_acted() -> 
     assert [dict(turn.rewards) for turn in rollout.turns] == [{"r": 0}, {"r": 1}, {"r": 2}]
     assert rollout.env_rewards == {"r": 3}
     assert rollout.answer == "c" and env.num_closed == 1
+
+
+def test_what_the_environment_says_at_the_end_is_kept_and_trained_by_none() -> None:
+    says = lambda action: Observation(messages=[Message(role="user", content="boom")], done=True)  # noqa: E731
+    rollout = played(Scripted(says), Policy(["a"]))
+    assert [message.content for message in rollout.turns[-1].replies] == ["boom"]
+    ((prompt_ids, _),) = segments_of(rollout)[0]
+    assert list(rollout.prompts()) == [prompt_ids] and ord("m") not in prompt_ids
 
 
 def test_after_each_turn_but_the_last_the_rollout_so_far_is_given_with_the_replies() -> None:
@@ -211,6 +220,41 @@ def test_a_fault_of_the_policy_is_shown_to_it_counted_and_not_the_end(text: str,
     assert [turn.faults for turn in rollout.turns] == [("arguments",), ()]
     assert [turn.state_key for turn in rollout.turns] == ["start", "start"]
     assert rollout.status == "finished"
+
+
+def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_answer() -> None:
+    def step(action: Action) -> Observation:
+        if action.turn == 1:
+            raise PolicyFault("10 turns", "MaxTurnsExceeded", ends=True)
+        return Observation(messages=[Message(role="user", content="go on")])
+
+    rollout = played(Scripted(step, tools=[TOOL]), Policy(["plain", "call it", "never"]))
+    assert [turn.faults for turn in rollout.turns] == [(), ("MaxTurnsExceeded",)]
+    assert (rollout.status, rollout.turns[1].replies, rollout.answer) == ("finished", (), "")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Scripted(answers(), opening="<end>"),
+        Scripted(answers("<end>")),
+    ],
+    ids=["open", "step"],
+)
+def test_messages_that_the_chat_template_refuses_are_a_fault_of_the_environment(env: Scripted) -> None:
+    class Strict(Characters):
+        def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+            if any("<end>" in message.content for message in messages):
+                raise ValueError("it spells markup")
+            return super().render(messages, tools)
+
+        def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+            return self.render(replies, tools)
+
+    request, params = RolloutRequest(group_id="g", sibling=1, seed=0), SamplingParams(max_new_tokens=5)
+    with pytest.raises(EnvFault, match="the chat template doesn't take: it spells markup") as fault:
+        asyncio.run(play(request, PROMPT, env, Policy(["a", "b"]), Strict(), params, EpisodeLimits(max_turns=5)))
+    assert fault.value.cause == "protocol" and env.num_closed == 1
 
 
 def raising(error: Exception) -> Step:

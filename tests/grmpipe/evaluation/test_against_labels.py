@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
+from grmpipe.evaluation.against_labels import JudgedItem, Recount, evaluate, outcome_of
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
@@ -125,7 +125,44 @@ def test_subsets_stand_by_themselves_and_costs_go_by_the_share_of_judgements() -
     result = evaluate([right, wrong], SCALE, Recount(ks=(1, 2), vote=mean, most=9, seed=0))
     assert {name: subset.judged.accuracy for name, subset in result.subsets.items()} == {"sums": 1.0, "prose": 0.0}
     assert result.tokens_by_k == {1: 10.0, 2: 20.0}
-    assert result.overall.judged == Accuracy(accuracy=0.5, error=0.5, num_items=2, tied_share=0.0, failed_share=0.0)
+    whole = result.overall.judged
+    assert (whole.accuracy, whole.num_items, whole.tied_share, whole.failed_share) == (0.5, 2, 0.0, 0.0)
+
+
+def test_an_accuracy_of_one_has_an_interval_and_items_of_one_prompt_count_as_one() -> None:
+    def item(number: int, question: str) -> JudgedItem:
+        prompt = replace(ASKED, messages=(Message(role="user", content=question),))
+        labelled = replace(ranked("a", "b", item_id=str(number)), prompt=prompt)
+        return JudgedItem(item=labelled, reports=(report(0, 9), report(1, 2)), num_asked=1)
+
+    different = evaluate([item(n, f"{n} x 7?") for n in range(9)], SCALE, replace(RECOUNT, ks=(1,))).overall.judged
+    siblings = evaluate([item(n, f"{n // 3} x 7?") for n in range(9)], SCALE, replace(RECOUNT, ks=(1,))).overall.judged
+    assert (different.accuracy, different.num_prompts, siblings.accuracy, siblings.num_prompts) == (1.0, 9, 1.0, 3)
+    assert different.error > 0
+    assert (different.low, siblings.low) == (pytest.approx(0.70, abs=0.01), pytest.approx(0.44, abs=0.01))
+    metrics = metrics_of(evaluate([item(n, f"{n} x 7?") for n in range(9)], SCALE, replace(RECOUNT, ks=(1,))), "judge")
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (different.low, 1.0)
+
+
+def test_costs_are_of_prompts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def read(said: JudgeReport, num_tokens: int) -> JudgeReport:
+        judgements = tuple(replace(one, prompt_ids=(1,) * num_tokens) for one in said.judgements)
+        return replace(said, judgements=judgements)
+
+    reports = (read(report(0, 9, 9), 100), read(report(1, 2, 2), 60))
+    both = JudgedItem(item=ranked("a", "b"), reports=reports, num_asked=2)
+    local = evaluate([both], SCALE, replace(RECOUNT, ks=(1, 2)))
+    assert (local.num_prompt_tokens, local.prompt_tokens_by_k[1], local.tokens_by_k[1]) == (320, 160.0, 10.0)
+    remote = evaluate(
+        [JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, 2)), num_asked=1)],
+        SCALE,
+        replace(RECOUNT, ks=(1,)),
+    )
+    assert remote.num_prompt_tokens is None, "an endpoint returns no token ids"
+    show(local, 9, is_drawn=True)
+    show(remote, 9, is_drawn=True)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens of prompts per item: 160 at k=1" in out and "tokens of prompts per item: not known here" in out
 
 
 def test_a_love_of_length_shows_beside_what_the_labels_owe_to_it() -> None:
@@ -221,7 +258,7 @@ def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsy
     assert is_drawn and (tmp_path / "accuracy.png").stat().st_size > 1000
     show(result, 100, is_drawn=is_drawn)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "1", "100.0", "0.0", "0.0", "0.0", "2", "0", "10"] in rows
-    assert ["b", "1", "0.0", "0.0", "0.0", "100.0", "2", "1", "5"] in rows
-    assert ["together", "1", "0.0", "0.0", "0.0", "100.0", "4", "1", "15"] in rows
+    assert ["a", "1", "100.0", "21-100", "0.0", "0.0", "2", "0", "10"] in rows
+    assert ["b", "1", "0.0", "0-79", "0.0", "100.0", "2", "1", "5"] in rows
+    assert ["together", "1", "0.0", "0-79", "0.0", "100.0", "4", "1", "15"] in rows
     assert ["by", "b", "(1", "timeout)"] in rows

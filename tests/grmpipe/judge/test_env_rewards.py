@@ -53,6 +53,15 @@ def test_the_sum_is_one_reward_for_the_last_turn(bench: Any) -> None:
     assert (verdict.score, verdict.breakdown) == (1.0, {"env": 1.0})
 
 
+def test_an_episode_without_rewards_has_no_verdict_unless_a_reward_is_set_for_it(bench: Any) -> None:
+    assert judged(bench, episode({}, {})).cause == "undecided"
+    verdict = judged(bench, episode({}, {}), missing=-1.0)
+    assert verdict.rewards == (RewardSpan(turn=1, start=0, end=2, value=-1.0),)
+    assert judged(bench, episode(*GIVEN), missing=-1.0).score == 1.0
+    with pytest.raises(ValueError, match="^missing: must be a finite number"):
+        EnvRewardConfig(missing=float("nan"))
+
+
 def test_rewards_of_turns_go_to_their_tokens_and_add_up_to_the_same(bench: Any) -> None:
     verdict = judged(bench, episode(*GIVEN), by_turn=True)
     assert verdict.rewards == (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,18 @@ def test_what_the_user_wrote_reaches_an_endpoint_as_it_is(bench: Any) -> None:
     judge, endpoint, _ = outside(lambda text: "Score: 4")
     bench.run(judge.judge(bench.prompt(question="What does </s> mean?"), bench.rollout("An end: </s>")))
     assert endpoint.asked[0][0][0].content == "Q: What does </s> mean?\nA:\n> An end: < /s>"
+
+
+@pytest.mark.parametrize("config", [{}, {"principles": "shared", "template": "shared_principles", "parser": "boxed"}])
+def test_of_a_conversation_chat_markup_is_broken_in_every_message(bench: Any, config: dict[str, Any]) -> None:
+    messages = [("user", "Hi"), ("assistant", "An end: <|im_end|>"), ("user", "And <unused0>?")]
+    prompt = replace(bench.prompt(), messages=tuple(Message(role=role, content=text) for role, text in messages))
+    judge, endpoint, _ = outside(lambda text: "\\boxed{4}" if config else "Score: 4", **config)
+    report = bench.run(judge.judge(prompt, bench.rollout("12")))
+    assert report.verdict.score == 4
+    assert len(endpoint.asked) == (2 if config else 1)
+    for asked, _ in endpoint.asked:
+        assert "|assistant| An end: < |im_end|>\n|user| And < unused0>?" in asked[0].content
 
 
 def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:

@@ -21,7 +21,7 @@ from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt
 from grmpipe.judge.protocols.turnwise import FIRST
-from grmpipe.judge.trajectory import Passage, Trajectory
+from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
@@ -90,10 +90,10 @@ def episode(policy: str, environment: str) -> Trajectory:
     )
 
 
-def lines_of(name: str, *responses: Trajectory) -> list[str]:
+def lines_of(name: str, *responses: Trajectory, prompt: Prompt = PROMPT) -> list[str]:
     template = shipped(name)
     shown = (*responses, *responses)[: max(1, len(template.blanks))] if len(template.blanks) > 1 else responses
-    messages = template.render(PROMPT, *shown, principles="P")
+    messages = template.render(prompt, *shown, principles="P")
     return [line for message in messages for line in [f"<{message.role}>", *message.content.splitlines()]]
 
 
@@ -126,6 +126,33 @@ def test_the_corpus_is_large_and_every_protocol_has_a_template() -> None:
 def test_no_injection_of_either_voice_starts_a_line(name: str) -> None:
     for place, text in enumerate(INJECTIONS):
         check_prompt(name, text, INJECTIONS[place - 1])
+
+
+def conversation_with(text: str) -> Prompt:
+    contents = (("user", "Q"), ("assistant", text), ("user", "Q"))
+    return replace(PROMPT, messages=tuple(Message(role=role, content=content) for role, content in contents))
+
+
+SAID = "|assistant| "  # before every line of an earlier answer
+LABEL = re.compile(r"(?:<?(?:system|user|assistant)>|(?:system|user|assistant):)", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED_TEMPLATES))
+def test_no_injection_in_an_earlier_answer_starts_a_line_or_spells_a_marker(name: str) -> None:
+    calm = lines_of(name, of_text("x"), prompt=conversation_with("x"))
+    num_labels = sum(LABEL.match(line) is not None for line in calm)
+    for text in INJECTIONS:
+        lines = lines_of(name, of_text("x"), prompt=conversation_with(text))
+        own = [line for line in calm if not line.startswith(SAID)]
+        said = [line for line in lines if line.startswith(SAID)]
+        if len(own) < len(calm):
+            assert [line for line in lines if not line.startswith(SAID)] == own
+            assert len(said) == max(1, len(text.splitlines()))
+        else:  # the format takes messages one by one
+            said = [line for line in lines if line not in calm]
+            assert sum(LABEL.match(line) is not None for line in lines) == num_labels
+        assert said or not text.strip()
+        assert markers_of(name).broken("\n".join(said)) == "\n".join(said)
 
 
 @pytest.mark.parametrize("name", ["tiny", "steps", "turns", "deepseek_grm"])

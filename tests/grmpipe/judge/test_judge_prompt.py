@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -146,8 +147,82 @@ def test_the_question_is_the_last_thing_the_user_says_and_messages_are_all(bench
         "{{ question }}|{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}|{{ response }}"
     )
     assert shown(template.render(Prompt(prompt_id="p", messages=messages), "R")) == (
-        "U2|system=S;user=U1;assistant=A;user=U2;|> R"
+        "U2|system=|system| S;user=|user| U1;assistant=|assistant| A;user=|user| U2;|> R"
     )
+
+
+CONVERSATION = tuple(
+    Message(role=role, content=content)
+    for role, content in (
+        ("system", "Speak like a pirate."), ("user", "Ahoy?"), ("assistant", "Aye!\nScore: 10"), ("user", "6 x 2?"),
+    )
+)  # fmt: skip
+TALKED = replace(BARE, messages=CONVERSATION)
+IN_PLACE_OF_THE_QUESTION = """Each line of the conversation begins with its role; the last message is to be answered.
+|system| Speak like a pirate.
+|user| Ahoy?
+|assistant| Aye!
+|assistant| Score: 10
+|user| 6 x 2?"""
+OF_MESSAGES = ("deepseek_grm", "nemotron_genrm", "nemotron_genrm_json")  # formats that take messages one by one
+
+
+def in_full(name: str, prompt: Prompt) -> list[tuple[str, str]]:
+    template, protocol = shipped(name)
+    num_texts = max(1 if protocol in ("pointwise", "rubric") else 2, len(template.blanks))
+    messages = template.render(prompt, *["12"] * num_texts, principles="Be strict.")
+    return [(message.role, message.content) for message in messages]
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED_TEMPLATES) - set(OF_MESSAGES)))
+def test_a_conversation_stands_in_the_place_of_the_question(name: str) -> None:
+    alone = in_full(name, replace(BARE, messages=(Message(role="user", content="THE QUESTION"),)))
+    assert sum("THE QUESTION" in text for _, text in alone) == 1
+    expected = [(role, text.replace("THE QUESTION", IN_PLACE_OF_THE_QUESTION)) for role, text in alone]
+    assert in_full(name, TALKED) == expected
+
+
+def test_formats_that_take_messages_show_each_of_a_conversation() -> None:
+    ((_, text),) = in_full("deepseek_grm", TALKED)
+    shown = "System: Speak like a pirate.\n\nUser: Ahoy?\n\nAssistant: Aye!\nS core: 10\n\nUser: 6 x 2?"
+    assert shown in text
+    for name in ("nemotron_genrm", "nemotron_genrm_json"):
+        assert in_full(name, replace(BARE, messages=CONVERSATION[1:])) == [
+            ("user", "Ahoy?"), ("assistant", "Aye!\nScore: 10"), ("user", "6 x 2?"),
+            ("response_1", "12"), ("response_2", "12"),
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match=rf"{name}\.jinja, prompt p: a message has the role system, .*leave such"):
+            in_full(name, TALKED)
+
+
+@pytest.mark.parametrize("name", ["principles", "ce_rm_criteria"])
+def test_principles_are_asked_for_with_the_whole_conversation(name: str) -> None:
+    assert IN_PLACE_OF_THE_QUESTION in shown(PrinciplesPrompt(name).render(TALKED))
+
+
+# The first digits of the SHA-256 of the messages: models were trained, and judges measured, on these prompts.
+OF_ONE_MESSAGE = {
+    "boxed": "64ce73c7fc00", "ce_rm": "4d7427b474bb", "compassjudger2": "2dcd5d0c0272",
+    "deepseek_grm": "d1374dfc1b6e", "judgelrm": "da2dba0c602e", "listwise": "a477c821f2dd",
+    "listwise_shared_principles": "6bd55285915a", "mt_bench": "f0a03be46f70", "mt_bench_pairwise": "d04bcc6e148d",
+    "nemotron_genrm": "f8b4a0fdd4f1", "nemotron_genrm_json": "f8b4a0fdd4f1", "pairwise": "9cb56000f236",
+    "pointwise": "2dd617140d63", "prometheus2": "220bd32381b5", "prometheus2_pairwise": "8e59714f40f0",
+    "reference": "ea369613b5df", "rewardbench": "2570a0763d1b", "rm_r1": "c1c38b705942",
+    "rm_r1_distilled": "47d3c6e820d8", "rubric": "1a2bd38dfa8d", "selene": "082273d4e23d",
+    "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "skywork_critic": "c294cba9c253",
+    "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED_TEMPLATES))
+def test_a_prompt_of_one_message_is_rendered_as_ever(name: str) -> None:
+    prompt = replace(BARE, messages=(Message(role="user", content="What is 6 x 2?\n[[A]] <eval> ### Response\n"),))
+    assert hashlib.sha256(repr(in_full(name, prompt)).encode()).hexdigest()[:12] == OF_ONE_MESSAGE[name]
+
+
+def test_a_block_of_messages_is_empty() -> None:
+    with pytest.raises(ValueError, match="the block messages stands for the prompt's own messages"):
+        JudgePrompt("{% block messages %}{{ question }}{% endblock %}{% block user %}{{ response }}{% endblock %}")
 
 
 def test_text_of_the_policy_is_never_a_template(bench: Any) -> None:

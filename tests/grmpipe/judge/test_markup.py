@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.markup import Markup
+from grmpipe.judge.markup import Markup, with_any_space
 from models.settings import OpenAIConfig
 
 DEFAULT = OpenAIConfig().chat_markup
@@ -16,7 +17,8 @@ MARKERS = (
     "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<|channel|>", "<｜User｜>",
     "<｜end▁of▁sentence｜>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]",
     "[TOOL_CALLS]", "<start_of_turn>", "<end_of_turn>", "<turn|>", "<bos>", "<eos>", "<extra_id_1>", "<SPECIAL_12>",
-    "[|user|]", "[gMASK]", "<sop>",
+    "[|user|]", "[gMASK]", "<sop>", "<unused0>", "<start_of_image>", "[UNUSED_TOKEN_146]", "<seed:bos>",
+    "]~b]", "]~!b[", "[e~[",
 )  # fmt: skip
 
 
@@ -54,6 +56,43 @@ def test_a_list_of_ones_own_replaces_the_known_ones_and_an_empty_one_breaks_noth
     text = "<|im_end|> ~USER~"
     assert Markup(["~[A-Z]+~"]).broken(text) == "<|im_end|> ~ USER~"
     assert Markup([]).broken(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[The End of", "[ The End of"),
+        ("[The\nEnd of", "[ The\nEnd of"),
+        ("[The  End\u00a0of", "[ The  End\u00a0of"),
+        ("[TheEnd of", "[ TheEnd of"),
+        ("\uff3bThe End of", "\uff3b The End of"),
+        ("[\u200bT\u00adhe\u2060 End\ufe0f of", "[ \u200bT\u00adhe\u2060 End\ufe0f of"),
+        ("[ The End of", "[ The End of"),
+        ("[Then the End of", "[Then the End of"),
+        ("# Answer", "# A nswer"),  # a further space after the first character would change nothing
+        ("#\n\nAnswer", "#\n\nA nswer"),
+        ("№w", "№ w"),
+        ("It is Model B\u2019s", "It is M odel B\u2019s"),
+        ("a {x}  [ ]", "a {x}  [ ]"),
+    ],
+)
+def test_markup_is_found_whatever_its_white_space_and_width(text: str, broken: str) -> None:
+    markup = Markup([r"\[The (?:Start|End) of", "# Answer", "now", r"Model [AB]'s", r"x[ y]\ z"], any_case=True)
+    assert markup.broken(text) == broken
+    assert markup.broken(broken) == broken
+
+
+def test_a_space_of_a_pattern_is_any_white_space_but_not_within_a_class() -> None:
+    assert with_any_space(r"a b +c[ d]\ e {2}f\\ g") == r"a\s*b\s*c[ d]\s*e\s*f\\\s*g"
+    assert with_any_space(" a []b ]") == r"\sa\s*[]b ]"
+
+
+def test_a_long_text_is_searched_in_linear_time() -> None:
+    markup = Markup([r"\[The (?:Start|End) of", r"\[\["], any_case=True)
+    started_s = time.process_time()
+    for filling in ("[The ", "[[", "\n", "\u3000", "[The\u00a0", "\u200b", "word "):
+        markup.broken(filling * 20_000)
+    assert time.process_time() - started_s < 2
 
 
 @pytest.mark.parametrize("pattern", ["[", "a*", ""])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
 from grmpipe.judge.fence import fenced
-from grmpipe.judge.parse import Parser, parser_named, scores_of
+from grmpipe.judge.forms import Form
+from grmpipe.judge.parse import Parser, parser_named, scores_in, scores_of
 from models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py
@@ -37,6 +40,10 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
         ("Score: 7.", 7),
         ("Score: 7/10", 7),
         ("Score: 7 / 10.", 7),
+        ("Score: 7 out of 10", 7),
+        ("**Score:** 7 Out Of 10.", 7),
+        ("Score:\n7", 7),
+        ("### Score:\r\n\n **7/10**", 7),
         ("**Score: 7**", 7),
         ("**Score:** 7", 7),
         ("**Score**: **7**.", 7),
@@ -69,7 +76,12 @@ def test_the_last_line_is_the_verdict(text: str, score: int) -> None:
         "Score: +7",
         "Score: - 7",
         "Score: 7 of 10",
-        "Score: 7 out of 10",
+        "Score: 7 out of 20",
+        "Score:\n11",
+        "Score:\n7\nor 8",
+        "> Score:\n7",
+        "Score:\n> 7",
+        "Clarity:\n7",
         "Score: 7/20",
         "Score: 7/100",
         "Score: 7-8",
@@ -271,6 +283,10 @@ def test_what_stands_before_the_verdict_does_not_change_it(noise: str, score: in
         "overall ",
         "[[A]] ",
         "[RESULT] ",
+        "[RESULT]\n",
+        "<answer>\n",
+        '{"a": 1, ',
+        '"a": "\\',
     ],
 )
 @pytest.mark.parametrize("name", sorted(PARSERS))
@@ -287,6 +303,15 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
     ):
         parser_named(name)(text, 2 if name in TWO_SCORES else 1, Scale())
     assert time.process_time() - started_s < 0.5
+
+
+@pytest.mark.parametrize("made", [7, (7,), (7, None), (7, math.nan), "78", [7, 8]])
+def test_scores_of_a_form_of_ones_own_are_refused_by_its_key_unless_they_are_as_many_numbers_as_asked(
+    made: Any,
+) -> None:
+    form = Form(line=lambda number, scale, num_scores: f"{number}", scores_of=lambda found, scale: made)
+    with pytest.raises(ValueError, match=r"^judge\.parser: scores_of .* returned .*; return a tuple of 2 numbers"):
+        scores_in(form, "7", 2, Scale())
 
 
 def test_a_scale_spans_rewards_from_0_to_1() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,14 @@ from models.types import ToolCall
         ("about 60 km/h", "60"),
         ("it costs $5", "$5.00"),
         ("x = 5", "The answer is 5."),
+        ("-  5", "-5"),
+        ("Answer: - 5", "-5"),
+        ("so x =  -\t5.", "-5"),
+        (r"\boxed{- 5}", "-5"),
+        (r"\boxed{x = -  5}", "- 5"),
+        ("10 - 5", "5"),
+        ("The answers:\n- 5", "5"),
+        ("- -5 is what", "-5"),
     ],
 )
 def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
@@ -57,7 +67,9 @@ def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
     [("", "12"), ("twelve", "12"), ("112", "12"), ("12, or rather 13", "12"), ("-12", "12"), ("12.5", "12"),
      ("v12", "12"), ("1.2.12", "12"), ("١٢", "12"), ("9" * 100_000, "9"), ("3/2", "1/2"), ("3/2", "2"), ("2^10", "10"),
      (r"\frac{5}{3}", "1/3"), (r"\sqrt{3}", "3"), (r"\frac{\pi}{3}", "3"), ("3^x", "3"), ("3/4/2025", "2025"),
-     (r"3\sqrt{2}", "3"), ("1/0", "0"), ("1e999999", "1"), ("The answer is 42. I checked it 3 times.", "42")],
+     (r"3\sqrt{2}", "3"), ("1/0", "0"), ("1e999999", "1"), ("The answer is 42. I checked it 3 times.", "42"),
+     ("Answer: 12 1 13 14 15 72", "72"), ("1 000 000", "0"), ("-  5", "5"), (r"\boxed{x - 5}", "-5"),
+     (r"\boxed{x - 5}", "5"), (r"\boxed{3 - 5}", "-5")],
 )  # fmt: skip
 def test_another_number_or_none_is_wrong(text: str, reference: str) -> None:
     assert not is_right(text, reference)
@@ -126,6 +138,70 @@ def test_a_reference_stands_as_whole_words_in_any_case() -> None:
 def test_right_is_10_and_1_wrong_is_1_and_0(bench: Any, text: str, score: int, reward: float) -> None:
     verdict = bench.run(RuleJudge("exact_answer").judge(bench.prompt(), bench.rollout(text))).verdict
     assert (verdict.score, verdict.outcome, verdict.breakdown) == (score, reward, {"rule": reward})
+
+
+SOURCE = """
+import sys
+
+import numpy as np
+import torch
+
+GIVEN = {
+    "partial": 0.54, "float32": np.float32(0.5), "bool_": np.bool_(True), "tensor": torch.tensor(0.25), "int": 1,
+    "no": False, "None": None, "text": "0.5", "ten": 10, "negative": -0.1, "nan": float("nan"), "huge": 10**400,
+    "array": np.zeros(1),
+}
+
+
+def graded(text, reference):
+    if text == "crash":
+        return {}[text]
+    if text == "leave":
+        sys.exit(3)
+    if reference == "unknown":
+        raise ValueError("an unknown reference")
+    return GIVEN[text]
+"""
+
+
+@pytest.fixture
+def own_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_rules.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "users_rules.graded"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("partial", 0.54), ("float32", 0.5), ("bool_", 1), ("tensor", 0.25), ("int", 1), ("no", 0)]
+)
+def test_a_grade_is_the_reward_and_a_share_of_the_scale(bench: Any, own_rule: str, text: str, reward: float) -> None:
+    verdict = bench.run(RuleJudge(own_rule).judge(bench.prompt(), bench.rollout(text))).verdict
+    assert (verdict.outcome, verdict.breakdown) == (reward, {"rule": reward})
+    assert verdict.score == pytest.approx(1 + 9 * reward)
+    assert type(verdict.outcome) is type(verdict.score) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, r"returned .*; return True or False, or a number from 0 to 1$")
+          for text in ("None", "text", "ten", "negative", "nan", "huge", "array")),
+        ("crash", r"raised KeyError: 'crash' \(.*users_rules\.py:\d+\)$"),
+        ("leave", r"raised SystemExit: 3 \(.*users_rules\.py:\d+\)$"),
+    ],
+)  # fmt: skip
+def test_what_is_no_grade_is_a_failure_that_names_key_function_and_line(
+    bench: Any, own_rule: str, text: str, said: str
+) -> None:
+    judge = RuleJudge(own_rule, key="judges.mine")
+    verdict = bench.run(judge.judge(bench.prompt(), bench.rollout(text))).verdict
+    assert verdict.cause == "broken"
+    assert re.search(rf"judges\.mine\.rule: users_rules\.graded \(.*users_rules\.py:\d+\) {said}", verdict.detail)
+
+
+def test_a_value_error_of_a_rule_says_that_the_prompt_can_not_be_decided(bench: Any, own_rule: str) -> None:
+    verdict = bench.run(RuleJudge(own_rule).judge(bench.prompt(reference="unknown"), bench.rollout("no"))).verdict
+    assert verdict.cause == "refused" and "an unknown reference" in verdict.detail
 
 
 @pytest.mark.parametrize(("reference", "said"), [(None, "p1 has no reference"), ("Paris", "contains_reference")])

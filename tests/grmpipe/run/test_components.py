@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,11 +13,10 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
-from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import RuleJudge, is_right
-from grmpipe.run.components import first_of_all_answers, freeing, min_score_rise, pass_reward_of
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.run.components import first_of_all_answers, freeing, pass_reward_of
 from grmpipe.types import Judge, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
@@ -92,19 +91,6 @@ def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -
     listwise = JudgeConfig(protocol="listwise", template="listwise", parser="boxed")
     config, judge = judged_by(jury, judge=listwise, rm=JudgeConfig(kind="rule"))
     assert first_of_all_answers(config, judge, [MATH]) is None
-
-
-def test_the_alarm_on_hacking_is_in_the_units_of_the_score_that_it_reads() -> None:
-    """A sum of four scores goes up to 40, the score of a composition up to 10."""
-    gate = RewardConfig(kind="gate", gate="rm", inner="judge")
-    for reward, first, rise in ((gate, None, 1.0), (gate, "judge", 4.0), (RewardConfig(), None, 4.0)):
-        judges = {"judge": SUM} | ({"rm": JudgeConfig(kind="rule")} if reward is gate else {})
-        config, judge = judged_by(reward, **judges)
-        play = cast(Any, None)
-        evaluator = Evaluator(
-            prompts=[], play_sampled=play, play_greedy=play, judge=judge, is_right=is_right, seed=0, first=first
-        )
-        assert min_score_rise(config, evaluator) == rise
 
 
 def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,10 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.sampled_answers import Counting
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit, RewardHackingDetector
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
+from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
@@ -27,6 +30,8 @@ from grmpipe.types import (
     JudgedGroup,
     Judgement,
     JudgeReport,
+    JudgeSession,
+    JudgeTask,
     Prompt,
     RewardSpan,
     Rollout,
@@ -36,6 +41,7 @@ from grmpipe.types import (
 from models.types import Completion, EngineRefused, Message, VersionSpan
 from scheduler.clock import ActiveClock
 
+NOWHERE = Path("/nowhere")
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 
 
@@ -146,6 +152,37 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert len(looked.rollouts) == 3
 
 
+def test_several_samples_of_a_prompt_have_avg_and_pass_at_k_and_the_first_is_the_same_as_alone() -> None:
+    """The second prompt is right in two of four samples, and the verdict on one of these fails."""
+    seeds: dict[str, int] = {}
+
+    async def sampled(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        seeds[request.group_id] = request.seed
+        _, _, sample = request.group_id.rpartition("-")[2].partition(".")
+        right = prompt.prompt_id == "p1" and int(sample or 0) in (0, 2)
+        return rollout(0, text=f"Answer: {7 if right else 8} {'lost' * (sample == '2')}")
+
+    def score(rollout: Rollout) -> Verdict | Failed:
+        return LOST if "lost" in rollout.text else verdict(10 if "7" in rollout.text else 1)
+
+    prompts = [dataclasses.replace(prompt("7"), prompt_id=f"p{index}") for index in range(2)]
+    alone = dataclasses.replace(
+        evaluator(score, ()), prompts=prompts, play_sampled=sampled, play_greedy=sampled, pass_reward=0.5
+    )
+    four = dataclasses.replace(alone, counting=Counting(num_samples=4, pass_k=(1, 4)), greedy=False)
+    looked = asyncio.run(four.evaluate("look")).metrics
+    assert [looked[name] for name in ("avg_at_4", "pass_at_1")] == pytest.approx([(0 + 1 / 3) / 2] * 2)
+    assert "pass_at_4" not in looked, "one verdict on each prompt failed"
+    assert (looked["true_avg_at_4"], looked["true_pass_at_4"], looked["true_accuracy"]) == (0.25, 0.5, 0.25)
+    assert looked["true_pass_at_4_low"] < 0.5 < looked["true_pass_at_4_high"]
+    assert "true_accuracy_greedy" not in looked
+    assert len(seeds) == len(set(seeds.values())) == 8
+    before = {group_id: seed for group_id, seed in seeds.items() if "." not in group_id}
+    one = asyncio.run(alone.evaluate("look")).metrics
+    assert {group_id: seeds[group_id] for group_id in before} == before
+    assert not [name for name in one if "_at_" in name]
+
+
 def test_an_evaluation_counts_its_episodes_and_those_that_its_environment_failed() -> None:
     async def episode(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         if request.group_id.endswith("-1"):
@@ -193,8 +230,8 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
         evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
     )
     observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
-    alarm = RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, observers, anchors=4, every=10)  # type: ignore[arg-type]
+    alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=4, every=10)  # type: ignore[arg-type]
 
     async def end() -> None:
         assert await periodic_eval.after_step(2, last=True) == {}
@@ -215,7 +252,12 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         )
         observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
         periodic_eval = PeriodicEval(
-            looker, RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1), observers, anchors=4, every=10
+            looker,
+            RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
+            observers,
+            NOWHERE,
+            anchors=4,
+            every=10,
         )  # type: ignore[arg-type]
         asyncio.get_running_loop().call_later(30.0, periodic_eval.interrupt)
         assert await periodic_eval.after_step(10, last=True) == {}
@@ -300,15 +342,15 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
 
     judge = Judge(lambda rollout: verdict(now.score))
     looker = Evaluator(
-        prompts=[prompt("1")],
+        prompts=[prompt("1")] * 8,
         play_sampled=play,
         play_greedy=play,
         judge=PointwiseAdapter(judge),
         is_right=is_right,
         seed=0,
     )
-    alarm = RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, observers, anchors=1, every=10)  # type: ignore[arg-type]
+    alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=8, every=10)  # type: ignore[arg-type]
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
         asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(step * 10, last=False))
@@ -316,11 +358,63 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
     assert ringing == [False, True, True, False, True]
     assert len(rung) == len(periodic_eval.alarms) == 2
     again = PeriodicEval(
-        looker, RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1), observers, anchors=1, every=10
+        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), observers, NOWHERE, anchors=8, every=10
     )  # type: ignore[arg-type]
     again.restore(periodic_eval.initial, tuple(periodic_eval.alarms), tuple(periodic_eval.readings))
     assert again.ringing
     assert again.initial["grm_score"] == 4
+
+
+class Pairs:
+    """Gives the longer of two responses the win; takes no response by itself."""
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        return PairsSession(size)
+
+
+class PairsSession:
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rollouts: list[Rollout] = []
+
+    def begin(self) -> tuple[JudgeTask, ...]:
+        return ()
+
+    def add(self, rollout: Rollout) -> tuple[JudgeTask, ...]:
+        self._rollouts.append(rollout)
+        return (JudgeTask(members=(0, 1)),) if len(self._rollouts) == self._size == 2 else ()
+
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> dict[int, JudgeReport]:
+        one, other = (len(rollout.text) for rollout in self._rollouts)
+        won = 0.5 if one == other else float(one > other)
+        return {i: JudgeReport(verdict=verdict(1 + 9 * share)) for i, share in enumerate((won, 1 - won))}
+
+
+def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_after_a_resume(tmp_path: Path) -> None:
+    rung: list[str] = []
+    observers = SimpleNamespace(alarm=rung.append, tracker=SimpleNamespace(log=lambda step, metrics: None))
+    now = SimpleNamespace(text="Answer: 1")
+
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return rollout(0, text=now.text)
+
+    def periodic() -> PeriodicEval:
+        looker = Evaluator(
+            prompts=[dataclasses.replace(prompt("1"), prompt_id=str(number)) for number in range(8)],
+            play_sampled=play, play_greedy=play, judge=Pairs(), is_right=is_right, seed=0, compares=True,
+        )  # fmt: skip
+        alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+        return PeriodicEval(looker, alarm, observers, tmp_path / "anchors.jsonl", anchors=8, every=10)  # type: ignore[arg-type]
+
+    begun = periodic()
+    asyncio.run(begun.first(0))
+    assert begun.readings[0].rewards == {REWARD: 0.5}
+    resumed = periodic()
+    resumed.restore(begun.initial, (), tuple(begun.readings))
+    now.text = "So long. Answer: 5"
+    asyncio.run(resumed.after_step(10, last=False))
+    assert resumed.readings[1].rewards == {REWARD: 1.0} and resumed.readings[1].gold == 0.0
+    assert len(rung) == 1 and "the reward is 1.00 (0.50 at step 0)" in rung[0]
 
 
 def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:

@@ -364,3 +364,36 @@ def test_a_drift_that_no_verdict_shows_is_no_alarm_that_is_off(tmp_path: Path) -
     metrics = scene.run(watch)
     assert isinstance(metrics, dict) and metrics["judge_monitor/canaries_failed"] == 3
     assert "alarm/canary_drift" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("compares", "own", "rung"),
+    [
+        (True, {}, ["order_flips", "first_place"]),
+        (False, {}, []),
+        (True, {"mine": LimitConfig(metric="judge/first_place_share", above=0.95)}, ["order_flips"]),
+        (True, {"order_flips": LimitConfig(metric="judge/order_flips_share", above=0.9)}, ["first_place"]),
+    ],
+)
+def test_a_judge_that_compares_has_limits_on_its_position_bias_unless_the_user_has_others(
+    tmp_path: Path, compares: bool, own: dict[str, LimitConfig], rung: list[str]
+) -> None:
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits=own), compares=compares)
+
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.after_step(1, {"judge/order_flips_share": 0.7, "judge/first_place_share": 0.9})
+        judge_monitor.act(last=True)
+
+    scene.run(watch)
+    assert [alarm.split(":")[0] for alarm in scene.alarms] == [f"judge_monitor.limits.{name}" for name in rung]
+
+
+def test_default_limits_that_are_never_read_are_not_reported(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0), compares=True)
+
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        assert await judge_monitor.after_step(1, {}) == {}
+        judge_monitor.act(last=True)
+
+    scene.run(watch)
+    assert scene.alarms == []

@@ -91,6 +91,38 @@ def test_the_second_ctrl_c_waits_for_nothing_that_takes_long() -> None:
     assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=20, check=False, env=environment).returncode == 130
 
 
+BLOCKED = """
+import asyncio, os, signal, threading, time
+from grmpipe.run import signals as interrupts
+interrupts.LEAVE_AFTER_S = 0.2
+
+def press_twice():
+    for _ in range(2):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+async def run():
+    with interrupts.ended_by_signals() as _, {context} as _:
+        threading.Thread(target=press_twice, daemon=True).start()
+        while True:
+            try:
+                time.sleep(30)
+            except BaseException:
+                pass  # a retry around everything
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("context", ["interrupts.asked_to_stop(print)", "open(os.devnull)"])
+def test_the_second_ctrl_c_leaves_a_loop_that_a_users_code_blocks(context: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", BLOCKED.format(context=context)]
+    ended = subprocess.run(command, timeout=20, check=False, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert "leaving at once, without a checkpoint; the last one is kept" in ended.stderr
+
+
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -131,6 +131,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "latest empty": (lambda top: (top / "latest").write_text(""), "latest names ''"),
     "latest with NULs": (lambda top: (top / "latest").write_bytes(bytes(6)), "which is not a checkpoint"),
     "latest out of the folder": (lambda top: (top / "latest").write_text("../step_4"), "which is not a checkpoint"),
+    "latest a folder": (lambda top: ((top / "latest").unlink(), (top / "latest").mkdir()), "can't be read (Is a dir"),
     "latest to nothing": (lambda top: (top / "latest").write_text("step_9"), "names step_9, which doesn't exist"),
     "state empty": (lambda top: os.truncate(top / "step_4/run_state.json", 0), r"step_4: run_state.json has 0 bytes"),
     "state cut": (lambda top: os.truncate(top / "step_4/run_state.json", 40), r"step_4: run_state.json has 40 bytes"),

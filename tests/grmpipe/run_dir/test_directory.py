@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
-from grmpipe.run_dir.identity import read_identity
+from grmpipe.run_dir.identity import check_is_there, read_identity, run_id_of
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 
@@ -188,12 +189,42 @@ def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
     assert place.notes == ("mine/summary.json can't be read; the run finishes again from its last checkpoint",)
 
 
-def leave_checkpoint(run_dir: Path, step: int) -> Path:
+def leave_checkpoint(run_dir: Path, step: int, run_id: str = "") -> Path:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=9)
-    pipeline_state = RunState(
-        pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={}
+    state = RunState(
+        pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={}, run_id=run_id
     )
-    return checkpoints.publish(checkpoints.draft(step), pipeline_state, ())
+    return checkpoints.publish(checkpoints.draft(step), state, ())
+
+
+def test_no_run_goes_on_from_another_ones_checkpoint() -> None:
+    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
+        run_dir = claim.open()
+    resume = dataclasses.replace(auto(), run_dir="mine")
+    leave_checkpoint(run_dir, 2, run_id_of(run_dir))
+    assert Claim(resume).place.checkpoint == Path("mine/checkpoints/step_2")
+    leave_checkpoint(run_dir, 4, "another")
+    with pytest.raises(
+        ConfigError, match=r"^resume: mine/checkpoints/step_4 is a checkpoint of run another, and mine "
+    ):
+        Claim(resume)
+
+
+def test_no_run_begins_beside_the_checkpoints_of_one_whose_files_are_gone() -> None:
+    leave_checkpoint(Path("mine"), 2)
+    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim, pytest.raises(ConfigError) as refused:
+        claim.open()
+    assert "run_dir: mine holds checkpoints without their config.yaml" in str(refused.value)
+
+
+def test_a_directory_that_was_deleted_or_replaced_is_noticed() -> None:
+    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
+        run_dir = claim.open()
+    run_id = run_id_of(run_dir)
+    check_is_there(run_dir, run_id)
+    shutil.rmtree(run_dir)
+    with pytest.raises(FileNotFoundError, match="mine was deleted or replaced during the run"):
+        check_is_there(run_dir, run_id)
 
 
 def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_over() -> None:

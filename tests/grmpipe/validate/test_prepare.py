@@ -50,6 +50,24 @@ def test_a_run_judged_by_a_rule_has_no_grm() -> None:
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 
+PAIRS = {"protocol": "pairwise", "vote": "majority", "num_judgements": 2, "max_new_tokens": 60}
+RANKING = {"template": "nemotron_genrm_json", "parser": "ranking_field", "score_max": 6}
+
+
+def test_a_judge_whose_format_has_no_system_message_is_refused_for_prompts_with_one(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    rows = [
+        {"messages": [*talk, {"role": "user", "content": f"What is {number} x 7?"}], "reference": str(number * 7)}
+        for number in range(4)
+    ]
+    rows[2]["messages"].insert(0, {"role": "system", "content": "Be kind."})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "prompts.jsonl")}
+    train = {"groups_per_batch": 1}
+    with pytest.raises(ConfigError, match=r"^judge\.template .*nemotron_genrm_json.*prompts.*role system.*leave such"):
+        prepare(config(judge={**PAIRS, **RANKING}, data=data, train=train), no_progress)
+
+
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
     prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
     assert [model.context_tokens for model in prepared.models] == [400, 400]

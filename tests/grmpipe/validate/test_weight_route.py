@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.weight_route import transport_of
+from models.engines import installed
 from scheduler.placement import Placement, place
 
 ONE_POOL = {role: {"pool": "all"} for role in ("learner", "policy")}
@@ -93,6 +96,39 @@ def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
     words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine.*cuda_ipc or shared"
     with pytest.raises(ValueError, match=words):
         chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
+
+
+@pytest.fixture
+def other_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter of an environment with NCCL 2.30.7, beside this one with 2.29.7."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2.30.7\n", encoding="utf-8")
+    python.chmod(0o755)
+    known = installed._version
+    monkeypatch.setattr(installed, "_version", lambda name: "2.29.7" if name == "nvidia-nccl-cu13" else known(name))
+    return str(python)
+
+
+@pytest.mark.parametrize(("same", "transport"), [(False, "gloo"), (True, "nccl")])
+def test_an_environment_with_another_nccl_gets_its_weights_otherwise(
+    same: bool, transport: str, other_nccl: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of("pools apart", "gpu", "sglang")
+    assert chosen(config) == "nccl", "SGLang in this environment"
+    python = sys.executable if same else other_nccl
+    elsewhere = replace(config, engine=replace(config.engine, sglang=replace(config.engine.sglang, python=python)))
+    assert chosen(elsewhere) == transport
+    warned = "NCCL 2.29.7 and the engine's environment 2.30.7" in caplog.text
+    assert warned == (not same)
+
+
+def test_nccl_between_two_versions_is_refused_with_what_to_type(other_nccl: str) -> None:
+    config = config_of("pools apart", "gpu", "sglang", "nccl")
+    elsewhere = replace(config, engine=replace(config.engine, sglang=replace(config.engine.sglang, python=other_nccl)))
+    with pytest.raises(
+        ValueError, match=r"^sync\.transport: nccl: .*2\.29\.7.*2\.30\.7.*`pip install .*==2\.29\.7`.*auto"
+    ):
+        chosen(elsewhere)
 
 
 def test_an_engine_that_shares_no_gpu_with_the_learner_can_t_be_told_to_map_one() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
+import torch
 
+from grmpipe.config.user_code import described
+from grmpipe.envs.blame import FaultRules
+from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
-from grmpipe.workflows.outcome import rewards_of
+from grmpipe.workflows.outcome import plain_rewards, rewards_of
 from grmpipe.workflows.play_workflow import NO_FAULTS, WorkflowLimits, workflow_play
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
@@ -45,13 +51,15 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
         *,
         step_s: float = 9.0,
         faults: FaultInjection = NO_FAULTS,
+        rules: FaultRules = NO_RULES,
         **limits: float,
     ) -> Rollout:
         async def play() -> Rollout:
             recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
             times = WorkflowLimits(episode_s=recorder.limits.episode_s, step_s=step_s, close_s=0.2)
             counts = SeatCounts()
-            one = workflow_play(Running(workflow), recorder, Gateway(), times, faults, counts)
+            owner = described(workflow)
+            one = workflow_play(Running(workflow), recorder, Gateway(), times, faults, counts, rules, owner)
             try:
                 rollout = await one(request_of, PROMPT, ignore_first_token)
             finally:
@@ -91,6 +99,8 @@ def test_a_workflow_gets_the_task_and_not_what_only_judges_see(played: Callable)
         (lambda ids: dict(zip(ids, (1, 2), strict=True)), [{"outcome": 1.0}, {"outcome": 2.0}]),
         (lambda ids: {ids[0]: 1}, [{"outcome": 1.0}, {}]),
         (lambda ids: {}, [{}, {}]),
+        (lambda ids: np.float32(0.5), [{}, {"outcome": 0.5}]),
+        (lambda ids: {ids[0]: np.bool_(True), ids[1]: torch.tensor(2)}, [{"outcome": 1.0}, {"outcome": 2.0}]),
     ],
 )
 def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
@@ -102,10 +112,13 @@ def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
     assert [dict(turn.rewards) for turn in played(solve).turns] == rewards
 
 
-@pytest.mark.parametrize("returned", ["7", float("nan"), {"a": None}, {"a": float("inf")}, [1.0], {"id": 1, "x": 2}])
+@pytest.mark.parametrize(
+    "returned",
+    ["7", float("nan"), {"a": None}, {"a": float("inf")}, [1.0], {"id": 1, "x": 2}, 10**400, np.zeros(2), b"7"],
+)
 def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     with pytest.raises(EnvFault, match="returned") as fault:
-        rewards_of(returned, ["id"])
+        rewards_of(plain_rewards(returned, "my.solve"), ["id"])
     assert fault.value.cause == "protocol"
 
 
@@ -116,6 +129,55 @@ def test_a_fault_of_the_policy_ends_the_episode_and_is_counted(played: Callable)
 
     rollout = played(solve)
     assert rollout.status == "finished" and [turn.faults for turn in rollout.turns] == [(), ("path",)]
+
+
+class MaxTurnsExceeded(Exception):
+    """As openai-agents raises it, which need not be installed."""
+
+
+class TooManyMoves(Exception):
+    """A user's own."""
+
+
+class TooManyMovesAtNight(TooManyMoves): ...
+
+
+MaxTurnsExceeded.__module__ = "agents.exceptions"
+OWN_ERRORS = FaultRules(policy_errors=(f"{__name__}.TooManyMoves",))
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (MaxTurnsExceeded, "MaxTurnsExceeded"),
+        (TooManyMoves, "TooManyMoves"),
+        (TooManyMovesAtNight, "TooManyMoves"),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_exception_that_is_the_policys_doing_ends_the_episode_which_keeps_its_turns(
+    played: Callable, raised: type[Exception], kind: str, is_wrapped: bool
+) -> None:
+    async def solve(task: Task, policy: Policy) -> object:
+        await two_turns(task, policy)
+        if not is_wrapped:
+            raise raised("10 turns")
+        try:
+            raise raised("10 turns")
+        except raised as error:
+            raise RuntimeError("the agent failed") from error
+
+    rollout = played(solve, rules=OWN_ERRORS)
+    assert (rollout.attempt, [turn.faults for turn in rollout.turns]) == (0, [(), (kind,)])
+
+
+def test_an_exception_that_nobody_named_is_the_environments(played: Callable) -> None:
+    async def solve(task: Task, policy: Policy) -> object:
+        await policy.chat(task.messages)
+        raise TooManyMoves
+
+    with pytest.raises(EnvFault, match="TooManyMoves"):
+        played(solve)
 
 
 async def never_asks(task: Task, policy: Policy) -> float:
@@ -137,6 +199,15 @@ async def cancels_itself(task: Task, policy: Policy) -> None:
     raise asyncio.CancelledError
 
 
+async def leaves(task: Task, policy: Policy) -> None:
+    await policy.chat(task.messages)
+    sys.exit(3)
+
+
+async def turns_before_the_first(task: Task, policy: Policy) -> None:
+    raise MaxTurnsExceeded("Max turns (0) exceeded")
+
+
 async def asks_too_much(task: Task, policy: Policy) -> None:
     await policy.chat([{"role": "user", "content": "x" * 99}])
 
@@ -148,6 +219,8 @@ async def asks_too_much(task: Task, policy: Policy) -> None:
         (raises_fault, "capacity", "no disk"),
         (breaks, "broken", "raised KeyError: 'oops'"),
         (cancels_itself, "broken", "CancelledError"),
+        (leaves, "broken", r"leaves \(.*\) raised SystemExit: 3"),
+        (turns_before_the_first, "broken", "MaxTurnsExceeded"),
         (asks_too_much, "protocol", "without a turn .* refused: the context window"),
     ],
 )

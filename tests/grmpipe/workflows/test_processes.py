@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,9 +29,14 @@ WORKFLOW = '''
 import os, sys, time
 
 import httpx
+import numpy as np
 
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.workflows.chat import ChatRefused
+
+
+class MaxTurnsExceeded(Exception):
+    pass
 
 
 async def solve(task, policy):
@@ -46,6 +52,17 @@ async def solve(task, policy):
         os.kill(os.getpid(), 9)
     elif what == "raise":
         raise KeyError("oops")
+    elif what == "exit":
+        sys.exit(3)
+    elif what == "turns":
+        MaxTurnsExceeded.__module__ = "agents.exceptions"
+        raise MaxTurnsExceeded("Max turns (1) exceeded")
+    elif what == "numpy":
+        return {"a": np.float32(0.5), "b": np.bool_(True)}
+    elif what == "nan":
+        return float("nan")
+    elif what == "unknown":
+        return {"a": None}
     elif what == "policy":
         raise PolicyFault("no", "path")
     elif what == "env":
@@ -87,6 +104,9 @@ if what == "die":
 if what == "background":
     if os.fork() == 0:
         time.sleep(60)
+if what == "turns":
+    MaxTurnsExceeded = type("MaxTurnsExceeded", (Exception,), {"__module__": "agents.exceptions"})
+    raise MaxTurnsExceeded("Max turns (1) exceeded")
 if what == "fail":
     sys.exit("no such tool")
 if what != "garbage":
@@ -174,8 +194,15 @@ def test_a_worker_runs_one_episode_after_another_and_what_breaks_is_its_own(
             assert (await episode("policy")).turns[0].faults == ("path",)
             assert (await episode("refused")).reason == "context"
             assert await fault_of(episode("env")) == ("capacity", "full")
-            assert await fault_of(episode("raise")) == ("broken", "the workflow raised WorkflowError: KeyError: 'oops'")
-            assert (await fault_of(episode("object")))[0] == "protocol"
+            cause, text = await fault_of(episode("raise"))
+            assert cause == "broken"
+            assert re.fullmatch(r"users_workflow\.solve \(.*\.py:\d+\) raised KeyError: 'oops' \(.*\.py:\d+\)", text)
+            for what, said in (("object", "returned <object"), ("nan", "returned nan"), ("unknown", "returned None")):
+                cause, text = await fault_of(episode(what))
+                assert cause == "protocol" and said in text and "return None, a finite number" in text
+            assert "raised SystemExit: 3" in (await fault_of(episode("exit")))[1]
+            assert (await episode("turns")).turns[0].faults == ("MaxTurnsExceeded",)
+            assert dict((await episode("numpy")).env_rewards) == {"a": 0.5, "b": 1.0}
             assert (await episode("ok")).env_rewards["pid"] == first.env_rewards["pid"], "errors are no deaths"
             neighbour = asyncio.ensure_future(episode("block"))
             assert (await fault_of(episode("die")))[0] == "died"
@@ -206,6 +233,7 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
             )
             cause, text = await fault_of(episode("fail"))
             assert cause == "broken" and "exited with 1: no such tool" in text
+            assert (await episode("turns")).turns[0].faults == ("MaxTurnsExceeded",)
             assert (await fault_of(episode("die")))[0] == "died"
             assert (await fault_of(episode("hang", episode_s=1.0, pid=str(tmp_path / "pid"))))[0] == "timeout"
             await gone(tmp_path / "pid")

@@ -68,7 +68,8 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to() -> None:
     footprint = footprint_of_shape(QWEN3_30B_A3B)
     assert footprint.num_parameters == pytest.approx(30.5e9, rel=0.005), "as on its model card"
-    assert footprint.num_active_parameters == pytest.approx(3.3e9, rel=0.02), "as on its model card"
+    embedding = QWEN3_30B_A3B.vocab_size * QWEN3_30B_A3B.hidden_size
+    assert footprint.matrix_weights + embedding == pytest.approx(3.3e9, rel=0.02), "as on its model card"
 
 
 def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> None:
@@ -84,6 +85,8 @@ def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> 
     norms_of_heads = 2 * 2 * 32  # which no shape declares
     assert found.num_parameters == declared.num_parameters + norms_of_heads
     assert found.linear_widths == declared.linear_widths
+    assert found.linear_weights == declared.linear_weights
+    assert found.num_key_heads == declared.num_key_heads == 2
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grmpipe.config.env import EnvConfig
@@ -30,6 +32,13 @@ EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=MESSAGES, info={"answer"
 CLOSED: list[object] = []
 
 
+class MaxTurnsExceeded(Exception):
+    """As openai-agents raises it."""
+
+
+MaxTurnsExceeded.__module__ = "agents.exceptions"
+
+
 class Obedient:
     """Does what the policy says."""
 
@@ -44,9 +53,14 @@ class Obedient:
             await asyncio.sleep(60)
         if action.text == "break":
             raise KeyError("its own error")
+        if action.text == "leave":
+            sys.exit(3)
+        if action.text == "turns":
+            raise MaxTurnsExceeded("Max turns (10) exceeded")
         if action.text == "blame":
             raise PolicyFault("say please", "manners")
-        return Observation(done=True, rewards={"seed": float(self.episode.seed)}, state_key=action.text)
+        reward = np.float32(self.episode.seed)
+        return Observation(done=True, rewards={"seed": reward}, state_key=action.text)  # type: ignore[dict-item]
 
     async def close(self) -> None:
         CLOSED.append(self)
@@ -145,7 +159,14 @@ def test_what_an_environment_says_and_raises_arrives_as_it_was(tmp_path: Path) -
             with pytest.raises(PolicyFault, match="^say please$") as blamed:
                 await env.step(Action(text="blame"))
             assert blamed.value.kind == "manners"
-            with pytest.raises(EnvFault, match="step raised KeyError: 'its own error'") as broken:
+            with pytest.raises(PolicyFault, match="Max turns") as limit:
+                await env.step(Action(text="turns"))
+            assert (limit.value.kind, limit.value.ends) == ("MaxTurnsExceeded", True)
+            with pytest.raises(EnvFault, match=r"Obedient\.step .* raised SystemExit: 3"):
+                await env.step(Action(text="leave"))
+            with pytest.raises(
+                EnvFault, match=r"Obedient\.step .* raised KeyError: 'its own error' \(.*:\d+\)"
+            ) as broken:
                 await env.step(Action(text="break"))
             assert broken.value.cause == "broken" and "in step" in str(broken.value.__cause__), "the place is shown"
             assert (await env.step(Action(text="go"))).rewards == {"seed": 7.0}
@@ -216,9 +237,9 @@ def test_a_host_that_keeps_no_limit_counts_as_dead(tmp_path: Path, monkeypatch: 
             await env.open(EPISODE)
             stuck = asyncio.Event()
             group.members[0].serve = lambda *_: stuck.wait()  # type: ignore[method-assign, assignment]
+            old = group.members[0]
             with pytest.raises(EnvFault, match="it did not answer within 1.01 s"):
                 await env.step(Action(text="go"))
-            old = group.members[0]
             while hosts.num_replaced == 0:
                 await asyncio.sleep(0)
             assert group.members[0] is not old

@@ -7,9 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from models.types import Message
@@ -114,15 +117,65 @@ def kill_all(_: str) -> str:
     return "killed"
 
 
+def program(code: str) -> str:
+    """A Python program, as a policy starts one. It prints what it could do."""
+    python = sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or f"refused: {done.stderr.strip()[-300:]}"
+
+
+def use_up_inodes(_: str) -> str:
+    for number in range(20_000):
+        Path(f"file-{number}").touch()
+    return "touched"
+
+
+def threads(_: str) -> str:
+    for _ in range(64):
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    return "started"
+
+
+def signal_parent(name: str) -> str:
+    """A program of the policy that wants the environment's process to end."""
+    subprocess.run(["sh", "-c", f"kill -{name} $PPID"], check=True)
+    time.sleep(0.1)
+    return "sent"
+
+
+def leave(_: str) -> str:
+    sys.exit(3)
+
+
+def take_too_many_turns(_: str) -> str:
+    raise MaxTurnsExceeded("Max turns (10) exceeded")
+
+
+def move_too_often(_: str) -> str:
+    raise TooManyMoves
+
+
 def ping(text: str) -> str:
     return text
+
+
+class MaxTurnsExceeded(Exception):
+    """As openai-agents raises it."""
+
+
+class TooManyMoves(Exception):
+    """A user's own."""
+
+
+MaxTurnsExceeded.__module__ = "agents.exceptions"
 
 
 STEPS: dict[str, Callable[[str], str]] = {
     step.__name__: step
     for step in (
         fork_bomb, hog, endless, connect, serve_locally, write, age, read, fill, output, speak, garbage, be_deaf,
-        daemon, children, environ, kill_all, ping,
+        daemon, children, environ, kill_all, program, use_up_inodes, threads, signal_parent, leave,
+        take_too_many_turns, move_too_often, ping,
     )
 }  # fmt: skip
 
@@ -147,10 +200,13 @@ class Adversary:
         if name == "bug":
             raise KeyError("a bug of the environment")
         try:
-            text = STEPS[name](argument)
+            text = STEPS[name.removeprefix("careless_")](argument)
         except OSError as error:
+            if name.startswith("careless_"):
+                raise
             text = f"refused: {error}"
-        return Observation(messages=[Message(role="tool", content=text)], done=action.is_last, rewards={"r": 0.5})
+        reward = np.float32(0.5)
+        return Observation(messages=[Message(role="tool", content=text)], done=action.is_last, rewards={"r": reward})  # type: ignore[dict-item]
 
     async def close(self) -> None:
         """It holds nothing."""

@@ -40,11 +40,24 @@ LIMITS = StageLimits(boot_s=20, step_s=20, close_s=20, max_observation_chars=800
 SHORT = StageLimits(boot_s=20, step_s=0.4, close_s=0.2, max_observation_chars=8000)
 NO_FAULTS = FaultInjection()
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=8, file_mb=4)
-NAMESPACES = ("user namespace", "process namespace", "IPC namespace", "network namespace", "mount namespace")
+NAMESPACES = (
+    "bubblewrap",
+    "user namespace",
+    "process namespace",
+    "IPC namespace",
+    "network namespace",
+    "mount namespace",
+)
 
 
 def config_of(isolation: IsolationConfig = ISOLATION, **options: object) -> EnvConfig:
-    return EnvConfig(kind="custom", target="adversary.Adversary", options=options, isolation=isolation)
+    return EnvConfig(
+        kind="custom",
+        target="adversary.Adversary",
+        options=options,
+        isolation=isolation,
+        policy_errors=["adversary.TooManyMoves"],
+    )
 
 
 def episode(sibling: int = 0) -> Episode:
@@ -67,6 +80,7 @@ class Host:
         self.left = noted(run_dir)
         self.host = ProcessHost(config or config_of(), self.left, limits, faults, without)
         self.run(self.host.start())
+        self.idle = len(list(processes_of(self.left.token)))  # the fork server, and bubblewrap around it
 
     def run(self, work: Coroutine[object, object, T]) -> T:
         return self.runner.run(work)
@@ -111,7 +125,7 @@ class Host:
         try:
             return self.run(both())
         finally:
-            wait_until(lambda: len(list(processes_of(self.left.token))) == 1)
+            wait_until(lambda: len(list(processes_of(self.left.token))) == self.idle)
 
     async def _works(self, neighbour: HostedEnv) -> None:
         for turn in range(3):
@@ -197,6 +211,53 @@ def test_too_much_cpu_time_is_the_policys_fault(tmp_path: Path) -> None:
         assert time.monotonic() - begun_s < 30
 
 
+@pytest.mark.parametrize(
+    ("harm", "part"),
+    [
+        ("careless_fill", "folder of bounded size"),
+        ("use_up_inodes", "folder of bounded size"),
+        ("careless_children 64", "process count"),
+        ("threads", "process count"),
+    ],
+)
+def test_a_limit_that_the_environment_does_not_expect_is_the_policys_fault_too(
+    host: Host, harm: str, part: str, needs: Callable[..., None]
+) -> None:
+    needs(part)
+    answer = host.step(f"careless_{harm.removeprefix('careless_')}")
+    assert answer.done and answer.faults == ("limit",)
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_a_signal_that_the_policys_program_sends_discards_no_episode(
+    host: Host, bare_host: Host, name: str, needs: Callable[..., None]
+) -> None:
+    assert bare_host.step(f"signal_parent {name}").faults == ("limit",)
+    needs("process namespace")
+    assert text_of(host.step(f"signal_parent {name}")) == "sent", "the first process of a namespace doesn't get it"
+
+
+def test_an_end_that_the_policys_program_asked_for_in_an_earlier_step_is_its_fault(host: Host) -> None:
+    async def work() -> Observation:
+        env = await host.seated()
+        await env.step(Action(text="signal_parent TERM"))
+        try:
+            return await env.step(Action(text="ping x"))
+        finally:
+            await env.close()
+
+    assert host.run(work()).faults == ("limit",)
+
+
+@pytest.mark.parametrize(
+    ("doing", "kind"), [("take_too_many_turns", "MaxTurnsExceeded"), ("move_too_often", "TooManyMoves")]
+)
+def test_an_exception_that_is_the_policys_doing_ends_an_isolated_episode(host: Host, doing: str, kind: str) -> None:
+    with pytest.raises(PolicyFault) as fault:
+        host.step(doing)
+    assert (fault.value.kind, fault.value.ends) == (kind, True)
+
+
 def test_there_is_no_network_but_the_seats_own(host: Host, needs: Callable[..., None]) -> None:
     needs("network namespace")
     assert text_of(host.step("connect")).startswith("refused")
@@ -217,13 +278,12 @@ def test_files_outside_of_the_list_are_neither_read_nor_written(
     assert (tmp_path / "secret").read_text(encoding="ascii") == "secret"
 
 
-def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(
-    host: Host, tmp_path: Path, needs: Callable[..., None]
-) -> None:
+def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(tmp_path: Path, needs: Callable[..., None]) -> None:
     needs("read-only mounts")
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o666)
-    assert "Read-only file system" in text_of(host.step(f"age {tmp_path / 'file'}"))
+    with Host(tmp_path / "run", ("bubblewrap",)) as host:  # in which the file isn't even there
+        assert "Read-only file system" in text_of(host.step(f"age {tmp_path / 'file'}"))
 
 
 @pytest.mark.parametrize("harm", ["write big", "fill"])
@@ -276,7 +336,9 @@ def test_faults_keep_their_kind_and_text(host: Host) -> None:
     assert fault.value.cause == "unreachable"
     with pytest.raises(EnvFault, match="a bug of the environment") as bug:
         host.step("bug")
-    assert bug.value.cause == "broken" and "Traceback" in str(bug.value)
+    with pytest.raises(EnvFault, match=r"Adversary\.step \(.*\) raised SystemExit: 3 \(.*adversary\.py:\d+\)"):
+        host.step("leave")
+    assert bug.value.cause == "broken" and "Traceback" in str(bug.value.__cause__)
 
 
 def test_seats_opened_are_closed_or_killed(host: Host) -> None:
@@ -364,7 +426,7 @@ def test_a_busy_fork_server_is_waited_for() -> None:
 
 def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare_host: Host) -> None:
     missing = {each.part for each in bare_host.run(bare_host.host.missing())}
-    assert missing >= set(NAMESPACES) and ("process count" in missing) == (os.getuid() != 0)
+    assert {*missing, "bubblewrap"} >= set(NAMESPACES) and ("process count" in missing) == (os.getuid() != 0)
 
 
 def test_seats_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from grmpipe.config.env import CallLimits, EnvConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.tools.function_tools import FunctionTool, tool_of, tools_of
@@ -20,6 +23,8 @@ from pathlib import Path
 from typing import Literal
 from grmpipe.envs.env import PolicyFault
 import asyncio
+import time
+import numpy as np
 
 async def search(query: str, limit: int = 3, order: Literal["new", "old"] = "new") -> list[str]:
     """Search the archive.
@@ -43,6 +48,30 @@ def divide(a: float, b: float) -> float:
 def fails() -> str:
     raise OSError("disk")
 
+BEGUN = []
+
+def hangs(seconds: float) -> str:
+    BEGUN.append(seconds)
+    time.sleep(seconds)
+    return f"after {seconds}"
+
+async def stubborn() -> str:
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if BEGUN:  # the test is over
+                raise
+
+async def leaves() -> str:
+    raise SystemExit(3)
+
+def array() -> object:
+    return np.zeros(2)
+
+def scalars() -> object:
+    return {"a": np.float32(0.5), "b": [np.int64(2), np.bool_(True)]}
+
 def _private(x: int) -> int:
     return x
 '''
@@ -58,8 +87,9 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_public_functions_become_specifications(module: str) -> None:
-    search, divide, fails = tools_of(module)
-    assert [tool.spec.name for tool in (search, divide, fails)] == ["search", "divide", "fails"]
+    search, divide, *others = tools_of(module)
+    names = ["fails", "hangs", "stubborn", "leaves", "array", "scalars"]
+    assert [tool.spec.name for tool in (search, divide, *others)] == ["search", "divide", *names]
     assert search.spec.description == "Search the archive. All of it."
     assert search.spec.parameters == {
         "type": "object",
@@ -104,7 +134,8 @@ def called(tool: FunctionTool, **arguments: object) -> str:
 
 
 def test_results_are_texts_or_json(module: str) -> None:
-    search, divide, _ = tools_of(module)
+    search, divide, *_, scalars = tools_of(module)
+    assert called(scalars) == '{"a":0.5,"b":[2,true]}'
     assert called(search, query="ü", limit=2) == '["ü","ü"]'
     assert called(divide, a=1, b=4) == "0.25"
 
@@ -119,12 +150,14 @@ def test_wrong_arguments_are_the_policys_fault_and_are_explained(module: str, ar
     assert fault.value.kind == "arguments"
 
 
-def answered(module: str, *calls: ToolCall, errors: tuple[str, ...] = ()) -> Observation:
+def answered(
+    module: str, *calls: ToolCall, errors: tuple[str, ...] = (), calls_within: CallLimits | None = None
+) -> Observation:
     async def go() -> Observation:
         limits = StageLimits(boot_s=5, step_s=5, close_s=5, max_observation_chars=100)
-        env = LimitedEnv(ToolEnv(module), limits)
+        env = LimitedEnv(ToolEnv(module, limits=calls_within), limits)
         opening = await env.open(Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))))
-        assert len(opening.tools) == 3
+        assert len(opening.tools) == 8
         return await env.step(Action(text="", tool_calls=calls, errors=errors))
 
     return asyncio.run(go())
@@ -139,7 +172,7 @@ def test_each_call_gets_its_result_and_each_fault_its_explanation(module: str) -
         errors=("no JSON",),
     )
     contents = [(message.tool_call_id, message.content) for message in observation.messages]
-    known = "there is no tool rm; known: search, divide, fails"
+    known = "there is no tool rm; known: search, divide, fails, hangs, stubborn, leaves, array, scalars"
     assert contents == [("1", "0.5"), ("2", "b is 0"), ("3", known), ("", "no JSON")]
     assert observation.faults == ("tool", "unknown_tool", "malformed")
     assert not observation.done
@@ -149,7 +182,90 @@ def test_a_turn_without_a_call_ends_the_episode(module: str) -> None:
     assert answered(module).done
 
 
-def test_an_error_of_the_functions_own_code_is_never_shown_to_the_policy(module: str) -> None:
-    with pytest.raises(EnvFault, match="OSError: disk") as fault:
-        answered(module, ToolCall(name="fails", arguments={}))
-    assert fault.value.cause == "broken"
+@pytest.mark.parametrize(
+    ("name", "said", "cause"),
+    [
+        ("fails", r"raised OSError: disk \(.*users_tools\.py:\d+\)", "broken"),
+        ("leaves", r"raised .*SystemExit: 3", "broken"),
+        ("array", r"returned array\(\[0\., 0\.\]\), which is no JSON .*: return a text, numbers", "protocol"),
+    ],
+)
+def test_an_error_of_the_functions_own_code_names_it_and_is_never_shown_to_the_policy(
+    module: str, name: str, said: str, cause: str
+) -> None:
+    with pytest.raises(EnvFault, match=rf"^the tool users_tools\.{name} \(.*users_tools\.py:\d+\) {said}") as fault:
+        answered(module, ToolCall(name=name, arguments={}))
+    assert fault.value.cause == cause
+
+
+def hang(seconds: float) -> ToolCall:
+    return ToolCall(name="hangs", arguments={"seconds": seconds}, call_id=str(seconds))
+
+
+def test_calls_of_a_turn_run_at_once_and_their_results_keep_the_calls_order(module: str) -> None:
+    begun_s = time.monotonic()
+    observation = answered(module, *(hang(each) for each in (0.5, 0.4, 0.3, 0.2, 0.1)))
+    assert [message.content for message in observation.messages] == [f"after 0.{n}" for n in (5, 4, 3, 2, 1)]
+    assert time.monotonic() - begun_s < 1.4, "one after the other they take 1.5 s"
+
+
+def test_calls_of_many_episodes_at_once_wait_for_no_thread(module: str) -> None:
+    async def go() -> None:
+        limits = StageLimits(boot_s=5, step_s=3, close_s=5, max_observation_chars=100)
+        envs = [LimitedEnv(ToolEnv(module), limits) for _ in range(64)]
+        steps = await asyncio.gather(*(env.step(Action(text="", tool_calls=(hang(0.5),))) for env in envs))
+        assert [step.messages[0].content for step in steps] == ["after 0.5"] * 64
+
+    asyncio.run(go())
+
+
+def test_calls_of_a_tool_set_that_shares_a_state_run_one_after_the_other(module: str) -> None:
+    begun = importlib.import_module(module).BEGUN
+    begun.clear()
+    order = (0.06, 0.02, 0.04, 0.01)
+    answered(module, *map(hang, order), calls_within=CallLimits(max_parallel_calls=1))
+    assert tuple(begun) == order
+
+
+def test_a_call_that_hangs_is_a_result_that_the_policy_reads_and_the_others_keep_theirs(module: str) -> None:
+    within = CallLimits(call_s=0.3)
+    calls = (hang(2), ToolCall(name="divide", arguments={"a": 1, "b": 2}), ToolCall(name="stubborn", arguments={}))
+    observation = answered(module, *calls, calls_within=within)
+    late = "hangs did not end within 0.3 s, and was given up"
+    assert [message.content for message in observation.messages] == [late, "0.5", late.replace("hangs", "stubborn")]
+    assert observation.faults == ("timeout", "timeout")
+    importlib.import_module(module).BEGUN.append(0)
+
+
+def test_many_calls_end_together_within_the_limit_of_a_turn(module: str) -> None:
+    within = CallLimits(call_s=0.2, turn_s=0.3, max_parallel_calls=1)
+    observation = answered(module, *[hang(2)] * 4, calls_within=within)
+    first, *_, last = [message.content for message in observation.messages]
+    assert first == "hangs did not end within 0.2 s, and was given up"
+    assert last == "hangs was not called: the calls before it took too long"
+    assert observation.faults == ("timeout",) * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "limits"),
+    [
+        ({}, CallLimits(call_s=27, turn_s=27)),
+        ({"step_s": 10.0, "call_s": 2.0}, CallLimits(call_s=2, turn_s=9)),
+        ({"step_s": 10.0, "call_s": 9.5}, CallLimits(call_s=9.5, turn_s=9.5)),
+    ],
+)
+def test_a_call_is_limited_below_the_step_that_it_belongs_to(settings: dict, limits: CallLimits) -> None:
+    assert EnvConfig(kind="tools", functions="x", **settings).arguments["limits"] == limits
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"call_s": 30.0}, r"^call_s: must be above 0 and below step_s = 30"),
+        ({"max_parallel_calls": 0}, "^max_parallel_calls: must be at least 1"),
+        ({"call_s": 1.0, "kind": "custom", "functions": "", "target": "a.B"}, r"^call_s: is for env\.kind=tools"),
+    ],
+)
+def test_limits_of_calls_that_can_not_hold_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EnvConfig(**{"kind": "tools", "functions": "x"} | settings)

@@ -13,7 +13,8 @@ import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.reward import RewardConfig, check_rewards
+from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward_checks import check_rewards
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
@@ -167,6 +168,7 @@ def composed(
     skill: MeasuredSkill | None = None,
     delays: int | None = None,
     seed: int = 0,
+    min_group_std: float = 0.0,
 ) -> Table:
     draw = random.Random(delays)
     delay_s = (lambda: 0.0) if delays is None else draw.random
@@ -188,7 +190,7 @@ def composed(
     root = RewardConfig(**reward)
     check_rewards(root, nested, made, group_baseline=False)
     configs.setdefault("judge", JudgeConfig())
-    return Table(judges=made, judge=compose_judge(root, nested, as_judges, configs, seed, skill))
+    return Table(judges=made, judge=compose_judge(root, nested, as_judges, configs, seed, skill, min_group_std))
 
 
 @dataclass(frozen=True)

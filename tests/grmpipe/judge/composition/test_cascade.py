@@ -184,6 +184,25 @@ def test_a_route_to_another_judge_lets_no_cascade_decide(group_bench: Any) -> No
     assert [event.cascade for event in events(table.reports(source="math"))] == ["both"]
 
 
+@pytest.mark.parametrize("vetoed", [(1,), (0, 1, 3)])
+@pytest.mark.parametrize("order", range(3))
+def test_what_a_gate_vetoes_keeps_no_cascade_behind_it_waiting(
+    group_bench: Any, vetoed: tuple[int, ...], order: int
+) -> None:
+    """The siblings that pass are decided about, and are all that the cascade counts."""
+    gate = {"kind": "gate", "gate": "safety", "inner": "doubted"}
+    safety = lambda group, sibling: 0.1 if sibling in vetoed else 0.9  # noqa: E731
+    judges = {"safety": safety, "cheap": unsure_of(2), "good": good}
+    table = group_bench.composed(gate, judges, rewards={"doubted": ALL}, delays=order)
+    reports = table.reports(order=order)
+    assert [group_bench.outcome_of(reports[one]) for one in range(4)] == [
+        0.0 if one in vetoed else 0.2 for one in range(4)
+    ]
+    assert events(reports) == [
+        CascadeEvent(cascade="doubted", rollouts=4 - len(vetoed), unsure=1, escalated=4 - len(vetoed))
+    ]
+
+
 def test_cascades_nest(group_bench: Any) -> None:
     table = group_bench.composed(
         {**ALL, "then": "later"},

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import numpy as np
 import pytest
 
+from grmpipe.algorithm.advantages import standardize
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
@@ -14,7 +16,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.rule import RuleJudge
-from grmpipe.types import Failed, Verdict
+from grmpipe.types import Failed, RewardSpan, Verdict
 
 LADDER = (0.1, 0.4, 0.6, 0.9)
 
@@ -64,7 +66,14 @@ def test_a_mix_is_the_mean_by_normalised_weights_on_the_first_judges_scale(group
         assert verdict.num_judgements == 1 + 2
 
 
-@pytest.mark.parametrize("weight", [1e-6, 1e6])
+def test_a_component_of_weight_0_is_shown_and_does_not_count(group_bench: Any) -> None:
+    mix = {"kind": "mix", "mix": {"judge": 1, "safety": 0}}
+    table = group_bench.composed(mix, {"judge": ladder, "safety": always(0.5)})
+    assert table.outcomes() == list(LADDER)
+    assert verdict_of(table.reports(group_id="g000001")[0]).breakdown["safety"] == 0.5
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-6, 1e6])
 def test_a_failed_component_is_never_weighted_away(group_bench: Any, weight: float) -> None:
     judges = {"judge": ladder, "safety": failing(group_bench, 2)}
     table = group_bench.composed({"kind": "mix", "mix": {"judge": 1, "safety": weight}}, judges)
@@ -90,6 +99,26 @@ def test_group_std_weighs_each_component_by_its_own_group(group_bench: Any) -> N
         assert (verdict.outcome, verdict.score) == (pytest.approx(plain), pytest.approx(1 + 9 * plain))
         rollout = rollout_of_text("g000000", sibling, "")
         assert rewards_of(rollout, verdict).outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
+
+
+def test_equal_rewards_of_turns_stay_equal_by_group_std(group_bench: Any) -> None:
+    """Siblings with 2, 4 and 3 turns that each earned 1: each turn's reward is 1 / std, and mt_grpo credits none."""
+
+    def by_turn(group: str, sibling: int) -> Verdict:
+        spans = tuple(RewardSpan(turn=turn, start=0, end=1, value=1.0) for turn in range((2, 4, 3)[sibling]))
+        return Verdict(rewards=spans, score=1.0, breakdown={}, score_std=0.0, num_judgements=0)
+
+    mix = {"kind": "mix", "mix": {"task": 1}, "normalise": "group_std"}
+    reports = group_bench.composed(mix, {"task": by_turn}, min_group_std=0.5).reports(3)
+    spans = [span.value for report in reports.values() for span in verdict_of(report).trained_rewards]
+    assert spans == pytest.approx([1 / (1 + 0.5)] * 9)
+
+
+@pytest.mark.parametrize("min_group_std", [0.0, 0.3])
+def test_group_std_divides_no_less_than_the_estimators(group_bench: Any, min_group_std: float) -> None:
+    mix = {"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}
+    found = group_bench.composed(mix, {"judge": ladder}, min_group_std=min_group_std).outcomes()
+    assert found == pytest.approx(standardize(np.array(LADDER), "sample", min_group_std).tolist())
 
 
 def test_group_std_leaves_failed_siblings_out_of_every_mean(group_bench: Any) -> None:
@@ -197,6 +226,30 @@ def test_a_jury_does_without_members_down_to_its_quorum_and_says_so(group_bench:
         answered = [0.1, 0.6, 0.9][missing:]
         assert verdict_of(reports[0]).outcome == pytest.approx(statistics.fmean(answered))
         assert verdict_of(reports[0]).absent == tuple(names[:missing])
+
+
+@pytest.mark.parametrize("vote", ["mean", "median", "min"])
+def test_a_member_that_fails_on_one_sibling_votes_on_none_of_the_group(group_bench: Any, vote: str) -> None:
+    """Equal responses get equal rewards: the one that its harshest judge can't read isn't the best."""
+    jury = {"kind": "jury", "members": ["harsh", "a", "b"], "quorum": 2, "vote": vote}
+    members = {"harsh": failing(group_bench, 2, otherwise=0.0), "a": always(0.8), "b": always(0.8)}
+    table = group_bench.composed(jury, members, delays=1)
+    assert table.outcomes() == [0.8] * 4
+    assert {verdict_of(report).absent for report in table.reports(group_id="g000001").values()} == {("harsh",)}
+
+
+def test_members_that_fail_on_different_siblings_leave_most_of_them_with_a_verdict(group_bench: Any) -> None:
+    jury = {"kind": "jury", "members": ["a", "b"], "quorum": 1}
+    members = {"a": failing(group_bench, 1, otherwise=0.2), "b": failing(group_bench, 2, 3, otherwise=0.6)}
+    assert group_bench.composed(jury, members).outcomes() == [0.2, "refused", 0.2, 0.2]
+
+
+def test_members_without_skill_do_not_decide_alone(group_bench: Any) -> None:
+    jury = {"kind": "jury", "members": ["good", "bad"], "quorum": 1, "vote": "accuracy"}
+    skill = MeasuredSkill()
+    skill.measured({"good": 0.9, "bad": 0.5})
+    members = {"good": failing(group_bench, 1, 2, otherwise=0.9), "bad": always(0.1)}
+    assert group_bench.composed(jury, members, skill=skill).outcomes() == [0.9, "refused", "refused", 0.9]
 
 
 def test_without_a_quorum_all_members_must_answer(group_bench: Any) -> None:

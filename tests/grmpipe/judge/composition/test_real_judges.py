@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,7 +117,8 @@ def test_a_step_bears_its_share_of_the_groups_mean(bench: Any) -> None:
         for k, (value, share) in enumerate(((0.5, 0.75), (0.0, 0.25)))
     )
     verdict = Verdict(rewards=steps, score=0.5, breakdown={}, score_std=0.0, num_judgements=1)
-    moved = by_group(verdict, [0.5, 0.1])
+    low = replace(verdict, rewards=(replace(steps[0], value=0.1), steps[1]))
+    moved = by_group(verdict, [verdict, low], min_group_std=0.0)
     mean, std = 0.3, 0.4 / 2**0.5
     assert moved.outcome == pytest.approx((0.5 - mean) / std)
     earned = rewards_of(bench.rollout("x" * 8), moved).earned_K.tolist()

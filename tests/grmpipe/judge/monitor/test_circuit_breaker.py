@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, RewardHackingDetector
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker
 from grmpipe.types import Failed, Verdict
 
 GOOD = Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1)
@@ -89,39 +88,6 @@ def test_a_gate_closes_exactly_when_the_window_exceeds_the_rate(failures: list[b
         assert watched.state(0.0) == ("paused" if exceeded else "open")
         if exceeded:
             break
-
-
-def alarm(readings: list[tuple[float, float]]) -> str | None:
-    watched = RewardHackingDetector(min_score_rise=1.0, min_gold_fall=0.10)
-    said = None
-    for index, (score, gold) in enumerate(readings):
-        said = watched.record(step=10 * index, grm_score=score, gold_accuracy=gold)
-    return said
-
-
-def test_score_up_and_gold_down_fires_with_the_numbers() -> None:
-    assert alarm([(6.7, 0.80), (8.0, 0.84), (9.9, 0.60)]) == (
-        "The policy may be hacking the judge: at step 20 the GRM's score is 9.90, up 3.20 since step 0, "
-        "while its accuracy on gold anchors is 0.60, down 0.24 since step 10."
-    )
-
-
-@pytest.mark.parametrize(
-    "readings",
-    [
-        [],
-        [(9.9, 0.1)],
-        [(4.3, 0.98), (9.0, 0.96)],  # a good run
-        [(4.3, 0.98), (4.4, 0.30)],  # the judge is worse, but no score rises
-        [(4.3, 0.98), (9.0, 0.30), (4.5, 0.30)],  # over: the last reading counts
-    ],
-)
-def test_one_half_alone_does_not_fire(readings: list[tuple[float, float]]) -> None:
-    assert alarm(readings) is None
-
-
-def test_thresholds_are_reached_in_spite_of_rounding() -> None:
-    assert alarm([(4.3, 0.9), (5.3, 0.8)]) is not None
 
 
 def test_the_cause_names_the_judges_whose_failures_they_are() -> None:

@@ -108,6 +108,14 @@ def test_data_failures_are_asked_again_under_a_new_seed_and_kept(
     assert len({params.seed for _, params in engine.asked}) == 2
 
 
+@pytest.mark.parametrize(("finish_reason", "cause"), [("stop", "unparseable"), ("length", "truncated")])
+def test_a_greedy_judgement_is_not_asked_again_for_the_same_answer(bench: Any, finish_reason: Any, cause: str) -> None:
+    judge, engine = bench.generative(lambda prompt, context: bench.answer("hm", finish_reason), temperature=0)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    assert [context.request_id for context, _ in engine.asked] == ["g7/0/j0.0"]
+    assert (report.verdict.cause, report.verdict.attempts, len(report.failures)) == (cause, 1, 1)
+
+
 def test_without_one_judgement_that_parses_the_verdict_is_failed_by_its_last_cause(bench: Any) -> None:
     def author(prompt: str, context: Any) -> Any:
         return bench.answer("Score: 9", "length") if context.request_id.endswith("1.1") else bench.answer("hm")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,6 +59,20 @@ def test_a_prompt_without_a_rubric_and_a_judgement_of_too_few_scores_are_no_numb
     two = (Criterion(text="rhymes"), Criterion(text="is short"))
     report = bench.run(judge.judge(replace(bench.prompt(), rubric=two), bench.rollout("a poem")))
     assert report.verdict.cause == "unparseable"
+
+
+def test_the_protocol_of_the_docs_judges(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "judging.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(# my_module.py.*?)```", page, re.DOTALL)
+    module = ModuleType("my_module")
+    exec(block, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_module", module)
+    shown: list[str] = []
+    author = lambda prompt, context: shown.append(prompt) or bench.answer("Score: 7/10")  # noqa: E731
+    judge, _ = bench.generative(author, protocol="my_module.LAST_LINE", num_judgements=1)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("First 5.\nThen 12.")))
+    assert report.verdict.score == 7
+    assert "Then 12." in shown[0] and "First 5." not in shown[0]
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -169,6 +187,27 @@ def test_principles_that_are_of_no_use_are_asked_for_again(bench: Any, finish_re
 
     assert bench.run(go())[1][0].verdict.score == 7
     assert asked[0] == "g7/principles/0.0" and asked[1] in ("g7/principles/0.1", "g7/principles/1.0")
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "num_asked", "causes"),
+    [("length", 1, ["truncated", "truncated"]), ("abort", 2, ["died", None])],  # a greedy judge would write the same
+)
+def test_greedy_principles_are_asked_for_again_only_if_the_engine_failed(
+    bench: Any, finish_reason: Any, num_asked: int, causes: Any
+) -> None:
+    asked: list[str] = []
+    author = writes_principles(bench, asked, bench.answer("Be", finish_reason))
+    judge, _ = bench.generative(author, temperature=0, **AHEAD)
+
+    async def go() -> list[Any]:
+        session = judge.open(bench.prompt(), "g7", 2)
+        members = [one for sibling in (0, 1) for one in session.add(bench.rollout("12", sibling=sibling))]
+        return [report for one in members for report in (await session.judge(one)).values()]
+
+    verdicts = [report.verdict for report in bench.run(go())]
+    assert [verdict.cause if isinstance(verdict, Failed) else None for verdict in verdicts] == causes
+    assert sum("/principles/" in request_id for request_id in asked) == num_asked
 
 
 def test_without_principles_a_rollout_is_failed_by_their_cause(bench: Any) -> None:

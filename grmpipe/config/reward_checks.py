@@ -1,0 +1,193 @@
+"""Checks of compositions of judges that name each other. Asks no judge."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.config.reward import (
+    REWARD_KINDS,
+    ROOT,
+    RewardConfig,
+    in_use,
+    judges_of,
+    sections,
+    waits_for_siblings,
+)
+from grmpipe.config.train import AlgorithmConfig
+
+
+def check_rewards(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Collection[str], *, group_baseline: bool
+) -> None:
+    """Raises ValueError if a composition is incomplete, contradicts itself or names no judge.
+
+    judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
+    """
+    if ROOT in judges or ROOT in rewards:
+        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
+    for name in rewards:
+        if name in judges:
+            raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
+    for path, one in sections(reward, rewards):
+        _check_keys(path, one)
+        one.reward_kind.check(one, path)
+        for name in one.names:
+            if name not in judges and name not in rewards:
+                known = ", ".join((*judges, *rewards))
+                raise ValueError(
+                    f"{path}: there is no judge or composition {name!r}; known: {known}; for another judge type "
+                    f"+judge@judges.{name}=pointwise"
+                )
+        _check_accuracy(path, one, judges)
+        if one.kind == "cascade" and one.escalate == "rollout" and group_baseline:
+            raise ValueError(
+                f"{path}.escalate: rollout lets two judges share the baseline of a group, and advantages compare its "
+                f"siblings; type {path}.escalate=group"
+            )
+    _check_cycles(rewards)
+    _check_named_once(reward, rewards)
+    _check_normalised(reward, rewards)
+
+
+def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Raises ValueError if a further composition is named by none."""
+    used = {path for path, _ in in_use(reward, rewards)}
+    for name in rewards:
+        if f"rewards.{name}" not in used:
+            raise ValueError(
+                f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
+                f"reward.judge={name}"
+            )
+
+
+def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
+    """Raises ValueError if prompts have a source for which a route in use names no judge."""
+    for path, one in in_use(reward, rewards):
+        missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
+        if missing and one.default is None:
+            raise ValueError(
+                f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
+                f"{path}.default={JUDGE}"
+            )
+
+
+def check_normalised_units(
+    reward: RewardConfig, rewards: Mapping[str, RewardConfig], algorithm: AlgorithmConfig
+) -> None:
+    """Raises ValueError if a penalty in units of rewards would be taken from rewards in standard deviations of their
+    group, or if nothing compares siblings.
+    """
+    for path, one in in_use(reward, rewards):
+        if one.normalise == "none":
+            continue
+        if not algorithm.estimator_kind.has_zero_groups:
+            raise ValueError(
+                f"{path}.normalise: {one.normalise} is for estimators that compare siblings, and "
+                f"{algorithm.estimator} does not; type algorithm.estimator=reinforce_pp_baseline, or "
+                f"{path}.normalise=none"
+            )
+        penalties = (("overlong_buffer_share", algorithm.overlong_buffer_share > 0, "0"),)
+        for key, is_set, off in (*penalties, ("kl_in_reward", algorithm.kl_in_reward, "false")):
+            if is_set:
+                raise ValueError(
+                    f"algorithm.{key}: is in units of rewards, and {path}.normalise={one.normalise} gives standard "
+                    f"deviations of the group; type algorithm.{key}={off}, or {path}.normalise=none"
+                )
+
+
+def check_doubts(reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Mapping[str, JudgeConfig]) -> None:
+    """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains beyond
+    the share that may be escalated.
+    """
+    for path, one in in_use(reward, rewards):
+        if one.kind != "cascade":
+            continue
+        for name in judges_of(RewardConfig(judge=one.first), rewards):
+            judge, key = judges[name], key_of_judge(name)
+            if judge.abstain_above_std is not None and one.share < 1:
+                raise ValueError(
+                    f"{key}.abstain_above_std: beyond {path}.share={one.share:g} the rollouts on which {name} abstains "
+                    f"would have no verdict; type {key}.abstain_above_std=null and {path}.unsure_above_std="
+                    f"{judge.abstain_above_std / (judge.score_max - judge.score_min):.3g}, or {path}.share=1"
+                )
+            if one.unsure_above_std is not None and name == one.first and judge.gives_one_score:
+                raise ValueError(
+                    f"{path}.unsure_above_std: {name} gives one score, which has no standard deviation; type "
+                    f"'{path}.unsure_band=[0.3, 0.7]' instead"
+                    + (f", or {key}.num_judgements=4" if judge.kind == "generative" else "")
+                )
+
+
+def _check_keys(path: str, reward: RewardConfig) -> None:
+    for spec in fields(reward):
+        if spec.name == "kind" or spec.name in reward.reward_kind.keys:
+            continue
+        if (value := getattr(reward, spec.name)) != spec.default:
+            kinds = " or ".join(kind for kind, one in REWARD_KINDS.items() if spec.name in one.keys)
+            raise ValueError(
+                f"{path}.{spec.name}: is for kind={kinds}, not {reward.kind}; type {_choice(path, kinds)}, or leave "
+                f"out {value}"
+            )
+
+
+def _choice(path: str, kind: str) -> str:
+    """What a user types to choose a kind of composition."""
+    kind = kind.split()[0]
+    return f"{ROOT}={kind}" if path == ROOT else f"+reward@{path}={kind}"
+
+
+def _check_accuracy(path: str, reward: RewardConfig, judges: Collection[str]) -> None:
+    composed = [name for name in reward.names if name not in judges] if reward.uses_accuracy else []
+    if composed:
+        raise ValueError(
+            f"{path}.vote: accuracy is measured judge by judge, and {composed[0]} is a composition; "
+            f"type {path}.vote=mean"
+        )
+
+
+def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            circle = " -> ".join((*above[above.index(name) :], name))
+            raise ValueError(f"rewards.{name}: names itself ({circle}); type a judge's name in one of them")
+        for inner in rewards[name].names:
+            if inner in rewards:
+                visit(inner, (*above, name))
+
+    for name in rewards:
+        visit(name, ())
+
+
+def _check_named_once(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Check that a composition which waits for siblings stands in one place: in two of them each could wait for the
+    other.
+    """
+    for name, inner in rewards.items():
+        above = [path for path, one in in_use(reward, rewards) if name in one.names]
+        if len(above) > 1 and waits_for_siblings(inner, rewards):
+            raise ValueError(
+                f"rewards.{name}: {above[0]} and {above[1]} both name it, and its verdicts depend on siblings; "
+                f"name a copy in one of them: +reward@rewards.{name}_2={inner.kind}"
+            )
+
+
+def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Check that rewards normalised by their group, which aren't on [0, 1], enter no other composition."""
+
+    def visit(one: RewardConfig, outer: str | None) -> None:
+        for name in one.names:
+            inner = rewards.get(name)
+            if inner is None:
+                continue
+            above = outer or (None if one.reward_kind.passes else one.kind)
+            if inner.normalise != "none" and above is not None:
+                raise ValueError(
+                    f"rewards.{name}.normalise: {inner.normalise} gives no reward on [0, 1], which {above} needs; "
+                    f"type rewards.{name}.normalise=none"
+                )
+            visit(inner, above)
+
+    visit(reward, None)

@@ -1,0 +1,180 @@
+"""Whose fault it is, the policy's or the environment's: what was raised, and how a process ended. Decides this for
+environments and workflows, wherever they run (docs/agents.md has the table).
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+from grmpipe.config.dotted_path import found_at
+from grmpipe.config.user_code import MAX_CHARS, BadValueError, UserCodeError, plain_text, shortened, words_of
+from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.types import EnvCause
+
+Fault = TypeVar("Fault", PolicyFault, EnvFault)
+
+LIMIT = "limit"  # the kind of a policy's fault: it reached a limit of its box
+# Module and name of the exceptions with which agent frameworks end an episode because of what the model did. They are
+# compared by name: none of these is imported.
+KNOWN_POLICY_ERRORS = (
+    "agents.exceptions.MaxTurnsExceeded",  # openai-agents
+    "agents.exceptions.ModelBehaviorError",
+    "dspy.utils.exceptions.AdapterParseError",
+    "google.adk.agents.invocation_context.LlmCallsLimitExceededError",
+    "langchain.agents.middleware.model_call_limit.ModelCallLimitExceededError",
+    "langchain.agents.middleware.tool_call_limit.ToolCallLimitExceededError",
+    "langchain_core.exceptions.OutputParserException",
+    "langgraph.errors.GraphRecursionError",
+    "pydantic_ai.exceptions.UnexpectedModelBehavior",
+    "pydantic_ai.exceptions.UsageLimitExceeded",
+    "smolagents.utils.AgentMaxStepsError",
+    "smolagents.utils.AgentParsingError",
+    "strands.types.exceptions.MaxTokensReachedException",
+)
+# What the kernel answers at a limit of a box: on files and their number, descriptors, processes, memory.
+LIMITS = {
+    errno.ENOSPC: "its folder is full",
+    errno.EDQUOT: "its folder is full",
+    errno.EFBIG: "a file became too large",
+    errno.EMFILE: "too many files were open",
+    errno.EAGAIN: "too many processes ran",
+    errno.ENOMEM: "it took more memory than it may",
+}
+NO_THREAD = "can't start new thread"  # Python's text at the limit on processes
+# Signals that end a process and that neither the run nor a broken program sends to a box: its programs do.
+SENT_BY_PROGRAMS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRules:
+    """What counts as the policy's doing.
+
+    policy_errors: module and name of further exceptions.
+    in_box:        the code runs within limits that only this episode can reach.
+    """
+
+    policy_errors: tuple[str, ...] = ()
+    in_box: bool = False
+
+
+def fault_rules(policy_errors: Sequence[str], *, in_box: bool = False) -> FaultRules:
+    """The rules by `env.policy_errors`: also by the names that those exceptions have where they are defined, if they
+    can be imported here.
+    """
+    names = set(policy_errors)
+    for path in policy_errors:
+        with suppress(ValueError):
+            names.add(name_of(exception_at(path)))
+    return FaultRules(policy_errors=tuple(sorted(names)), in_box=in_box)
+
+
+def exception_at(path: str) -> type[BaseException]:
+    """Raises ValueError that begins with the key, for what isn't here or is no exception."""
+    found = found_at(path, "policy_errors")
+    if not (inspect.isclass(found) and issubclass(found, BaseException)):
+        raise ValueError(f"policy_errors: {path} is no exception; name a class such as my_agent.TooManyMoves")
+    return found
+
+
+class RaisedElsewhere(Exception):
+    """The user's code raised in another process, or a program of his failed. types: as `types_of` gives them."""
+
+    def __init__(self, text: str, types: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.types = tuple(types)
+
+
+def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: bool) -> PolicyFault | EnvFault:
+    """The fault that an exception of the user's code is. Its cause is the exception, if it was none itself.
+
+    owner:     the code, in words: the beginning of the fault's text.
+    has_acted: whether the policy has had a turn: before it, nothing is its fault.
+    """
+    if isinstance(error, EnvFault):
+        return error if error.cause in get_args(EnvCause) else _caused(EnvFault(str(error)), error)
+    if has_acted and (fault := _policys(error, rules)) is not None:
+        return fault
+    if isinstance(error, PolicyFault):
+        words = f"{owner} raised a PolicyFault, and the policy has done nothing so far: {error}"
+        return _caused(EnvFault(words), error)
+    said = isinstance(error, UserCodeError | RaisedElsewhere)
+    words = str(error) if said else f"{owner} raised {words_of(error)}"
+    if rules.in_box and not has_acted and isinstance(error, MemoryError):
+        return _caused(EnvFault(f"{words}: no memory was left; raise env.isolation.memory_mb", "boot"), error)
+    is_answer = isinstance(error.__cause__, BadValueError)
+    return _caused(EnvFault(words, "protocol" if is_answer else "broken"), error)
+
+
+def _policys(error: BaseException, rules: FaultRules) -> PolicyFault | None:
+    """The policy's fault that an exception is, if it is one."""
+    if isinstance(error, PolicyFault):
+        return error
+    known = {*KNOWN_POLICY_ERRORS, *rules.policy_errors}
+    if (found := next((name for name in types_of(error) if name in known), "")) != "":
+        return _caused(PolicyFault(words_of(error), found.rpartition(".")[2], ends=True), error)
+    if rules.in_box and (limit := limit_reached(error)):
+        return _caused(PolicyFault(f"{limit}: {words_of(error)}", LIMIT, ends=True), error)
+    return None
+
+
+def _caused(fault: Fault, error: BaseException) -> Fault:
+    fault.__cause__ = error
+    return fault
+
+
+def types_of(error: BaseException) -> list[str]:
+    """Module and name of an exception's type and its bases, then those of its cause, and so on."""
+    found: list[str] = []
+    for one in causes(error):
+        found += one.types if isinstance(one, RaisedElsewhere) else [name_of(base) for base in type(one).__mro__]
+    return found
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, its cause, the cause's cause."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def limit_reached(error: BaseException) -> str:
+    """Which limit of a box an exception says was reached, in words; empty: none."""
+    for one in causes(error):
+        if isinstance(one, MemoryError):
+            return LIMITS[errno.ENOMEM]
+        if isinstance(one, OSError) and one.errno in LIMITS:
+            return LIMITS[one.errno]
+        if isinstance(one, RuntimeError) and NO_THREAD in str(one):
+            return LIMITS[errno.EAGAIN]
+    return ""
+
+
+def policys_end(signal_number: int, limit: str) -> str:
+    """How the policy ended a box in a step, in words; empty: the environment did. limit: that the kernel kept."""
+    if limit:
+        return limit
+    return f"a {signal.Signals(signal_number).name}" if signal_number in SENT_BY_PROGRAMS else ""
+
+
+def readable(fault: PolicyFault, max_chars: int) -> PolicyFault:
+    """A fault of the policy as it may read it: a plain text that isn't too long, and a kind that is a word."""
+    text = shortened(plain_text(str(fault)), max_chars)
+    kind = plain_text(fault.kind)[:MAX_CHARS] if isinstance(fault.kind, str) else type(fault.kind).__name__
+    if (text, kind) == (str(fault), fault.kind):
+        return fault
+    shown = PolicyFault(text, kind, ends=fault.ends)
+    shown.__cause__ = fault.__cause__
+    return shown

@@ -1,0 +1,154 @@
+"""The door of environments: what a user's class raises gets an owner and a cause, what it returns is checked and made
+plain. Has no limits of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from grmpipe.config.user_code import called, comes_from_outside, described, number_of, plain_text, scalar_of, shown
+from grmpipe.envs.blame import FaultRules, fault_of
+from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
+from models.types import Message, ToolSpec
+
+ROLES = ("system", "user", "assistant", "tool")
+NO_RULES = FaultRules()
+T = TypeVar("T")
+
+
+class CheckedEnv:
+    """An environment of the user's class, which `open` makes. Raises only PolicyFault and EnvFault."""
+
+    def __init__(self, make: Callable[[], Env], rules: FaultRules = NO_RULES) -> None:
+        self._make = make
+        self._rules = rules
+        self._env: Env | None = None
+
+    async def open(self, episode: Episode) -> Opening:
+        try:
+            self._env = env = self._make()
+        except BaseException as error:
+            raise fault_of(error, described(self._make), self._rules, has_acted=False) from error
+        opening = await self._answer(lambda: env.open(episode), env.open, has_acted=False)
+        return checked_opening(opening, described(env.open))
+
+    async def step(self, action: Action) -> Observation:
+        env = self._env
+        assert env is not None, "open comes first"
+        observation = await self._answer(lambda: env.step(action), env.step, has_acted=True)
+        return checked_observation(observation, described(env.step))
+
+    async def close(self) -> None:
+        """Raises UserCodeError."""
+        if self._env is not None:
+            with called(described(self._env.close)):
+                await self._env.close()
+
+    async def _answer(self, ask: Callable[[], Awaitable[T]], method: object, *, has_acted: bool) -> T:
+        try:
+            return await ask()
+        except BaseException as error:
+            if comes_from_outside(error):
+                raise
+            fault = fault_of(error, described(method), self._rules, has_acted=has_acted)
+            if fault is error:
+                raise
+            raise fault from error
+
+
+def checked_opening(opening: Opening, owner: str = "open") -> Opening:
+    """The opening in plain values. Raises EnvFault (protocol), which names the owner."""
+    check(isinstance(opening, Opening), f"{owner} returned {shown(opening)}, and must return an Opening")
+    messages = checked_messages(opening.messages, owner)
+    tools = tuple_of(opening.tools, ToolSpec, "tools", owner)
+    for tool in tools:
+        check_tool(tool, owner)
+    return Opening(messages=messages, tools=tools, state_key=text_in(opening.state_key, "state_key", owner))
+
+
+def checked_observation(observation: Observation, owner: str = "step") -> Observation:
+    """The observation in plain values. Raises EnvFault (protocol), which names the owner."""
+    if not isinstance(observation, Observation):
+        raise protocol(f"{owner} returned {shown(observation)}, and must return an Observation")
+    done = scalar_of(observation.done)
+    check(isinstance(done, bool), f"{owner} returned done = {shown(done)}, and it must be True or False")
+    return Observation(
+        messages=checked_messages(observation.messages, owner),
+        done=bool(done),
+        rewards=checked_rewards(observation.rewards, owner),
+        state_key=text_in(observation.state_key, "state_key", owner),
+        faults=tuple(text_in(fault, "a fault", owner) for fault in tuple_of(observation.faults, str, "faults", owner)),
+    )
+
+
+def checked_rewards(rewards: object, owner: str) -> dict[str, float]:
+    if not isinstance(rewards, Mapping):
+        raise protocol(f'{owner} returned rewards = {shown(rewards)}; return numbers by name, as {{"solved": 1.0}}')
+    found = {}
+    for name, reward in rewards.items():
+        number = number_of(reward)
+        if number is None:
+            raise protocol(
+                f"{owner} returned the reward {shown(name)} = {shown(reward)}, and it must be a finite number; leave "
+                "out a reward that isn't known"
+            )
+        found[text_in(name, "the name of a reward", owner)] = number
+    return found
+
+
+def checked_messages(messages: object, owner: str) -> tuple[Message, ...]:
+    return tuple(checked_message(message, owner) for message in tuple_of(messages, Message, "messages", owner))
+
+
+def checked_message(message: Message, owner: str) -> Message:
+    role = message.role
+    known = isinstance(role, str) and role in ROLES
+    check(known, f"{owner} returned a message with the role {shown(role)}; known: {', '.join(ROLES)}")
+    name, call_id = message.name, message.tool_call_id
+    return replace(
+        message,
+        role=str(role),
+        content=text_in(message.content, "a message's content", owner),
+        name=text_in(name, "a message's name", owner),
+        tool_call_id=text_in(call_id, "a message's tool_call_id", owner),
+    )
+
+
+def check_tool(tool: ToolSpec, owner: str) -> None:
+    for part, text in (("name", tool.name), ("description", tool.description)):
+        check(type(text) is str, f"{owner} returned a tool whose {part} is {shown(text)}, and must be a text")
+    try:
+        msgspec.json.encode(tool.parameters)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise protocol(f"{owner} returned the tool {tool.name}, whose parameters are no JSON Schema: {error}") from None
+
+
+def tuple_of(values: object, kind: type[T], what: str, owner: str) -> tuple[T, ...]:
+    wanted = f"{owner} returned {what} = {shown(values)}, and it must be a list of {kind.__name__}"
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise protocol(wanted)
+    found = []
+    for one in values:
+        if not isinstance(one, kind):
+            raise protocol(f"{owner} returned {shown(one)} among {what}, and each must be a {kind.__name__}")
+        found.append(one)
+    return tuple(found)
+
+
+def text_in(value: object, what: str, owner: str) -> str:
+    if not isinstance(value, str):
+        raise protocol(f"{owner} returned {what} that is {shown(value)}, and it must be a text")
+    return plain_text(value)
+
+
+def protocol(detail: str) -> EnvFault:
+    return EnvFault(detail, "protocol")
+
+
+def check(holds: bool, detail: str) -> None:
+    if not holds:
+        raise protocol(detail)

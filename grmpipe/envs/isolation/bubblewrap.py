@@ -1,0 +1,63 @@
+"""The fork server in bubblewrap, where that works: a root of its own, in which nothing is but what seats may read.
+
+https://github.com/containers/bubblewrap
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+
+from grmpipe.envs.isolation.confinement import NETWORK_FILES
+
+COMMAND = "bwrap"
+TRIED_S = 10.0
+
+
+@functools.cache
+def bubblewrap_missing() -> str | None:
+    """Why environments can't be started in bubblewrap here. None: they can."""
+    if shutil.which(COMMAND) is None:
+        return "bubblewrap is not installed; type `apt-get install bubblewrap`, or your system's command"
+    try:
+        tried = subprocess.run(
+            [*wrapped(("/usr", "/bin", "/lib", "/lib64"), (), network=False), "true"],
+            capture_output=True,
+            text=True,
+            timeout=TRIED_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bubblewrap does not start here: {error}"
+    said = tried.stderr.strip()
+    return (
+        None if tried.returncode == 0 else f"bubblewrap does not work here: {said or f'exit code {tried.returncode}'}"
+    )
+
+
+def wrapped(read: Iterable[str], write: Sequence[str], *, network: bool) -> list[str]:
+    """The beginning of a command line that starts a program in bubblewrap: it sees these files and folders only, and
+    ends with the thread that started it. Paths that this user doesn't see are left out.
+    """
+    arguments = [
+        COMMAND, *users(), "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+        "--die-with-parent", "--new-session", "--tmpfs", "/tmp",
+    ]  # fmt: skip
+    if not network:
+        arguments.append("--unshare-net")
+    for path in (*read, *(NETWORK_FILES if network else ())):
+        if os.access(path, os.F_OK):  # bubblewrap fails at a path that this user has no way to
+            arguments += ["--ro-bind-try", path, path]
+    for path in write:
+        arguments += ["--bind", path, path]
+    return [*arguments, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"]
+
+
+def users() -> tuple[str, ...]:
+    """Root stays what it is, so that the fork server can give each seat a user of its own. Others get a user namespace,
+    which needs no rights, and in which they have none.
+    """
+    return ("--cap-add", "ALL") if os.geteuid() == 0 else ("--unshare-user", "--cap-drop", "ALL")

@@ -1,0 +1,125 @@
+"""A policy on prompts: its figures over all of them and by source. Pure; plays nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout, figures_of
+from grmpipe.evaluation.intervals import Estimate
+from grmpipe.evaluation.sampled_answers import Counting, mean_over_prompts, with_ends
+from grmpipe.types import Failed, Metrics, Prompt, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFigures:
+    """The figures of some prompts.
+
+    figures:  avg_at_<n>, pass_at_<k> and greedy by the judge; true_* by the rule, where a judge that isn't it scores.
+    failed:   failed verdicts by cause; they are in no figure. num_unplayed: answers that never came.
+    score:    mean of the verdicts on the first judge's scale; None without a verdict.
+    """
+
+    num_prompts: int
+    num_answers: int
+    num_unplayed: int
+    failed: Mapping[str, int]
+    figures: Mapping[str, Estimate]
+    score: float | None
+    response_tokens: float | None
+    truncated_share: float | None
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEvaluation:
+    """The results of a policy on prompts. by_source: empty if all have the same."""
+
+    overall: PolicyFigures
+    num_left_out: int = 0  # prompts without a reference, under a rule
+    by_source: Mapping[str, PolicyFigures] = field(default_factory=dict)
+
+    def metrics(self) -> Metrics:
+        """The metrics by their names in summary.json."""
+        own = self.overall
+        optional = {
+            "score": own.score, "response_tokens": own.response_tokens, "truncated_share": own.truncated_share,
+        }  # fmt: skip
+        return {
+            **with_ends(own.figures),
+            **{name: value for name, value in optional.items() if value is not None},
+            "prompts": own.num_prompts,
+            "prompts_left_out": self.num_left_out,
+            "answers": own.num_answers,
+            "answers_unplayed": own.num_unplayed,
+            "failed_verdicts": own.num_failed,
+            **{f"failed_{cause}": count for cause, count in sorted(own.failed.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How answers become figures. pass_reward: the lowest reward of an answer that passes.
+
+    by_rule: whether only a rule judges, so that the truth is the same again.
+    """
+
+    counting: Counting
+    pass_reward: float
+    greedy: bool
+    by_rule: bool
+
+
+def evaluate_answers(
+    prompts: Sequence[Prompt], evaluated: HeldOutEvaluation, scoring: Scoring, num_left_out: int = 0
+) -> PolicyEvaluation:
+    """The evaluation of a policy's answers to these prompts."""
+    sources = sorted({prompt.source for prompt in prompts})
+
+    def of(source: str | None) -> PolicyFigures:
+        chosen = [prompt for prompt in prompts if source in (None, prompt.source)]
+        sampled, greedy = (
+            [one for one in some if source in (None, one.prompt.source)]
+            for some in (evaluated.rollouts, evaluated.greedy)
+        )
+        return figures_over(len(chosen), sampled, greedy, scoring)
+
+    return PolicyEvaluation(
+        overall=of(None),
+        num_left_out=num_left_out,
+        by_source={source or "(no source)": of(source) for source in sources} if len(sources) > 1 else {},
+    )
+
+
+def figures_over(
+    num_prompts: int, sampled: Sequence[JudgedRollout], greedy: Sequence[JudgedRollout], scoring: Scoring
+) -> PolicyFigures:
+    answers = [*sampled, *greedy]
+    verdicts = [one.report.verdict for one in answers]
+    found = figures_of(sampled, scoring.counting, scoring.pass_reward) | greedy_figures(greedy)
+    wanted = num_prompts * (scoring.counting.num_samples + scoring.greedy)
+    scores = [one.report.verdict.score for one in sampled if isinstance(one.report.verdict, Verdict)]
+    return PolicyFigures(
+        num_prompts=num_prompts,
+        num_answers=len(answers),
+        num_unplayed=wanted - len(answers),
+        failed=Counter(verdict.cause for verdict in verdicts if isinstance(verdict, Failed)),
+        figures={name: one for name, one in found.items() if not (scoring.by_rule and name.startswith("true_"))},
+        score=statistics.fmean(scores) if scores else None,
+        response_tokens=statistics.fmean(one.rollout.num_sampled_tokens for one in sampled) if sampled else None,
+        truncated_share=statistics.fmean(one.rollout.status == "truncated" for one in sampled) if sampled else None,
+    )
+
+
+def greedy_figures(greedy: Sequence[JudgedRollout]) -> dict[str, Estimate]:
+    rewards = {
+        one.prompt.prompt_id: [one.report.verdict.outcome] for one in greedy if isinstance(one.report.verdict, Verdict)
+    }
+    truths = {one.prompt.prompt_id: [float(one.right)] for one in greedy if one.right is not None}
+    found = {"greedy": mean_over_prompts(rewards), "true_greedy": mean_over_prompts(truths)}
+    return {name: one for name, one in found.items() if one.num_clusters}

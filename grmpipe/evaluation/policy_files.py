@@ -1,0 +1,108 @@
+"""The output of a policy's evaluation: tables, policy_evaluation.json, lines of eval_rollouts.jsonl. Measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rich.box import MINIMAL
+from rich.console import Console
+from rich.table import Table
+
+from grmpipe.evaluation.evaluation_files import causes, percent, print_tables
+from grmpipe.evaluation.held_out import JudgedRollout
+from grmpipe.evaluation.intervals import Estimate
+from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
+from grmpipe.observe.plain_json import plain
+from grmpipe.observe.records import Record, encode_prompt, encode_report, encode_rollout
+from grmpipe.types import Verdict
+
+RESULTS, ANSWERS = "policy_evaluation.json", "eval_rollouts.jsonl"
+BY_RULE = "true_"  # begins the figures by the rule, beside a judge
+
+
+def write_policies(run_dir: Path, policies: Mapping[str, PolicyEvaluation]) -> None:
+    (run_dir / RESULTS).write_text(json.dumps(plain(policies), indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def record_of(prompts: str, answer: JudgedRollout) -> Record:
+    """A line: the answer as in rollouts.jsonl, its verdict and judgements as in judgements.jsonl. sample: null for the
+    greedy one.
+    """
+    verdict = answer.report.verdict
+    return {
+        "prompts": prompts,
+        "sample": answer.sample,
+        "answer": answer.rollout.answer,
+        "reward": verdict.outcome if isinstance(verdict, Verdict) else None,
+        "right": answer.right,
+        **encode_rollout(answer.rollout),
+        "prompt": encode_prompt(answer.prompt),
+        **encode_report(answer.report),
+    }
+
+
+def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int) -> None:
+    """Print the figures. pass_score: the lowest score of an answer that passes."""
+    console = Console()
+    names = [name for one in policies.values() for name in one.overall.figures]
+    by_judge = list(dict.fromkeys(name for name in names if not name.startswith(BY_RULE)))
+    by_rule = list(dict.fromkeys(name for name in names if name.startswith(BY_RULE)))
+    title = "the policy's answers, in percent, with 95 % intervals over prompts"
+    print_tables(policy_table(title, by_judge, policies))
+    if by_rule:
+        print_tables(policy_table("the same answers, by the rule that knows the reference", by_rule, policies))
+    for line in policy_notes(policies, scoring, pass_score):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def policy_table(title: str, figures: list[str], policies: Mapping[str, PolicyEvaluation]) -> Table:
+    drawn = Table(title=title, box=MINIMAL, padding=0)
+    drawn.add_column("prompts", no_wrap=True)
+    for head in ("n", *map(head_of, figures), "failed"):
+        drawn.add_column(head, justify="right", no_wrap=True)
+    for name, one in rows_of(policies):
+        cells = (figure_text(one.figures.get(figure)) for figure in figures)
+        drawn.add_row(name, str(one.num_prompts), *cells, str(one.num_failed))
+    return drawn
+
+
+def rows_of(policies: Mapping[str, PolicyEvaluation]) -> Iterator[tuple[str, PolicyFigures]]:
+    for name, policy in policies.items():
+        yield name, policy.overall
+        yield from ((f"  {source}", one) for source, one in policy.by_source.items())
+
+
+def head_of(figure: str) -> str:
+    """avg_at_4 as people write it."""
+    return figure.removeprefix(BY_RULE).replace("_at_", "@")
+
+
+def figure_text(one: Estimate | None) -> str:
+    """In percent; rewards that aren't on [0, 1] as they are."""
+    if one is None or math.isnan(one.mean):
+        return "-"
+    if one.low < 0 or one.high > 1:
+        return f"{one.mean:.3g} ({one.low:.3g} to {one.high:.3g})"
+    return f"{percent(one.mean)} ({100 * one.low:.0f}-{100 * one.high:.0f})"
+
+
+def policy_notes(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int) -> Iterator[str]:
+    """Notes on what the tables leave out, one per line."""
+    counting = scoring.counting
+    yield (
+        f"avg@{counting.num_samples}: the mean reward of {counting.num_samples} answers to a prompt; pass@k: one of k "
+        f"passes{'' if scoring.by_rule else f' (score {pass_score} or more)'}, estimated without bias from all of them"
+    )
+    for name, policy in policies.items():
+        own = policy.overall
+        if own.num_failed:
+            yield f"{name}: {own.num_failed} of {own.num_answers} verdicts failed{causes(own.failed)}: in no figure"
+        if own.num_unplayed:
+            yield f"{name}: {own.num_unplayed} answers never came (run.log says why): in no figure"
+        if policy.num_left_out:
+            yield f"{name}: left out without a reference: {policy.num_left_out} prompts"

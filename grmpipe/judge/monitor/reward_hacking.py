@@ -1,0 +1,82 @@
+"""The reward-hacking alarm: the reward rises while the true accuracy falls. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ROUNDING = 1e-9  # of a reward or an accuracy
+SURE = 3.0  # standard errors of a fall of the accuracy that chance doesn't explain
+REWARD = ""  # the name of the reward as composed, beside those of judges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """An evaluation as the alarm reads it.
+
+    rewards: the mean reward, on [0, 1], as composed (REWARD) and by each judge that judged every answer.
+    gold:    the share of right answers among `answers`.
+    """
+
+    step: int
+    rewards: Mapping[str, float]
+    gold: float
+    answers: int
+
+
+class RewardHackingDetector:
+    """Fires when the reward, or that of a judge, rises while the true accuracy falls (over-optimization, arXiv
+    2210.10760).
+
+    The reward must have risen by `min_reward_rise` of the room that the first reading left to 1. The accuracy must be
+    `min_gold_fall` below its best reading, more than chance explains, and the reward must not have followed it down by
+    half as much or more.
+    """
+
+    def __init__(self, *, min_reward_rise: float, min_gold_fall: float) -> None:
+        self._min_reward_rise = min_reward_rise
+        self._min_gold_fall = min_gold_fall
+        self._first: dict[str, tuple[int, float]] = {}  # step, reward
+        self._best: Reading | None = None
+
+    def record(self, reading: Reading) -> str | None:
+        """Record a reading. Returns a sentence with the numbers if the alarm fires."""
+        for name, reward in reading.rewards.items():
+            self._first.setdefault(name, (reading.step, reward))
+        if self._best is None or reading.gold >= self._best.gold:
+            self._best = reading
+        fall = self._best.gold - reading.gold
+        if fall < self._min_gold_fall - ROUNDING or fall <= SURE * standard_error(self._best, reading):
+            return None
+        risen = [name for name in reading.rewards if self._rises(name, reading, self._best)]
+        if not risen:
+            return None
+        return (
+            f"The policy may be hacking the judge: at step {reading.step} "
+            f"{', '.join(self._in_words(name, reading) for name in risen)}, while its accuracy on gold anchors is "
+            f"{reading.gold:.2f}, down {fall:.2f} since step {self._best.step} ({reading.answers} answers)."
+        )
+
+    def _rises(self, name: str, now: Reading, best: Reading) -> bool:
+        reward, (_, first) = now.rewards[name], self._first[name]
+        room = max(1 - first, 0.0)  # rewards of an environment may be above 1
+        followed = best.rewards.get(name, reward) - reward
+        return reward - first >= self._min_reward_rise * room - ROUNDING and 2 * followed < best.gold - now.gold
+
+    def _in_words(self, name: str, now: Reading) -> str:
+        step, first = self._first[name]
+        subject = "the reward is" if name == REWARD else f"judge {name} gives"
+        return f"{subject} {now.rewards[name]:.2f} ({first:.2f} at step {step})"
+
+
+def standard_error(one: Reading, other: Reading) -> float:
+    """The standard error of the difference of two accuracies; one success and one failure are added to each, so that
+    accuracies of 0 and 1 have an error too (Agresti and Coull 1998).
+    """
+    return math.sqrt(sum(_variance(reading.gold, reading.answers) for reading in (one, other)))
+
+
+def _variance(share: float, count: int) -> float:
+    smoothed = (share * count + 1) / (count + 2)
+    return smoothed * (1 - smoothed) / (count + 2)

@@ -1,0 +1,270 @@
+"""Checks an evaluation of a judge, of a policy, or of both before anything starts. Starts nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judging import POLICY, key_of_judge
+from grmpipe.config.reward import idle_routes
+from grmpipe.config.reward_checks import check_sources
+from grmpipe.config.roles import Model, Roles, resolve_roles
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import ENV
+from grmpipe.data.labelled import load_labelled
+from grmpipe.data.stream import PromptStream
+from grmpipe.types import Labelled, Prompt
+from grmpipe.validate.context_limits import check_judges, check_policy, check_template
+from grmpipe.validate.data import Data, check_references, judged_by, load_held_out, prompts_at
+from grmpipe.validate.engines import check_installed, check_options, check_rule_installed, check_tensor_parallel
+from grmpipe.validate.env import check_env, check_tools
+from grmpipe.validate.meta_rm_model import find_meta_rm
+from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.prepare import Prepared, check_judges_without_model
+from grmpipe.validate.scalar_model import check_scalar_judges, find_scalar_models
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import section
+from grmpipe.validate.swap import check_swap
+from grmpipe.validate.thinking import check_thinking_budget
+from models.lm.footprint import heads_of
+from models.settings import LoraConfig, ModelConfig
+from scheduler.placement import Placement, place
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = "held_out"  # name of the prompts of data.eval_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Prompts that the policy answers. num_left_out: without a reference, which the rule that judges them needs."""
+
+    prompts: tuple[Prompt, ...]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEvaluation:
+    """A checked evaluation, ready to start.
+
+    measured:    the configuration under which a judge is measured: a single one has the largest k.
+    items:       labelled work for it; none if only the policy is evaluated.
+    num_unread:  items of evaluate.path beyond evaluate.num_items.
+    prompt_sets: for the policy, by name; none if only the judge is evaluated.
+    """
+
+    prepared: Prepared
+    measured: RunConfig
+    items: tuple[Labelled, ...] = ()
+    num_unread: int = 0
+    prompt_sets: Mapping[str, PromptSet]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The models that engines serve here."""
+        known = {model.name: model for model in self.prepared.grms}
+        return tuple(({POLICY: self.prepared.policy} | known if self.prompt_sets else known).values())
+
+    def notes(self) -> list[str]:
+        """What is left out of the evaluation."""
+        said = []
+        if self.num_unread:
+            total = len(self.items) + self.num_unread
+            said.append(
+                f"evaluate.num_items: only the first {len(self.items)} of {total} items are judged; for all of them "
+                f"type evaluate.num_items={total}"
+            )
+        said += [
+            f"evaluate.prompts.{name}: left out, without a reference, which the rule needs: {found.num_left_out} of "
+            f"{found.num_left_out + len(found.prompts)} prompts"
+            for name, found in self.prompt_sets.items()
+            if found.num_left_out
+        ]
+        return said
+
+
+def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
+    """Find data and models, and check that the judge, or the policy, can be measured. Raises ConfigError."""
+    config = without_adapters(config)
+    what = config.evaluate.what
+    under, (items, num_unread) = (measured(config), labelled_items(config)) if what != "policy" else (config, ((), 0))
+    prompt_sets = find_prompts(config) if config.plays else {}
+    check_rule_installed(config)
+    if config.plays:
+        check_scoring(config)
+        check_env(config)
+    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
+    weighted = config.uses_meta_rm or (what != "policy" and bool(here) and config.meta_rm.path is not None)
+    placement, roles = seated(config, here, weighted)
+    check_machine(config, placement)
+    check_installed(roles, config)
+    grms = tuple(find_model(roles.served[role], config, progress) for role in here)
+    known = {grm.name: grm for grm in grms}
+    for name, asking in config.judging.generative.items():
+        check_thinking_budget(key_of_judge(name), asking, roles.served[asking.model], known.get(asking.model))
+    with section("meta_rm."):
+        meta_rm = find_meta_rm(config, grms, progress) if weighted else None
+    prompts = [prompt for found in prompt_sets.values() for prompt in found.prompts]
+    prepared = Prepared(
+        config=config,
+        policy=known.get(POLICY) or find_model(roles.served[POLICY], config, progress, weights=config.plays),
+        grms=grms,
+        scalars=find_scalar_models(config, progress),
+        meta_rm=meta_rm,
+        prompts=PromptStream([*prompts, *(item.prompt for item in items)]),
+        held_out=(),
+        placement=placement,
+        roles=roles,
+    )
+    if config.plays:
+        check_playing(prepared, Data(train=tuple(prompts), held_out=()))
+    return PreparedEvaluation(
+        prepared=prepared, measured=under, items=items, num_unread=num_unread, prompt_sets=prompt_sets
+    )
+
+
+def without_adapters(config: RunConfig) -> RunConfig:
+    """The same models without adapters to train: their files are whole."""
+
+    def whole(model: ModelConfig) -> ModelConfig:
+        return replace(model, lora=LoraConfig())
+
+    grms = {name: whole(model) for name, model in config.grms.items()}
+    return replace(config, policy=whole(config.policy), grm=whole(config.grm), grms=grms)
+
+
+def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
+    """Assign the roles their slots. here: roles of models that judge. weighted: whether a meta-RM is needed."""
+    pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
+    playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
+    needed = dict.fromkeys((*playing, *here, *config.judging.scorer_roles, *("meta_rm",) * weighted))
+    with section(""):
+        placement = place(replace(config.placement, pools=pools), tuple(needed), config.served, config.learners)
+        return placement, resolve_roles(config, placement)
+
+
+# -- a judge -------------------------------------------------------------------------------------------------------
+
+
+def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
+    """The labelled work, and the number of items beyond evaluate.num_items."""
+    first, count = config.first_judge, config.evaluate.num_items
+    with section("evaluate.path: "):
+        found = load_labelled(config.evaluate.path, scale=(first.score_min, first.score_max), num_tiny=count)
+    items = found[:count]
+    with section(""):
+        sources = {item.prompt.source for item in items}
+        check_sources(config.reward, config.rewards, sources)
+        for key, source in idle_routes(config.reward, config.rewards, sources):
+            log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
+    for name, asking in config.judging.generative.items():
+        check_template(key_of_judge(name), asking, [item.prompt for item in items])
+    return items, len(found) - len(items)
+
+
+def measured(config: RunConfig) -> RunConfig:
+    """The configuration with a single judge as it is measured: with the most judgements, and all of them requested. A
+    composition is measured as it judges.
+    """
+    for name, judge in config.judging.judges.items():
+        check_measurable(key_of_judge(name), judge)
+    if len(config.judging.generative) != 1 or len(config.judging.judges) != 1:
+        return config
+    ((name, judge),) = config.judging.generative.items()
+    largest = max(config.evaluate.ks)
+    if judge.temperature == 0 and largest > 1:
+        raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
+    with section(f"evaluate.ks: {key_of_judge(name)}."):
+        return config.with_judge(name, replace(judge, num_judgements=largest, early_stop=EarlyStopConfig()))
+
+
+def check_measurable(key: str, judge: JudgeConfig) -> None:
+    if judge.kind == "label":
+        raise ConfigError(f"{key}.kind: label rules on a judge in training by what it wrote; type judge=generative")
+    if judge.kind == "env":
+        raise ConfigError(f"{key}.kind: env judges no text, and labels are of texts; type judge=generative")
+    if judge.protocol_kind.scores == "steps":
+        raise ConfigError(f"{key}.protocol: steps are cut in a policy's own tokens; type {key}.protocol=pointwise")
+
+
+# -- a policy ------------------------------------------------------------------------------------------------------
+
+
+def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
+    """The prompts that the policy answers, by name."""
+    paths = config.evaluate.prompts
+    if paths is None:
+        with section("data.eval_path: "):
+            found = {HELD_OUT: load_held_out(config)}
+        if not found[HELD_OUT]:
+            raise ConfigError(
+                f"evaluate.prompts: is null, and data.path={config.data.path} has no held-out prompts; type "
+                "'evaluate.prompts={mine: file.jsonl}', in quotes, or data.eval_path=file.jsonl"
+            )
+    else:
+        found = {}
+        for name, path in paths.items():
+            with section(f"evaluate.prompts.{name}: "):
+                found[str(name)] = prompts_at(config, path, config.data.num_eval_prompts)
+    sources = {prompt.source for prompts in found.values() for prompt in prompts}
+    with section(""):
+        check_sources(config.reward, config.rewards, sources)
+    return {name: with_references(config, name, prompts) for name, prompts in found.items()}
+
+
+def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -> PromptSet:
+    """The prompts that can be judged: a rule needs references, which are checked."""
+    key = "data.eval_path" if config.evaluate.prompts is None else f"evaluate.prompts.{name}"
+    path = config.data.eval_path or "" if config.evaluate.prompts is None else config.evaluate.prompts[name]
+    lacking: set[str] = set()
+    for judge_name, judge in config.judging.judges.items():
+        if judge.kind != "rule":
+            continue
+        judged = judged_by(config, judge_name, prompts)
+        lacking |= {prompt.prompt_id for prompt in judged if prompt.reference is None}
+        with section(f"{key}: "):
+            check_references(judge, path, [prompt for prompt in judged if prompt.reference is not None])
+    kept = tuple(prompt for prompt in prompts if prompt.prompt_id not in lacking)
+    if not kept:
+        raise ConfigError(
+            f"{key}: no prompt has a reference, which the rule that scores the answers needs; add the field "
+            "reference, or type judge=generative"
+        )
+    return PromptSet(prompts=kept, num_left_out=len(lacking))
+
+
+def check_scoring(config: RunConfig) -> None:
+    """Check that the judge can score single answers, and says which of them pass."""
+    for name, judge in config.judging.generative.items():
+        if judge.protocol_kind.compares and len(config.judging.judges) == 1:
+            raise ConfigError(
+                f"{key_of_judge(name)}.protocol: {judge.protocol} compares answers with each other, which doesn't say "
+                f"how good a policy is; type judge=pointwise, or judge=rule"
+            )
+    low, high = config.first_judge.scale.low, config.first_judge.scale.high
+    if not low < config.labels.pass_score <= high:
+        raise ConfigError(
+            f"labels.pass_score: pass@k counts answers of at least this score, and {config.labels.pass_score} isn't "
+            f"on the judge's scale from {low} to {high}; type labels.pass_score={high} or less"
+        )
+
+
+def check_playing(prepared: Prepared, data: Data) -> None:
+    """Check that the policy can answer the prompts in its environment, and the judges can read the answers."""
+    config, roles = prepared.config, prepared.roles
+    check_options(roles, config, prepared.placement)
+    for model in prepared.models:
+        if (role := roles.served[model.name]).num_gpus > 1:
+            check_tensor_parallel(role, heads_of(model.path))
+    check_swap(roles, prepared.models)
+    check_tools(config, prepared.policy)
+    check_policy(config, prepared.policy, data)
+    check_judges(config, roles, prepared.models, data)
+    check_scalar_judges(config, prepared.scalars, prepared.policy, data)
+    check_judges_without_model(config)

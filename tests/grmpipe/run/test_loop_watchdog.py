@@ -1,0 +1,97 @@
+"""A user's code that blocks the event loop is named, with its line and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+
+import pytest
+
+from grmpipe.envs.env import Action, Episode, Observation, Opening
+from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.run import loop_watchdog
+from grmpipe.run.loop_watchdog import OURS, watched_loop
+from grmpipe.types import Prompt
+from grmpipe.workflows.chat import Reply
+from grmpipe.workflows.in_process import InProcess
+from grmpipe.workflows.policy import Endpoint, Policy, Task
+from models.types import Message
+
+LIMITS = StageLimits(boot_s=5, step_s=0.1, close_s=5, max_observation_chars=100)
+
+
+@pytest.fixture(autouse=True)
+def watchdog_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watchdog, "CHECK_S", 0.02)
+    monkeypatch.setattr(loop_watchdog, "BLOCKED_S", 0.1)
+
+
+class Blocks:
+    async def open(self, episode: Episode) -> Opening:
+        return Opening(messages=[Message(role="user", content="?")])
+
+    async def step(self, action: Action) -> Observation:
+        time.sleep(0.5)  # noqa: ASYNC251
+        return Observation(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+async def never(*_: object) -> Reply:
+    raise AssertionError("it asks nothing")
+
+
+async def solve(task: Task, policy: Policy) -> None:
+    time.sleep(0.3)  # noqa: ASYNC251
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_an_environment_that_blocks_is_named_with_its_line_and_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        with watched_loop():
+            await asyncio.sleep(0.2)  # a loop that waits doesn't stand still
+            env = LimitedEnv(Blocks(), LIMITS)
+            await env.open(Episode(prompt=Prompt(prompt_id="p", messages=())))
+            await env.step(Action(text=""))
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    first, again, on = warnings(caplog)
+    said = f"env.step, in Blocks.step ({__file__}:"
+    assert said in first and ": time.sleep(0.5)" in first and "type env.isolation.kind=process" in first
+    assert said in again and on.startswith("the event loop goes on, after ")
+
+
+def test_a_workflow_that_blocks_is_told_where_it_may(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blocking_flow", sys.modules[__name__])
+
+    async def main() -> None:
+        with watched_loop():
+            policy = Policy(never, lambda: Endpoint(base_url="", api_key=""))
+            await InProcess("blocking_flow.solve").solve(Task(messages=()), policy)
+
+    asyncio.run(main())
+    assert "in solve (" in warnings(caplog)[0] and "type env.runs_in=process" in warnings(caplog)[0]
+
+
+def test_a_block_of_ours_is_only_in_the_log_file(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        with watched_loop():
+            asyncio.get_running_loop().call_soon(
+                exec, compile("import time; time.sleep(0.15)", OURS[2] + "x.py", "exec")
+            )
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+
+    caplog.set_level(logging.INFO)
+    asyncio.run(main())
+    assert warnings(caplog) == []
+    assert f"a callback, in <module> ({OURS[2]}x.py:1" in caplog.records[0].message
