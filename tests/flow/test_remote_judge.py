@@ -206,6 +206,17 @@ def test_after_a_kill_all_requests_are_known_but_for_those_in_flight(
     assert total["requests"] > judging["asked"]
 
 
+def test_an_evaluation_whose_key_is_revoked_has_failed_and_says_why(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    bill.revoked_after = 6
+    with pytest.raises(RunFailed, match=r"HTTP 401: no such key \(8 times in a row"):
+        small_run(*outside, "task=evaluate", "evaluate.ks=[1]", "engine.openai.max_connections=4")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["judging"]["requests"]["evaluation"]["requests"] >= 14
+
+
 def test_a_judge_outside_is_measured_against_labels_too(
     small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
