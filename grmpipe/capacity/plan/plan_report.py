@@ -117,7 +117,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
-    if profile is None:
+    if profile is None and all(pool.resource == "gpu" for pool in placement.pools.values()):
         lines.append(f"  {bounds_range(survey, work, costs)}")
     if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")

@@ -243,7 +243,6 @@ def test_a_push_that_leaves_out_experts_is_refused_where_the_engine_fuses_them(b
         ConfigError, match=r"^sync\.delta: the engine of policy keeps all experts .* type sync\.delta=false"
     ):
         planned(*big_run, *mixture)
-    assert "vllm" in planned(*big_run, "engine=vllm", "sync.delta=true"), "a dense model"
 
 
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
@@ -347,7 +346,9 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert re.search(r"learner  20\.5 s of work for each of 4; 19,\d\d\d packed tokens/s, MFU 0\.2\d\n", text)
     least, fast, slow = map(float, re.findall(r"at least ([\d.]+) s: .*\n  likely ([\d.]+) s to ([\d.]+) s: ", text)[0])
     assert fast == pytest.approx(least / 1.6, rel=0.01) and slow == pytest.approx(least * 1.6, rel=0.01)
-    assert "packed tokens/s\n" in planned("+experiment=quickstart"), "cores have no MFU"
+    on_cores = planned("+experiment=quickstart", "sync.delta=true")
+    assert "packed tokens/s\n" in on_cores, "cores have no MFU"
+    assert "likely" not in on_cores, "published rates are those of GPUs"
 
 
 def test_without_a_prefix_cache_every_request_computes_its_prompt(big_run: tuple[str, ...]) -> None:
