@@ -25,7 +25,7 @@ from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
-from adversary import PRELUDE  # noqa: E402
+from adversary import PRELUDE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=16, file_mb=4)

@@ -26,13 +26,14 @@ from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))
-from adversary import PRELUDE  # noqa: E402
+from adversary import PRELUDE
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=()))
 ISOLATION = IsolationConfig(kind="container", image="shop:1", memory_mb=300, max_processes=9, pass_env=["SHOP_KEY"])
 CONFIG = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION, step_s=2, close_s=1)
 LIMITS = StageLimits(boot_s=10, step_s=0.5, close_s=0.3, max_observation_chars=1000)
-# `run` notes its arguments and becomes what comes after the image, without root's rights, as with --cap-drop=ALL; `ps` names what was noted; `rm` ends it.
+# `run` notes its arguments and becomes what comes after the image, without root's rights (--cap-drop=ALL); `ps` names
+# what was noted; `rm` ends it.
 FAKE = """#!{python}
 import json, os, pathlib, signal, sys
 home = pathlib.Path({home!r})
