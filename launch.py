@@ -29,8 +29,9 @@ from hydra.types import RunMode
 
 from grmpipe.config.judging import POLICY
 from grmpipe.config.key_errors import explain, no_choice
-from grmpipe.config.redact import USERINFO, environment_secrets, looks_secret, mask
+from grmpipe.config.redact import USERINFO, environment_secrets, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.secrets import may_be_secret
 from grmpipe.config.yaml_io import build, interpolated_keys, schema
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
@@ -174,7 +175,7 @@ def holds_secret(key: str, value: object) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return False
     text = str(value)
-    return bool(USERINFO.search(text)) or (any(map(looks_secret, key.split("."))) and "${" not in text)
+    return bool(USERINFO.search(text)) or (may_be_secret(key) and "${" not in text)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
+from grmpipe.config.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,11 @@ class McpServerConfig:
             )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: must begin with http:// or https://, got {self.url!r}")
+        if USERINFO.search(self.url):
+            raise ValueError(
+                "url: holds a user's name or password; give what the server asks for as headers, such as "
+                "headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}"
+            )
         if self.url and (self.env or self.shared):
             raise ValueError("env: env and shared are for a command; a server at a URL is started by someone else")
         if self.headers and not self.url:
@@ -109,12 +115,22 @@ class McpServerConfig:
         if isinstance(self.command, str):
             raise ValueError(f"command: must be a list, such as [python,my_server.py], got {self.command!r}")
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no text about the server may show, longest first: all that it is given."""
+        given = {*self.env.values(), *self.headers.values(), *secrets_in(self.command)}
+        return tuple(sorted((text for text in given if len(str(text)) >= MIN_SECRET_CHARS), key=len, reverse=True))
+
+    def __str__(self) -> str:
+        return mask(self.url or " ".join(mask_arguments(self.command)), self.secrets)
+
 
 def mcp_server(name: str, values: object) -> McpServerConfig:
     """The settings of one server. Raises ValueError that begins with the key."""
     known = [spec.name for spec in fields(McpServerConfig)]
     if not isinstance(values, Mapping) or not values.keys() <= set(known):
-        raise ValueError(f"mcp.{name}: must be a block with the keys {', '.join(known)}, got {values!r}")
+        found = ", ".join(map(str, values)) if isinstance(values, Mapping) else f"a {type(values).__name__}"
+        raise ValueError(f"mcp.{name}: must be a block with the keys {', '.join(known)}, got {found}")
     try:
         return McpServerConfig(**values)
     except ValueError as error:

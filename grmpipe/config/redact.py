@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 REDACTED = "<redacted>"
 SECRET_WORDS = frozenset(
@@ -16,6 +17,12 @@ SECRET_WORDS = frozenset(
 )  # fmt: skip
 NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # of the shell: a directory, a socket
 USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL, such as joe:password
+# What gives a text a name: ?api_key=text in a URL, --api-key text and --api-key=text of a program.
+NAMED = re.compile(r"(?P<name>(?<=[?&])[\w.-]+=|(?<![\w-])--?[A-Za-z][\w-]*[= ])(?P<text>[^\s&#'\"<][^\s&#'\"]*)")
+BEARER = re.compile(r"(?<=\bBearer )[\w.~+/=-]{8,}")
+OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+# The whole of an argument, in which a text has a name: API_KEY=text, --api-key=text, X-Api-Key: text.
+NAMED_ARGUMENT = re.compile(r"(?P<name>[\w-]+(?:=|:\s*))(?P<text>[^<\s].*)", re.DOTALL)
 SEALED = re.compile(r"<sha256 [0-9a-f]{12}>")
 MIN_SECRET_CHARS = 6  # a shorter value would blank out half of a config
 
@@ -30,10 +37,35 @@ def redact(mapping: Mapping[str, object], environ: Mapping[str, str] = os.enviro
 
 
 def mask(text: str, secrets: Sequence[str]) -> str:
-    """The text with every secret masked, also within a longer word, and the user info of URLs."""
+    """The text with every secret masked, also within a longer word; the user info of URLs, and what their parameters
+    and the options of command lines name as secret.
+    """
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return USERINFO.sub(REDACTED, text) if "://" in text else text
+    text = USERINFO.sub(REDACTED, text) if "://" in text else text
+    text = NAMED.sub(_masked_if_secret, text) if "?" in text or "-" in text else text
+    return BEARER.sub(REDACTED, text) if "Bearer " in text else text
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line without secrets: without what an option, a variable or a header that looks secret is set to."""
+    secrets = secrets_in(arguments)
+    return [
+        argument.removesuffix(secret) + REDACTED if secret else argument
+        for argument, secret in zip(arguments, secrets, strict=True)
+    ]
+
+
+def secrets_in(arguments: Sequence[str]) -> list[str]:
+    """The secret at the end of each argument of a command line; empty: it has none."""
+    return [_secret_after(before, argument) for before, argument in pairwise(("", *arguments))]
+
+
+def _secret_after(before: str, argument: str) -> str:
+    if OPTION.fullmatch(before) and looks_secret(before) and not argument.startswith("-"):
+        return argument
+    named = NAMED_ARGUMENT.fullmatch(argument)
+    return named["text"] if named is not None and looks_secret(named["name"]) else ""
 
 
 def seal(text: str) -> str:
@@ -60,6 +92,12 @@ def looks_secret(name: str) -> bool:
     return words[-1:] != ["env"] and any(
         word in SECRET_WORDS or word.removesuffix("s") in SECRET_WORDS for word in words
     )
+
+
+def _masked_if_secret(found: re.Match[str]) -> str:
+    """A count stays as it is: --max-num-batched-tokens 2048."""
+    is_secret = looks_secret(found["name"]) and not re.fullmatch(r"[-+.\d]+", found["text"])
+    return found["name"] + REDACTED if is_secret else found[0]
 
 
 def _redact_value(key: str, value: object, secrets: Sequence[str]) -> object:

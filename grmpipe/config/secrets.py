@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grmpipe.config.redact import environment_secrets, looks_secret, mask, seal
+from grmpipe.config.redact import environment_secrets, looks_secret, mask, mask_arguments, seal
 from grmpipe.config.run_config import RunConfig
+
+# What a server of tools is given may be a secret under any name. A header may change like one, too.
+HEADERS = re.compile(r"env\.mcp\..+\.headers\..+")
+GIVEN = re.compile(r"env\.mcp\..+\.(env|headers)\..+")
+COMMAND = re.compile(r"env\.(mcp\..+\.)?command")
 
 
 class FromEnvironment(str):
@@ -71,8 +77,8 @@ def plain(value: Any) -> Any:
 
 
 def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
-    """The configuration as nested values. Texts under secret-looking names, and those from the environment in free-form
-    sections (`extra_body`, `options`), are hashes.
+    """The configuration as nested values. Texts under secret-looking names, those from the environment in free-form
+    sections (`extra_body`, `options`), and what a server of tools gets as variables or headers, are hashes.
 
     stays_typed: whether a key's interpolation is written instead of its value.
     """
@@ -85,11 +91,12 @@ def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> di
         if isinstance(value, Mapping):
             return {name: written(entry, f"{key}.{name}", True) for name, entry in value.items()}
         if isinstance(value, list | tuple):
-            return [written(entry, key, free_form) for entry in value]
+            is_command = COMMAND.fullmatch(key) and all(isinstance(entry, str) for entry in value)
+            return [written(entry, key, free_form) for entry in (mask_arguments(value) if is_command else value)]
         if not isinstance(value, str):
             return value
         from_environment = isinstance(value, FromEnvironment)
-        if is_secret_key(key) or (from_environment and free_form):
+        if may_be_secret(key) or (from_environment and free_form):
             return seal(value)
         if isinstance(value, FromEnvironment) and value.typed and stays_typed(key):
             return value.typed
@@ -99,6 +106,11 @@ def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> di
     return values
 
 
+def may_be_secret(key: str) -> bool:
+    """Whether texts under a key are written as hashes only."""
+    return is_secret_key(key) or GIVEN.fullmatch(key) is not None
+
+
 def is_secret_key(key: str) -> bool:
-    """Whether any name on the path to a value looks like a secret's."""
-    return any(looks_secret(name) for name in key.split("."))
+    """Whether any name on the path to a value looks like a secret's, or the value is a header."""
+    return any(looks_secret(name) for name in key.split(".")) or HEADERS.fullmatch(key) is not None

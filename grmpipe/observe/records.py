@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from grmpipe.config.redact import environment_secrets, mask
 from grmpipe.types import (
     CascadeEvent,
     Criterion,
@@ -182,8 +183,10 @@ def encode_failed(failed: Failed) -> Record:
 
 
 def encode_about(value: Judgement | Failed) -> Record:
-    """The fields; the turn only if it is about one."""
+    """The fields; the turn only if it is about one. What a server or a program said of a failure may hold a secret."""
     flat = encode_flat(value)
+    if "detail" in flat:
+        flat["detail"] = mask(flat["detail"], environment_secrets())
     if value.turn is None:
         del flat["turn"]
     return flat

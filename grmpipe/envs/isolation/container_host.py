@@ -39,7 +39,7 @@ def command(config: IsolationConfig, token: str, name: str) -> list[str]:
 def docker_options(config: IsolationConfig, token: str, name: str) -> list[str]:
     """Options of docker and podman, which are the same."""
     options = [
-        "--rm", "--interactive", "--init", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
+        "--rm", "--interactive", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
         f"--user={NO_USER}", f"--name={name}", f"--label={LABEL}={token}",
         f"--memory={config.memory_mb}m", f"--memory-swap={config.memory_mb}m", f"--pids-limit={config.max_processes}",
         f"--ulimit=cpu={config.cpu_s}:{config.cpu_s}", f"--ulimit=nofile={config.max_files}:{config.max_files}",

@@ -37,9 +37,10 @@ MAX_CONTROL = 2**17  # bytes of a control message
 
 
 class HostSetup(msgspec.Struct, frozen=True):
-    """The environment to import."""
+    """The environment to import. in_own_root: this process is in bubblewrap, with mounts of its own."""
 
     env: EnvConfig
+    in_own_root: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -56,20 +57,28 @@ class Fork(msgspec.Struct, frozen=True):
 
 def main(control: socket.socket) -> None:
     kernel.set_parent_death_signal(signal.SIGKILL)
-    kernel.hide_from_others()
     if not is_connected(control):  # the run has ended before that
         return
     with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    kernel.hide_from_others()
     try:
-        config = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup).env
-        make = checked(config)
+        setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup)
+        if setup.in_own_root and os.geteuid() == 0:
+            uncover_proc()
+        make = checked(setup.env)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
         return
     control.send(msgspec.msgpack.encode(Ready()))
     ForkServer(control, make).stay()
+
+
+def uncover_proc() -> None:
+    """Mount /proc whole: bubblewrap covers parts of root's, and then the kernel lets no seat mount its own."""
+    with contextlib.suppress(OSError):
+        kernel.mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
 def checked(config: EnvConfig) -> Callable[[], Env]:

@@ -132,7 +132,9 @@ class ProcessHost:
         self._control = ours
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(ours, msgspec.msgpack.encode(HostSetup(env=self._config)))
+        await loop.sock_sendall(
+            ours, msgspec.msgpack.encode(HostSetup(env=self._config, in_own_root=self.outer is None))
+        )
         try:
             answer = await loop.sock_recv(ours, MAX_CONTROL)
         except ConnectionError:  # it ended without reading what it was sent

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from grmpipe.config.env import EnvConfig, McpServerConfig
+from grmpipe.config.redact import mask
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import supervised
 from grmpipe.envs.tools.function_tools import tools_of
@@ -168,7 +169,7 @@ class Connection:
         except Exception as error:
             said = connection.said()
             await connection.close()
-            text = f"the MCP server {name} ({where(config)}) doesn't start: {cause_of(error)}"
+            text = f"the MCP server {name} ({config}) doesn't start: {connection.cause_of(error)}"
             raise EnvFault(f"{text}; {said}" if said else text, "boot") from error
         return connection
 
@@ -177,9 +178,12 @@ class Connection:
         return not self._broken and not self._task.done()
 
     def said(self) -> str:
-        """The last of what the program wrote to stderr."""
+        """The last of what the program wrote to stderr, without what it was given."""
         self._errors.seek(0)
-        return self._errors.read()[-SHOWN_ERROR_CHARS:].strip()
+        return mask(self._errors.read(), self._config.secrets)[-SHOWN_ERROR_CHARS:].strip()
+
+    def cause_of(self, error: BaseException) -> str:
+        return mask(cause_of(error), self._config.secrets)
 
     async def listed(self) -> tuple[ToolSpec, ...]:
         """All tools of the server."""
@@ -222,7 +226,7 @@ class Connection:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
-                log.info("the connection to the MCP server %s ended: %s", self._name, cause_of(error))
+                log.info("the connection to the MCP server %s ended: %s", self._name, self.cause_of(error))
 
     async def _asked(self, asking: Coroutine[object, object, T]) -> T:
         """The answer. Raises PolicyFault for wrong arguments, EnvFault if the server fails, or the way to it."""
@@ -236,12 +240,12 @@ class Connection:
                 return request.result()
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                raise PolicyFault(str(error), "arguments") from error
+                raise PolicyFault(mask(str(error), self._config.secrets), "arguments") from error
             self._broken = True
-            raise EnvFault(f"the MCP server {self._name} failed: {error}", "died") from error
+            raise EnvFault(f"the MCP server {self._name} failed: {self.cause_of(error)}", "died") from error
         except Exception as error:
             self._broken = True
-            raise EnvFault(f"the MCP server {self._name}: {cause_of(error)}", "unreachable") from error
+            raise EnvFault(f"the MCP server {self._name}: {self.cause_of(error)}", "unreachable") from error
         finally:
             request.cancel()
         raise EnvFault(f"the connection to the MCP server {self._name} ended", "died")
@@ -270,10 +274,6 @@ async def client_with_headers(config: McpServerConfig, stack: AsyncExitStack) ->
 def text_of(result: CallToolResult) -> str:
     """The result's texts. What isn't text is only named."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
-
-
-def where(config: McpServerConfig) -> str:
-    return config.url or " ".join(config.command)
 
 
 def cause_of(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask, redact
+from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask, mask_arguments, redact
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,29 @@ def test_redacting_leaves_the_original_alone() -> None:
     config = {"grm": {"api_key": "sk-1"}}
     redact(config, environ={})
     assert config == {"grm": {"api_key": "sk-1"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GET http://host/mcp?apiKey=hunter2&page=3", f"GET http://host/mcp?apiKey={REDACTED}&page=3"),
+        ("server --port 8080 --api-token hunter2", f"server --port 8080 --api-token {REDACTED}"),
+        ("server --token=hunter2: not found", f"server --token={REDACTED} not found"),
+        ("refused 'Authorization: Bearer hunter2-hunter2'", f"refused 'Authorization: Bearer {REDACTED}'"),
+        ("vllm --max-num-batched-tokens 2048", "vllm --max-num-batched-tokens 2048"),
+        ("type --api-key-env MY_KEY, or judge.key=x", "type --api-key-env MY_KEY, or judge.key=x"),
+        (f"server --token {REDACTED}", f"server --token {REDACTED}"),
+    ],
+)
+def test_what_a_text_itself_names_a_secret_is_masked_in_it(text: str, shown: str) -> None:
+    assert mask(text, ()) == shown
+
+
+def test_a_command_line_is_shown_without_its_secrets() -> None:
+    typed = ["npx", "mcp-remote", "--token", "hunter2", "--api-key=x y", "-e", "DB_PASSWORD=z", "X-Api-Key: a b", "-v"]
+    shown = mask_arguments(typed)
+    assert shown == [
+        "npx", "mcp-remote", "--token", REDACTED, f"--api-key={REDACTED}", "-e", f"DB_PASSWORD={REDACTED}",
+        f"X-Api-Key: {REDACTED}", "-v",
+    ]  # fmt: skip
+    assert mask_arguments(shown) == shown

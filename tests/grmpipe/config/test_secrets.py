@@ -78,6 +78,30 @@ def test_a_rotated_key_may_resume_and_another_value_may_not_and_neither_is_told(
     assert SECRET not in told and OTHER not in told
 
 
+def with_server(given: str) -> RunConfig:
+    return composed("env=tools", "+env.mcp={notes: {" + given + "}}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "command: [server], env: {DATABASE: " + SECRET + "}",
+        "command: [server, --token, " + SECRET + "]",
+        "command: [server, '--api-key=" + SECRET + "']",
+        "url: 'https://host/mcp', headers: {X-Team: " + SECRET + "}",
+        "url: 'https://host/mcp?apiKey=" + SECRET + "'",
+    ],
+)
+def test_what_a_server_of_tools_is_given_reaches_it_and_no_file(conf: None, given: str, tmp_path: Path) -> None:
+    config = with_server(given)
+    assert SECRET in str(config.env.mcp_servers)
+    assert SECRET not in to_yaml(config)
+    assert resumed(tmp_path, config, config) == []
+    told = resumed(tmp_path, config, with_server(given.replace(SECRET, OTHER)))
+    assert SECRET not in str(told) and OTHER not in str(told)
+    assert bool(told) == ("env:" in given), "a variable may say what the server does; other secrets may be rotated"
+
+
 def test_what_may_change_on_resume_stays_typed_and_what_may_not_is_compared(
     conf: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +151,7 @@ def test_a_request_is_no_line_of_the_log(tmp_path: Path, restored_logging: None)
     [
         BODY + "={gateway:{api_key:" + SECRET + "}}",
         "+" + BODY + ".auth=" + SECRET,
+        "+env.mcp={notes:{command:[server],env:{DATABASE:" + SECRET + "}}}",
         "engine.openai.base_url='http://joe:" + SECRET + "@host/v1','http://b/v1'",
     ],
 )

@@ -173,6 +173,17 @@ def test_a_report_comes_back_equal(
     assert type(back.verdict) is type(report.verdict)
 
 
+def test_what_failed_is_noted_without_the_secrets_in_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_TOKEN", "hunter2-hunter2")
+    said = "refused hunter2-hunter2 at http://host/mcp?apiKey=typed-in-the-url"
+    failure = Failed(stage="env", cause="died", attempts=1, detail=said)
+    rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished", env_failures=(failure,))
+    Recorder(tmp_path).rollout(0, PROMPT, rollout)
+    noted = (tmp_path / "rollouts.jsonl").read_text()
+    assert "hunter2" not in noted and "typed" not in noted
+    assert "refused <redacted> at http://host/mcp?apiKey=<redacted>" in noted
+
+
 def test_group_ends_come_back_and_leave_out_what_is_not_known(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     trained = GroupEnd(group_id="g0", prompt_index=0, prompt_id="p0", outcome="trained", step=3, version=2, early=True)
@@ -340,7 +351,7 @@ def test_half_a_write_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = half_full.open()
 
     class HalfFull:
-        tell, truncate, seek = file.tell, file.truncate, file.seek
+        tell, truncate, seek, fileno = file.tell, file.truncate, file.seek, file.fileno
 
         def write(self, piece: bytes) -> int:
             return file.write(piece[: len(piece) // 2]) or 0

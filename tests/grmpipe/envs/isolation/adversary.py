@@ -117,6 +117,19 @@ def kill_all(_: str) -> str:
     return "killed"
 
 
+# The beginning of a program that attacks `env`, the environment's process.
+PRELUDE = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+env = os.getppid()
+def call(number, *arguments):
+    result = libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+"""
+
+
 def program(code: str) -> str:
     """A Python program, as a policy starts one. It prints what it could do."""
     python = sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3"

@@ -25,6 +25,7 @@ from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
+from adversary import PRELUDE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=16, file_mb=4)
@@ -37,16 +38,6 @@ NAMESPACES = (
     "mount namespace",
 )
 NOBODY = 65534
-PRELUDE = """
-import ctypes, os, socket
-libc = ctypes.CDLL(None, use_errno=True)
-env = os.getppid()
-def call(number, *arguments):
-    result = libc.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-"""
 # What a program prints only if the attack works. PATH and NAME: sockets on which this test listens.
 ATTACKS = {
     "takes descriptors of the environment": "print('took', call(438, os.pidfd_open(env), 3, 0))",

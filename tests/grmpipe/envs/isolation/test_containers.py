@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,12 +26,14 @@ from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))
+from adversary import PRELUDE
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=()))
 ISOLATION = IsolationConfig(kind="container", image="shop:1", memory_mb=300, max_processes=9, pass_env=["SHOP_KEY"])
 CONFIG = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION, step_s=2, close_s=1)
 LIMITS = StageLimits(boot_s=10, step_s=0.5, close_s=0.3, max_observation_chars=1000)
-# `run` notes its arguments and becomes what comes after the image; `ps` names what was noted; `rm` ends it.
+# `run` notes its arguments and becomes what comes after the image, without root's rights (--cap-drop=ALL); `ps` names
+# what was noted; `rm` ends it.
 FAKE = """#!{python}
 import json, os, pathlib, signal, sys
 home = pathlib.Path({home!r})
@@ -41,7 +44,8 @@ if word == "run":
     name = next(each[7:] for each in rest if each.startswith("--name="))
     (home / name).write_text(str(os.getpid()))
     os.environ["PYTHONPATH"] = {path!r}
-    os.execv(sys.executable, [sys.executable, *rest[rest.index("shop:1") + 2 :]])
+    inside = [*{without_rights!r}, sys.executable, *rest[rest.index("shop:1") + 2 :]]
+    os.execvp(inside[0], inside)
 if word == "ps":
     print(*(each.name for each in home.glob("grmpipe-*")))
 if word == "rm":
@@ -51,12 +55,33 @@ if word == "rm":
 """
 
 
+WITHOUT_RIGHTS = ("setpriv", "--inh-caps=-all", "--bounding-set=-all")
+# What a program prints only if the attack works; the first process of the container is `first`.
+FIRST = "first = int(open(f'/proc/{env}/stat').read().split()[3])\n"
+ATTACKS = {
+    "takes descriptors of the environment": "print('took', call(438, os.pidfd_open(env), 1, 0))",
+    "opens descriptors of the environment": "print([os.open(f'/proc/{env}/fd/{n}', os.O_WRONLY) for n in range(1, 9)])",
+    "writes memory of the environment": "print(open(f'/proc/{env}/mem', 'r+b'))",
+    "debugs the environment": "assert not libc.ptrace(16, env, 0, 0); print('attached')",
+    "opens descriptors of the first process": FIRST + "print(os.open(f'/proc/{first}/fd/1', os.O_WRONLY))",
+    "debugs the first process": FIRST + "assert not libc.ptrace(16, first, 0, 0); print('attached')",
+    "connects to a socket by its path": "print(socket.socket(socket.AF_UNIX))",
+    "reads what the run asks": "print(os.read(0, 1000).decode())",
+}
+
+
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which a fake docker notes what it is asked for."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    script = FAKE.format(python=sys.executable, home=str(folder), path=os.pathsep.join(filter(None, sys.path)))
+    has_rights = os.geteuid() == 0 and shutil.which("setpriv") is not None
+    script = FAKE.format(
+        python=sys.executable,
+        home=str(folder),
+        path=os.pathsep.join(filter(None, sys.path)),
+        without_rights=WITHOUT_RIGHTS if has_rights else (),
+    )
     (folder / "docker").write_text(script, encoding="utf-8")
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -96,6 +121,25 @@ def test_an_episode_lives_in_a_container_of_its_own_with_its_limits_and_label(do
     (label,) = (each for each in first if each.startswith("--label=grmpipe.run="))
     names = {each for call in (first, second) for each in call if each.startswith("--name=")}
     assert len(names) == 2 and all(label.rpartition("=")[2] in name for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's calls")
+def test_what_a_program_tries_in_a_container_is_refused(docker: Path, tmp_path: Path) -> None:
+    async def play() -> dict[str, str]:
+        async with open_env_host(CONFIG, run_dir=tmp_path / "run") as host:
+            env, said = host.env(), {}
+            await env.open(EPISODE)
+            for attack, code in {"works": "print('works')", **ATTACKS}.items():
+                answer = await env.step(Action(text=f"program {PRELUDE}{code}"))
+                said[attack] = answer.messages[0].content if answer.messages else str(answer.faults)
+                if answer.done:
+                    break
+            await env.close()
+            return said
+
+    said = asyncio.run(play())
+    assert said.pop("works") == "works"
+    assert {attack: said.get(attack, "") for attack in ATTACKS if not said.get(attack, "").startswith("refused")} == {}
 
 
 def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: Leftovers) -> None:

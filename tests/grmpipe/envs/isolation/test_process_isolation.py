@@ -429,6 +429,13 @@ def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare
     assert {*missing, "bubblewrap"} >= set(NAMESPACES) and ("process count" in missing) == (os.getuid() != 0)
 
 
+@pytest.mark.bubblewrap
+def test_bubblewrap_takes_no_part_of_a_seats_isolation_away(host: Host, tmp_path: Path) -> None:
+    with Host(tmp_path, ("bubblewrap",)) as own:
+        lacking = {each.part for each in own.run(own.host.missing())} - {"bubblewrap"}
+    assert {each.part for each in host.run(host.host.missing())} <= lacking
+
+
 def test_seats_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.run(host.seated())

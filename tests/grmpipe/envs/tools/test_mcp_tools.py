@@ -165,6 +165,18 @@ def test_a_server_that_does_not_start_is_a_fault_with_its_own_words(server: McpS
     run({"calc": server}, talk)
 
 
+def test_a_fault_of_a_server_shows_nothing_that_it_was_given() -> None:
+    code = "import os, sys; raise SystemExit(' '.join(['refused', os.environ['TEAM'], *sys.argv[1:]]))"
+    command = [sys.executable, "-S", "-c", code, "--token", "from-the-command"]
+
+    async def talk(open_env: Callable) -> None:
+        with pytest.raises(EnvFault, match="refused <redacted> --token <redacted>") as fault:
+            await open_env()
+        assert "from-the" not in str(fault.value)
+
+    run({"calc": McpServerConfig(command=command, env={"TEAM": "from-the-environment"})}, talk)
+
+
 def test_a_server_that_never_answers_ends_with_its_limit() -> None:
     async def talk(open_env: Callable) -> None:
         with pytest.raises(TimeoutError):
@@ -216,6 +228,7 @@ def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
         ({}, "^command: give either a command"),
         ({"command": ["x"], "url": "http://x"}, "^command: give either"),
         ({"url": "localhost:8000"}, "^url: must begin with http"),
+        ({"url": "http://joe:pw@x"}, "^url: holds a user's name or password; give .* headers={Authorization"),
         ({"url": "http://x", "shared": True}, "^env: env and shared are for a command"),
         ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),
         ({"command": "python server.py"}, "^command: must be a list"),
@@ -231,7 +244,7 @@ def test_only_an_environment_of_tools_has_servers() -> None:
     assert EnvConfig(kind="tools", mcp={"calc": server}).functions == ""
     with pytest.raises(ValueError, match=r"^mcp: is for env\.kind=tools"):
         EnvConfig(mcp={"calc": server})
-    with pytest.raises(ValueError, match=r"^mcp\.calc: must be a block with the keys command, env"):
+    with pytest.raises(ValueError, match=r"^mcp\.calc: must be a block with the keys command, env.*got path$"):
         EnvConfig(kind="tools", mcp={"calc": {"path": "x"}})
     with pytest.raises(ValueError, match=r"^mcp\.calc\.url: must begin"):
         EnvConfig(kind="tools", mcp={"calc": {"url": "x"}})
