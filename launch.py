@@ -38,7 +38,7 @@ from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
-from grmpipe.validate.typed_keys import TaskReads, check_typed_keys
+from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
 
 # Without it Hydra prints its own report and exits 1 before we can explain the error.
 os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -71,9 +71,10 @@ def compose_and_run(config) -> float | None:
 # type: ignore[no-untyped-def]
 def built(config) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
+    if config.task != "evaluate":
+        return build(config)
     typed = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
-    reads = TaskReads(
-        task=config.task,
+    reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),

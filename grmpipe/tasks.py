@@ -130,9 +130,16 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
     return RunTask(prepare=prepare_meta_training, make_run=MetaRmRun, continued=continued)
 
 
+def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
+    from grmpipe.validate import evaluation
+
+    ready = evaluation.prepare_evaluation(config, progress)
+    return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
+
+
 def evaluation() -> RunTask[PreparedEvaluation]:
     from grmpipe.run.evaluate import EvaluationRun
-    from grmpipe.validate.evaluation import PreparedEvaluation, prepare_evaluation
+    from grmpipe.validate.evaluation import PreparedEvaluation
 
     return RunTask(
         prepare=prepare_evaluation,

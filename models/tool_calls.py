@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,8 @@ from models.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, 
 from models.pythonic_tool_calls import parse_pythonic
 from models.types import ParsedTurn, ToolSpec
 from models.xml_tool_calls import parse_qwen3_coder
+
+log = logging.getLogger(__name__)
 
 ToolParser = Callable[[str, Sequence[ToolSpec]], ParsedTurn]
 AUTO_PARSER = "auto"  # found in the chat template
@@ -81,7 +85,7 @@ def parser_named(name: str) -> ToolParser:
         )
     try:
         found = vars(importlib.import_module(module_name)).get(own)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"tool_parser: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its "
             "folder on PYTHONPATH"
@@ -100,8 +104,23 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _own(name: str, function: Callable[..., object]) -> ToolParser:
+    """A user's parser. One that raises can't read the answer, as json.loads can't: that is an error in the turn."""
+    seen: set[str] = set()
+
     def parse(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        turn = function(text, tools)
+        try:
+            turn = function(text, tools)
+        except (Exception, SystemExit) as error:
+            kind = type(error).__name__
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            # The first of each kind is for the console, the others are for run.log.
+            log.log(
+                logging.INFO if kind in seen else logging.WARNING,
+                "tool_parser: %s raised %s: %s (%s:%s); the answer counts as a call that can't be read",
+                name, kind, error, place.filename, place.lineno,
+            )  # fmt: skip
+            seen.add(kind)
+            return ParsedTurn(content=text, errors=(f"the call can't be read ({kind}: {error})",))
         if not isinstance(turn, ParsedTurn):
             raise ValueError(f"tool_parser: {name} must return a ParsedTurn, and returned a {type(turn).__name__}")
         return turn

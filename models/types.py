@@ -346,8 +346,12 @@ class EngineRefused(Exception):
 
 class EngineDenied(ValueError):
     """An endpoint serves nothing until its user changes something: a wrong key, an empty account, an unknown model. The
-    words name the key to change.
+    words name the key to change. has_served: whether it served something before.
     """
+
+    def __init__(self, words: str, *, has_served: bool = False) -> None:
+        super().__init__(words)
+        self.has_served = has_served
 
 
 class EngineDied(Exception):

@@ -46,9 +46,10 @@ class DeviceSpec:
 
 # NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 and GB200 NVL72 (2025). Dense
 # figures: half of those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions.
-# Network: the adapter of each GPU in DGX A100 (200 Gb/s), H100, H200 and B200 and in GB200 NVL72 (400 Gb/s); for PCIe
-# cards an adapter of 200 Gb/s for two of them. The host's part of a decoding step: fitted (benchmarks/plan_rates.md).
-# The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13; the network of its machine 10 Gb/s.
+# Network: one adapter for each GPU, of 200 Gb/s in DGX A100, of 400 in those of H100 and H200 (as on the clusters of
+# torchtitan's benchmarks), assumed for B200 and GB200; for PCIe cards assumed one of 200 Gb/s for two. The host's part
+# of a decoding step: fitted (benchmarks/plan_rates.md). The core is one of an AMD EPYC: sgemm and a copy of 64 MB with
+# torch 2.13; the network of its machine assumed 10 Gb/s.
 DEVICES: Mapping[str, DeviceSpec] = {
     "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, 450, 50, host_gb_per_s=64),
     "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, 64, 12.5, host_gb_per_s=64),

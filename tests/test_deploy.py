@@ -298,7 +298,9 @@ def test_the_manifest_is_a_ray_job_whose_nodes_hold_the_recipe() -> None:
         assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
         assert config.run_dir is not None and config.run_dir.startswith(mounts["shared"] + "/")
         assert {one["name"] for one in container["env"]} >= {"HF_HOME"}
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == workers["rayStartParams"]["num-gpus"]
+    limits = container["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == limits["rdma/ib"] == workers["rayStartParams"]["num-gpus"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"], "or NCCL can't register memory"
 
 
 def test_the_sky_task_starts_the_recipe_on_as_many_gpus_as_it_needs() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.user_code import described, noted, shown
 
 MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
 BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth
@@ -26,6 +27,19 @@ OLDEST_AGE = 5  # this age and all older ones share a name
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     """log p - log q per token, within +-20."""
     return (numerator_T - denominator_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def given_by(key: str, function: Callable[..., object], like: Tensor, *arguments: object) -> Tensor:
+    """What the function that a key names returns: a tensor of the shape of `like`. Raises ValueError for anything else,
+    which would be broadcast.
+    """
+    owner = f"algorithm.{key}: {described(function)}"
+    with noted(owner):
+        given = function(*arguments)
+    if not isinstance(given, Tensor) or given.shape != like.shape:
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+        raise ValueError(f"{owner} returned {what}; return a tensor of shape {tuple(like.shape)}")
+    return given
 
 
 # -- the proximal policy ---------------------------------------------------------------------------------------------
@@ -115,7 +129,8 @@ Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
 def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
-    return cast(Correction, CORRECTIONS.found(algorithm.correction))(drift, algorithm)
+    function = cast(Correction, CORRECTIONS.found(algorithm.correction))
+    return given_by("correction", function, drift.log_weights_T, drift, algorithm)
 
 
 # -- rollouts that are not trained -----------------------------------------------------------------------------------
@@ -150,7 +165,8 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
         return torch.ones_like(drift.log_weights_T)
     kept_S = torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
-        kept_S &= cast(Rejection, REJECTIONS.found(name))(drift, algorithm)
+        function = cast(Rejection, REJECTIONS.found(name))
+        kept_S &= given_by("rejections", function, drift.sequence_lengths_S, drift, algorithm).bool()
     return to_tokens(kept_S, drift.sequence_lengths_S).to(drift.log_weights_T.dtype)
 
 

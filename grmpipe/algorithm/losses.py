@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import log_ratio
+from grmpipe.algorithm.corrections import given_by, log_ratio
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.dotted_path import found_at
@@ -159,7 +159,8 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Estimated for each token by what `algorithm.kl_estimator` names."""
-    return cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))(logprobs_T, reference_logprobs_T)
+    function = cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))
+    return given_by("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
 
 
 # -- from tokens to a batch ------------------------------------------------------------------------------------------

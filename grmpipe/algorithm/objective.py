@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import correction, interpolated, kept, log_ratio, measure_drift
+from grmpipe.algorithm.corrections import correction, given_by, interpolated, kept, log_ratio, measure_drift
 from grmpipe.algorithm.losses import Aggregation, Scored, kl, loss_of, policy_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
@@ -76,7 +76,7 @@ def summed_loss(
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)
-    proximal_T = cast(Proximal, PROXIMALS.found(algorithm.proximal))(logprobs)
+    proximal_T = given_by("proximal", cast(Proximal, PROXIMALS.found(algorithm.proximal)), current_T, logprobs)
     scored = Scored(
         logprobs_T=current_T,
         proximal_T=proximal_T,

@@ -116,9 +116,7 @@ def check_env_hosts(config: RunSections) -> None:
 def check_reward(config: RunSections) -> None:
     """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
     kind = config.algorithm.estimator_kind
-    check_rewards(
-        config.reward, config.rewards, config.all_judges, group_baseline=kind.need == "group" and not kind.needs_critic
-    )
+    check_rewards(config.reward, config.rewards, config.all_judges, group_baseline=kind.has_zero_groups)
     check_normalised_units(config.reward, config.rewards, config.algorithm)
     check_doubts(config.reward, config.rewards, config.all_judges)
     check_judging(config.judging)

@@ -83,6 +83,12 @@ def check_normalised_units(
     for path, one in in_use(reward, rewards):
         if one.normalise == "none":
             continue
+        if not algorithm.estimator_kind.has_zero_groups:
+            raise ValueError(
+                f"{path}.normalise: {one.normalise} is for estimators that compare siblings, and "
+                f"{algorithm.estimator} does not; type algorithm.estimator=reinforce_pp_baseline, or "
+                f"{path}.normalise=none"
+            )
         penalties = (("overlong_buffer_share", algorithm.overlong_buffer_share > 0, "0"),)
         for key, is_set, off in (*penalties, ("kl_in_reward", algorithm.kl_in_reward, "false")):
             if is_set:

@@ -96,7 +96,8 @@ class Action:
 class Observation:
     """The environment's answer to a turn.
 
-    messages:  what the policy reads next. None and not `done`: it is an error.
+    messages:  what the policy reads next; at the end of the episode what the judge and the journal get. None and not
+               `done`: it is an error.
     done:      whether the episode is over.
     rewards:   for this turn, by name.
     state_key: names the state after the turn; equal for siblings in the same state.

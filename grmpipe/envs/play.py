@@ -245,7 +245,7 @@ class _Episode:
         return observation, replace(
             turn,
             tool_calls=parsed.tool_calls,
-            replies=() if observation.done else tuple(observation.messages),
+            replies=tuple(observation.messages),
             rewards=dict(observation.rewards),
             faults=tuple(observation.faults),
             env_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,

@@ -21,6 +21,7 @@ from grmpipe.types import Failed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+WIDTH = 400  # columns, more than any table has
 PICTURE = "accuracy.png"
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
@@ -81,15 +82,22 @@ def of_judge(name: str) -> dict[str, str]:
 def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
     """Print the results. max_subsets: subsets sampled for each smaller k. is_drawn: whether there is a plot."""
     console = Console()
-    console.print(table_of(result))
-    if result.overall.with_meta_rm:
-        console.print(meta_rm_table_of(result))
-    if result.by_judge:
-        console.print(judges_table_of(result))
+    print_tables(
+        table_of(result),
+        *([meta_rm_table_of(result)] if result.overall.with_meta_rm else []),
+        *([judges_table_of(result)] if result.by_judge else []),
+    )
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
     if is_drawable(result) and not is_drawn:
         console.print(NO_PICTURE, highlight=False)
+
+
+def print_tables(*tables: Table) -> None:
+    """Print tables as wide as they are: no number is cut off, whatever the width of the terminal."""
+    wide = Console(width=WIDTH)
+    for one in tables:
+        wide.print(one)
 
 
 def table_of(result: JudgeEvaluation) -> Table:

@@ -13,7 +13,7 @@ from rich.box import MINIMAL
 from rich.console import Console
 from rich.table import Table
 
-from grmpipe.evaluation.evaluation_files import causes, percent
+from grmpipe.evaluation.evaluation_files import causes, percent, print_tables
 from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
@@ -52,11 +52,10 @@ def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pa
     names = [name for one in policies.values() for name in one.overall.figures]
     by_judge = list(dict.fromkeys(name for name in names if not name.startswith(BY_RULE)))
     by_rule = list(dict.fromkeys(name for name in names if name.startswith(BY_RULE)))
-    console.print(
-        policy_table("the policy's answers, in percent, with 95 % intervals over prompts", by_judge, policies)
-    )
+    title = "the policy's answers, in percent, with 95 % intervals over prompts"
+    print_tables(policy_table(title, by_judge, policies))
     if by_rule:
-        console.print(policy_table("the same answers, by the rule that knows the reference", by_rule, policies))
+        print_tables(policy_table("the same answers, by the rule that knows the reference", by_rule, policies))
     for line in policy_notes(policies, scoring, pass_score):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -84,8 +83,11 @@ def head_of(figure: str) -> str:
 
 
 def figure_text(one: Estimate | None) -> str:
+    """In percent; rewards that aren't on [0, 1] as they are."""
     if one is None or math.isnan(one.mean):
         return "-"
+    if one.low < 0 or one.high > 1:
+        return f"{one.mean:.3g} ({one.low:.3g} to {one.high:.3g})"
     return f"{percent(one.mean)} ({100 * one.low:.0f}-{100 * one.high:.0f})"
 
 

@@ -95,9 +95,10 @@ def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterato
     thoughts: whether they are shown.
     """
     yield from rollout.opening or prompt.messages
-    for turn in rollout.turns:
+    for number, turn in enumerate(rollout.turns, start=1):
         yield Message(role="assistant", content=turn.completion.text if thoughts else turn.completion.answer)
-        yield from turn.replies
+        if number < len(rollout.turns):  # a reward model scores a conversation that ends with the assistant
+            yield from turn.replies
 
 
 def failure(failed: Failed) -> JudgeReport:

@@ -66,8 +66,15 @@ def opening_of(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:
     return tuple(Passage(voice="environment", text=message.content) for message in new)
 
 
+BRANCH = "[Here the agent goes on in another conversation: a sub-agent's, or one with a rewritten history.]"
+
+
 def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]:
-    """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies."""
+    """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies. A note where the turn
+    doesn't continue the one before.
+    """
+    if rollout.turns[turn].rewritten:
+        yield Passage(voice="note", text=BRANCH, turn=turn)
     completion = rollout.turns[turn].completion
     yield Passage(voice="policy", text=completion.text if thoughts else completion.answer, turn=turn)
     yield from replies_of(rollout, turn)

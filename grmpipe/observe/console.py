@@ -26,10 +26,10 @@ from grmpipe.observe.gauges import (
     GaugeSet,
     failures_by_cause,
     failures_text,
+    held_out_texts,
     judge_texts,
     missing_signal_text,
     step_lines,
-    written,
 )
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.sample_rows import SampleRow
@@ -147,7 +147,7 @@ class ConsoleSink:
             curve = sparkline(trend, *SCALES[gauge])
             value = Text(gauge.text(self._latest), style="bold")
             grid.add_row(Text(gauge.title, style="dim"), value, Text(curve, style="green"))
-        held_out = "  ".join(written(self._shown.held_out, self._latest))
+        held_out = "  ".join(held_out_texts(self._shown, self._latest))
         grid.add_row(Text("held-out", style="dim"), Text(), Text(held_out))
         return grid
 

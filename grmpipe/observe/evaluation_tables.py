@@ -86,9 +86,11 @@ def judge_row(name: str, own: Record, ks: Sequence[str]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def estimate_text(one: Mapping[str, float | None] | None) -> str:
-    if one is None or one["mean"] is None:
+def estimate_text(one: Mapping[str, float] | None) -> str:
+    if one is None or one.get("mean") is None:
         return UNKNOWN
+    if one["low"] < 0 or one["high"] > 1:  # rewards on no scale
+        return f"{one['mean']:.3g} ({one['low']:.3g} to {one['high']:.3g})"
     return f"{percent(one['mean'])} ({percent(one['low'])} to {percent(one['high'])})"
 
 

@@ -11,6 +11,7 @@ from grmpipe.types import Metrics
 
 FAILED = re.compile(r"judge/failed_(\w+)")  # the cause
 ENV_FAULT = re.compile(r"env/faults_(\w+)")  # the cause
+PASS_AT = re.compile(r"eval/(true_)?pass_at_(\d+)")
 OF_PART = re.compile(r"(judge|cascade)/(\w+)/(\w+)")  # area, name of the judge or cascade, metric
 
 
@@ -177,7 +178,21 @@ def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ON
     if judges := [f"{name} {text}" for name, text in judge_texts(metrics)]:
         yield "  ".join([place, "judges:", " | ".join(judges)])
     if any(gauge.metric in metrics for gauge in shown.held_out):
-        yield "  ".join([place, "held-out:", *written(shown.held_out, metrics)])
+        yield "  ".join([place, "held-out:", *held_out_texts(shown, metrics)])
+
+
+def held_out_texts(shown: GaugeSet, metrics: Metrics) -> list[str]:
+    """The gauges of an evaluation on held-out prompts, with pass@k where several answers are sampled."""
+    ks = {(bool(found[1]), int(found[2])) for name in metrics if (found := PASS_AT.fullmatch(name))}
+    passes = [
+        Gauge(
+            metric=f"eval/{'true_' * by_rule}pass_at_{k}", title=f"pass@{k}", brief=f"{'true ' * by_rule}pass@{k}",
+            decimals=2, width=4,
+        )
+        for by_rule, k in sorted(ks)
+        if k > 1
+    ]  # fmt: skip
+    return written([*shown.held_out, *passes], metrics)
 
 
 def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:

@@ -433,7 +433,8 @@ def said(message: Record) -> Said:
 
 def shown_turn(turn: Record, spans: Sequence[Record]) -> ShownTurn:
     """spans: of the verdict, on this turn."""
-    facts = [f"judged {own_reward(span):.3g}" for span in spans]
+    facts = ["a branch: it doesn't continue the turn before"] if turn.get("rewritten") else []
+    facts += [f"judged {own_reward(span):.3g}" for span in spans]
     facts += [f"{name} {reward:.3g}" for name, reward in turn.get("rewards", {}).items()]
     facts += [f"fault: {kind}" for kind in turn.get("faults", ())]
     if took_s := turn.get("env_s"):

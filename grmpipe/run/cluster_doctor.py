@@ -28,6 +28,9 @@ MOST_SKEW_S = 1.0
 CLOCK_READINGS = 5
 REDUCE_MB = {NODES: 4, GPUS: 256}
 REDUCE_TIMEOUT_S = 120.0
+# Between machines with GPUs. Below it NCCL has most likely fallen back to sockets: 10 Gb/s are 1.25 GB/s, one adapter
+# of 200 Gb/s 25.
+LEAST_NCCL_GB_PER_S = 5.0
 LEAST_SHM_GB = {False: 0.2, True: 8.0}  # by whether a machine has GPUs: vLLM and NCCL on it use more
 LEAST_DISK_GB = 5.0
 
@@ -295,11 +298,17 @@ async def reduced(names: Sequence[str], group: ActorGroup, role: str) -> list[Fi
         why = f"no end after {REDUCE_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else str(error).split("\n")[0]
         text = f"a sum over all machines failed ({why}): {hint} before `ray start` or sent by cluster.env_vars"
         return [Finding(node=node, check=check, ok=False, text=text) for node in names]
-    share = 2 * (len(names) - 1) / len(names)
-    return [
-        Finding(
-            node=node, check=check, ok=True,
-            text=f"{size} MB over {len(names)} machines in {took * 1e3:.1f} ms: {share * size / took / 1e3:.2f} GB/s",
+    return [sum_found(node, check, size, len(names), took) for node, took in zip(names, seconds, strict=True)]
+
+
+def sum_found(node: str, check: str, size_mb: int, num_machines: int, took_s: float) -> Finding:
+    """The bandwidth of a sum over all machines. NCCL's must be that of a network for GPUs."""
+    rate = 2 * (num_machines - 1) / num_machines * size_mb / took_s / 1e3
+    text = f"{size_mb} MB over {num_machines} machines in {took_s * 1e3:.1f} ms: {rate:.2f} GB/s"
+    slow = check == "NCCL" and num_machines > 1 and rate < LEAST_NCCL_GB_PER_S
+    if slow:
+        text += (
+            f", below {LEAST_NCCL_GB_PER_S:g}: NCCL may use sockets; set NCCL_DEBUG=INFO and look for NET/IB, and name "
+            "the adapters by NCCL_IB_HCA; a container needs the RDMA devices and IPC_LOCK"
         )
-        for node, took in zip(names, seconds, strict=True)
-    ]  # fmt: skip
+    return Finding(node=node, check=check, ok=not slow, text=text)

@@ -48,6 +48,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
         try:
             return await run_until(self._evaluate(running), **running.background())
         except EngineDenied as error:
+            if error.has_served:
+                raise
             raise ConfigError(str(error)) from error
 
     async def _evaluate(self, running: EvaluationComponents) -> Status:

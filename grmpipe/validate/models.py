@@ -11,10 +11,12 @@ from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.hub import find_files, is_hub_name
 from models.lm.packable_configs import is_known_to_pack
+from models.model_files import read_json
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 Progress = Callable[[str, float], None]  # (what, share done)
 
 
@@ -26,6 +28,7 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
     name, options = role.name, role.model
     with section(f"{role.key}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
+        check_generates(directory, options.path)
         renderer = Renderer.load(
             directory,
             options.chat_template,
@@ -38,6 +41,16 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
     # The machines of a joined cluster have their own caches: they load by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
+
+
+def check_generates(directory: str, path: str) -> None:
+    """Raises ValueError (`path: ...`) for a classifier: without a head over tokens it writes noise."""
+    names = read_json(directory, "config.json").get("architectures") or ()
+    if names and all(str(name).endswith(CLASSIFIERS) for name in names):
+        raise ValueError(
+            f"path: {path!r} holds {names[0]}, a reward model that writes no text; give a language model, or, to score "
+            "with this one, type judge=scalar"
+        )
 
 
 def check_learns(model: Model) -> None:

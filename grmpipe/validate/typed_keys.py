@@ -12,23 +12,22 @@ OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskReads:
-    """What decides which keys a task reads; known before the configuration is checked.
+class EvaluationReads:
+    """What decides which keys task=evaluate reads; known before the configuration is checked.
 
     by_policy:      whether a judge may ask the policy.
     read_by_others: keys that other keys take their values from.
     """
 
-    task: str
     what: str  # evaluate.what
     has_prompts: bool  # evaluate.prompts isn't null
     by_policy: bool = False
     read_by_others: frozenset[str] = frozenset()
 
 
-def check_typed_keys(reads: TaskReads, typed: Sequence[str]) -> None:
+def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
     """Check that task=evaluate reads the typed keys. What a recipe or a group sets isn't typed. Raises ConfigError."""
-    for key in typed if reads.task == "evaluate" else ():
+    for key in typed:
         section, _, name = key.partition(".")
         own = name.split(".")[0] if section == "evaluate" else ""
         if reads.what == "judge" and (own in OF_POLICY or is_of_playing(key, reads)):
@@ -48,7 +47,7 @@ def check_typed_keys(reads: TaskReads, typed: Sequence[str]) -> None:
             )
 
 
-def is_of_playing(key: str, reads: TaskReads) -> bool:
+def is_of_playing(key: str, reads: EvaluationReads) -> bool:
     section, _, name = key.partition(".")
     asked = section == "policy" and reads.by_policy
     return bool(name) and section in OF_PLAYING and not asked and key not in reads.read_by_others

@@ -84,24 +84,42 @@ class ChatRequest(msgspec.Struct):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-# The run's own count, or the templates', whatever is asked.
-OVERRIDDEN = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias",
-    "logprobs", "response_format", "tool_choice", "reasoning_effort",
+# Fields that would change the answer in a way that the run can't: name -> the values that ask for nothing.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+# Fields that change no answer.
+HARMLESS = frozenset(
+    {
+        "user", "store", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key",
+        *ChatRequest.__struct_fields__,
+    }
 )  # fmt: skip
 
 
 def read_request(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
-    """A request, and the names of what it asks in vain. Raises ChatRefused."""
+    """A request, and the names of what it asks in vain: settings that the run makes itself, and unknown fields. Raises
+    ChatRefused, also for a field that would change the answer and can't be honoured.
+    """
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        request = msgspec.json.decode(body, type=ChatRequest)
-    except msgspec.DecodeError as error:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        request = msgspec.convert(fields, ChatRequest)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ChatRefused("invalid_request", f"the body is no chat completion request: {error}") from error
     if request.n not in (None, 1):
         raise ChatRefused("invalid_request", "n: must be 1; ask several times instead")
-    asked = tuple(name for name in OVERRIDDEN if bytes(fields.get(name, msgspec.Raw(b"null"))) != b"null")
-    return request, asked
+    for name, neutral in REFUSED.items():
+        if fields.get(name) not in (None, *neutral):
+            default = msgspec.json.encode(neutral[0]).decode()
+            raise ChatRefused(
+                "invalid_request", f"{name}: only {default} can be honoured, because the run samples as it trains"
+            )
+    asked = fields.keys() - HARMLESS - REFUSED.keys()
+    return request, tuple(sorted(name for name in asked if fields[name] not in (None, False)))
 
 
 def messages_of(entries: Sequence[Message | Json | _Message]) -> tuple[Message, ...]:

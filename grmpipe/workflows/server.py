@@ -127,7 +127,7 @@ class Gateway:
         _, _, rest = key.strip().partition("-")
         public, _, given = rest.partition("-")
         secret, session = self._sessions.get(public, (self._ended.get(public), None))
-        if kind.lower() != "bearer" or secret is None or not hmac.compare_digest(secret.encode(), given.encode()):
+        if kind.lower() != "bearer" or secret is None or not hmac.compare_digest(secret.encode(), bytes_of(given)):
             raise WrongKey
         if session is None:
             raise ChatRefused("session_ended", "the episode of this key has ended: its policy answers no more")
@@ -140,6 +140,11 @@ class Gateway:
             log.warning(
                 "a workflow asks for %s: without effect, since the run samples all turns alike", ", ".join(sorted(new))
             )
+
+
+def bytes_of(text: str) -> bytes:
+    """A part of a header as it was sent: aiohttp reads bytes that are no UTF-8 as half characters."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def errors_as_json() -> Callable[..., Awaitable[web.StreamResponse]]:

@@ -92,6 +92,7 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache:       it can free its keys and values, on any device.
     swaps_weights:     it can serve several models of one shape, one at a time.
     grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
+    fuses_experts:     it keeps the experts of a layer as one tensor, of which a push must have all parts or none.
     share_option:      the option that holds its share of a GPU's memory.
     share_has_activations: this share also holds what it computes with, so less is left for keys and values.
     memory_remedy:     what to type if it has a slot alone that is too small.
@@ -114,6 +115,7 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
     grows_cache: ClassVar[bool] = False
+    fuses_experts: ClassVar[bool] = False
     share_option: ClassVar[str] = ""
     share_has_activations: ClassVar[bool] = False
     memory_remedy: ClassVar[str] = "take larger slots, or raise slots_per_replica"

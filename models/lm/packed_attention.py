@@ -101,7 +101,8 @@ def _varlen(
     """
     keys = packing.keys
     if keys.places_K is not None:
-        key_TGD, value_TGD = key_TGD[keys.places_K], value_TGD[keys.places_K]
+        # Its backward pass is index_add; that of key[places] sorts all places.
+        key_TGD, value_TGD = (x.index_select(0, keys.places_K) for x in (key_TGD, value_TGD))
     grouped = query_THD.shape[1] != key_TGD.shape[1]
     if grouped and not VARLEN_KNOWS_GROUPS:
         key_TGD, value_TGD = (_to_every_head(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))

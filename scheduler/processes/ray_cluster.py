@@ -27,7 +27,7 @@ from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
 from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
-from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of
+from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
 from scheduler.processes.remote_engine import RemoteEngine
 
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
@@ -206,9 +206,17 @@ class RayCluster:
     def _bundle(self, seat: Seat) -> int:
         return self._reserved[seat.pool][self._placement.bundles(seat.pool).index(seat.slots)]
 
-    def _threads(self, gpus: float) -> dict[str, dict[str, str]]:
+    def _environment(self, role: str, gpus: float) -> dict[str, dict[str, str]]:
+        """Variables of a process on a GPU: its threads; for an engine no settings of torch's allocator, which are the
+        learner's. An engine that sleeps has an allocator of its own, and refuses expandable segments.
+        """
         name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
-        return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
+        return {
+            "env_vars": {
+                name: given.get(name) or str(threads_of(nodes_of_ray(), gpus)),
+                **(without_allocator(given, os.environ) if role in self._placement.served else {}),
+            }
+        }
 
     def _create(self, seat: Seat, host: type[OrderedHost]) -> RayActor:
         """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
@@ -225,7 +233,7 @@ class RayCluster:
                 name=name,
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
-                runtime_env=self._threads(amount) if on_gpu else None,
+                runtime_env=self._environment(seat.role, amount) if on_gpu else None,
                 max_restarts=0,  # a restarted process would have forgotten its state
                 max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(

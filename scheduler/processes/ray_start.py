@@ -21,6 +21,8 @@ from scheduler.placement import ClusterConfig, NodeCapacity
 
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 
 def nodes_of_ray() -> list[NodeCapacity]:
     """The resources of the machines of the running Ray."""
@@ -99,6 +101,11 @@ def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str,
         else:
             raise ValueError(f"cluster.env_vars: {name} is not set; export it first, or remove it from the list")
     return found
+
+
+def without_allocator(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Empty values for the settings of torch's allocator that these environments have."""
+    return {name: "" for name in ALLOCATOR_VARIABLES if any(name in one for one in environments)}
 
 
 def threads_of(nodes: Sequence[NodeCapacity], gpus: float) -> int:

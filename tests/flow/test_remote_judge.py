@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.judge_requests import RequestCounts
 from grmpipe.run.errors import RunFailed
+
+FIELDS = [spec.name for spec in fields(RequestCounts)]
 
 
 class Bill(ThreadingHTTPServer):
@@ -26,6 +35,7 @@ class Bill(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Endpoint)
         self.lock = threading.Lock()
         self.num_requests = 0
+        self.revoked_after = math.inf  # requests after which the key is no more
         self.used: Counter[str] = Counter()
 
     def next_request(self) -> int:
@@ -58,7 +68,7 @@ class Endpoint(BaseHTTPRequestHandler):
         details = {"cached_tokens": length // 3}
         usage = {"prompt_tokens": length // 2, "prompt_tokens_details": details, "completion_tokens": 5}
         answer: dict[str, Any] = {"model": asked["model"], "choices": [choice], "usage": usage}
-        status = 503 if number == 30 and status == 200 else status
+        status = 401 if number > self.server.revoked_after else 503 if number == 30 and status == 200 else status
         words = {400: "declined", 401: "no such key", 503: "busy"}
         body = json.dumps(answer if status == 200 else {"error": {"message": words[status]}}).encode()
         if status == 200:
@@ -111,7 +121,7 @@ def test_a_judge_outside_judges_the_run_is_billed_as_it_says_and_planted_secrets
     assert judging["tokens"] == 5 * judging["asked"]
     requests = judging["requests"]
     assert requests.keys() == {"training", "held_out", "preflight", "monitoring"}
-    total = {name: sum(counts[name] for counts in requests.values()) for name in requests["training"]}
+    total = {name: sum(counts[name] for counts in requests.values()) for name in FIELDS}
     assert total["requests"] == bill.num_requests > judging["asked"]
     tokens = {name.removesuffix("_tokens"): count for name, count in total.items() if name.endswith("_tokens")}
     assert tokens == dict(bill.used)
@@ -157,6 +167,54 @@ def test_a_wrong_key_ends_the_run_before_the_first_evaluation_and_names_the_key(
     with pytest.raises(ConfigError, match=words):
         small_run(*outside, f"task={task}", "engine.openai.max_connections=4")
     assert bill.num_requests <= 4  # those that were sent together
+
+
+@pytest.mark.long
+def test_a_key_that_is_revoked_during_a_run_stops_it_with_the_cause_and_keeps_the_checkpoint(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    bill.revoked_after = 100
+    with pytest.raises(RunFailed, match=r"engine\.openai\.api_key_env: .*HTTP 401: no such key \(8 times in a row"):
+        small_run(*outside, "train.num_steps=40", "train.checkpoint_every=1")
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    assert bill.num_requests < 200
+
+
+@pytest.mark.long
+def test_after_a_kill_all_requests_are_known_but_for_those_in_flight(
+    launched: Callable[..., Forked], outside: tuple[str, ...], bill: Bill, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = (
+        "+experiment=quickstart", "cluster=inprocess", "run_dir=run", *outside, "tracking=none", "train.num_steps=3",
+        "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=1", "data.num_eval_prompts=16",
+    )  # fmt: skip
+    process = launched(*command, THE_KEY="the-key")
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "step_1").exists() or bill.num_requests < 90:
+        assert process.is_running and time.monotonic() < deadline, process.output
+        time.sleep(0.01)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    resumed = launched(*command, "resume=auto", THE_KEY="the-key")
+    assert resumed.wait() == 0, resumed.output
+    judging = json.loads((run / "summary.json").read_text())["judging"]
+    total = {name: sum(counts[name] for counts in judging["requests"].values()) for name in FIELDS}
+    assert 0 <= total["requests"] - bill.num_requests <= total["unknown"] <= 64
+    assert 0 <= bill.used["sampled"] - total["sampled_tokens"] <= 5 * total["unknown"]
+    assert total["requests"] > judging["asked"]
+
+
+def test_an_evaluation_whose_key_is_revoked_has_failed_and_says_why(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    bill.revoked_after = 6
+    with pytest.raises(RunFailed, match=r"HTTP 401: no such key \(8 times in a row"):
+        small_run(*outside, "task=evaluate", "evaluate.ks=[1]", "engine.openai.max_connections=4")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["judging"]["requests"]["evaluation"]["requests"] >= 14
 
 
 def test_a_judge_outside_is_measured_against_labels_too(

@@ -21,6 +21,7 @@ from grmpipe.run.start_scorers import start_scalar_models
 from grmpipe.tasks import run_task
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.scalar_model import find_scalar_models
+from models.engines.endpoint_use import NoRequestLog
 from models.engines.openai.pooling_scorer import PoolingScorer
 from models.tiny.resolve import SHIPPED
 from scheduler.events import NoEvents
@@ -128,7 +129,7 @@ def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokeniz
     assert found.model.path == "org/rm" and found.model.context_tokens == 100
 
     async def connect() -> None:
-        models = await start_scalar_models(None, prepared, NoEvents())
+        models = await start_scalar_models(None, prepared, NoEvents(), lambda model: NoRequestLog())
         assert isinstance(models.by_role["grm"].scorer, PoolingScorer) and models.pools == ()
         await models.close()
 

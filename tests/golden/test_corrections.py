@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,6 +43,29 @@ def drift(weights: list[float], lengths: list[int] | None = None, **given: list[
         loss_mask_T=mask,
         sequence_lengths_S=torch.tensor(lengths or [len(weights)]),
     )
+
+
+def one_for_all(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    return torch.tensor(True)
+
+
+def half(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "apply", "shape"),
+    [("correction", correction, r"\(2,\)"), ("rejections", kept, r"\(1,\)")],
+)
+def test_what_would_be_broadcast_is_refused_by_key_function_and_line(key: str, apply: Callable, shape: str) -> None:
+    for function, what in ((one_for_all, r"a tensor of shape \(\)"), (half, r"0\.5")):
+        name = f"{__name__}.{function.__name__}"
+        algorithm = AlgorithmConfig(**{key: name if key == "correction" else [name]})  # type: ignore[arg-type]
+        said = (
+            rf"^algorithm\.{key}: .*{function.__name__} \(.*:\d+\) returned {what}; return a tensor of shape {shape}$"
+        )
+        with pytest.raises(ValueError, match=said):
+            apply(drift([1.0, 1.0]), algorithm)
 
 
 def test_tis_caps_the_ratio_from_above_only() -> None:

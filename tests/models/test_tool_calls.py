@@ -301,12 +301,16 @@ def test_a_parser_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: 
         "    return ParsedTurn(content='', tool_calls=(ToolCall(name=text.lower(), arguments={}),))\n"
         "def wrong(text, tools):\n    return text\n"
         "def narrow(text):\n    return text\n"
+        "def strict(text, tools):\n    return json.loads(text)\n"
+        "import json\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_calls", raising=False)
     check_tool_parser("my_calls.shouted")
     turn = parser_named("my_calls.shouted")("NOW", TOOLS)
     assert turn.tool_calls == (ToolCall(name="now", arguments={}),)
+    (error,) = parser_named("my_calls.strict")("{", TOOLS).errors
+    assert error.startswith("the call can't be read (JSONDecodeError: ")
     with pytest.raises(ValueError, match=r"^tool_parser: my_calls\.wrong must return a ParsedTurn, and returned a str"):
         parser_named("my_calls.wrong")("", TOOLS)
     for name in ("my_calls.narrow", "my_calls.gone", "my_calls.ParsedTurn"):

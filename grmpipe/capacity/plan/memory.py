@@ -19,12 +19,12 @@ from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
 
-# Of an engine on a GPU. vLLM 0.32 sizes its memory by a step of 8192 tokens, in one layer: what its MLP and attention
-# compute at once, and the stream between layers. Logits are float32 while they are sampled.
+# Of an engine on a GPU, assumed: what its largest step computes at once in one layer, and the stream between layers. A
+# step of SGLang has 8192 tokens at most, one of vLLM 2048 unless its max_num_batched_tokens is set.
 ENGINE_STEP_TOKENS = 8192
 STREAMS = 3  # of hidden size: the residual, a layer's input, its output
-LOGIT_COPIES = 3  # as computed, scaled, sorted or normalised
-GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers: vLLM logs 0.5 to 1 GB for models of 8 to 70 B
+LOGIT_COPIES = 3  # in float32: as computed, scaled, sorted or normalised
+GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

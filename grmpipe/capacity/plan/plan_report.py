@@ -22,6 +22,14 @@ from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
 from scheduler.placement import describe
 
+# Judges that ask no model, or one with a scalar head.
+KIND_IN_WORDS = {
+    "scalar": "a scalar reward model",
+    "rule": "a rule",
+    "env": "an environment's reward",
+    "label": "a label",
+    "custom": "a judge of your own",
+}
 MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
 Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: this run can't be simulated
 
@@ -109,7 +117,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
-    if profile is None:
+    if profile is None and all(pool.resource == "gpu" for pool in placement.pools.values()):
         lines.append(f"  {bounds_range(survey, work, costs)}")
     if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
@@ -183,7 +191,7 @@ def judged(survey: Survey) -> list[str]:
     wide = column_width(judging.judges)
     lines = []
     for name, judge in judging.judges.items():
-        work = asked(name, survey) if name in judging.generative else f"a {judge.kind}"
+        work = asked(name, survey) if name in judging.generative else KIND_IN_WORDS[judge.kind]
         lines.append(f"    {name:<{wide}} {work}{seen(shares[name])}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 

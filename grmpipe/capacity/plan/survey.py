@@ -13,7 +13,13 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
+from grmpipe.validate.engines import (
+    check_installed,
+    check_tensor_parallel,
+    context_limit_of,
+    refuse_delta_of_experts,
+    sends_parts_of_experts,
+)
 from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.parallel import check_experts, check_query_heads
 from grmpipe.validate.places import seat_roles
@@ -80,6 +86,9 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
         check_heads(models[role.name], role, config)
+        footprint = models[role.name].footprint
+        if footprint is not None and footprint.num_expert_parameters and sends_parts_of_experts(role, config):
+            refuse_delta_of_experts(role)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning)
             check_experts(config, learning.path, role.learner)
@@ -171,16 +180,20 @@ def scorer_dtypes(config: RunConfig) -> dict[str, str]:
 
 
 def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
-    """The sizes of a model with a scalar head. The run itself checks the head and the tokenizer."""
+    """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
     key, path = (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models[role].path)
     assert path is not None
     try:
-        footprint = footprint_of(find_files(resolve_model(path, progress), weights=False))
+        directory = find_files(resolve_model(path, progress), weights=False)
     except ValueError as error:
         shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
-    return Sized(role=role, model=None, footprint=footprint, context_tokens=0), []
+    from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
+
+    with section(f"{key}."):
+        scalar_config(directory)
+    return Sized(role=role, model=None, footprint=footprint_of(directory), context_tokens=0), []
 
 
 def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
@@ -24,6 +25,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
+from grmpipe.judge.monitor.circuit_breaker import Unfit
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
@@ -39,7 +41,8 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
     workload, costs = workload_of(survey, profile), stated_or_reckoned(survey, profile)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
-    run = simulate(workload, survey.placement, costs, config.simulate.steps, timeline)
+    with stopped_for_a_user():
+        run = simulate(workload, survey.placement, costs, config.simulate.steps, timeline)
     timeline.close()
     record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
@@ -53,10 +56,24 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
     workload = workload_of(survey, profile)
 
     def predict(placement: Placement, costs: Costs) -> Predicted:
-        run = simulate(workload, placement, costs, survey.config.plan.steps)
+        with stopped_for_a_user():
+            run = simulate(workload, placement, costs, survey.config.plan.steps)
         return Predicted(step_s=run.step_s, busy=run.busy)
 
     return predict
+
+
+@contextlib.contextmanager
+def stopped_for_a_user() -> Iterator[None]:
+    """A run that stops because too much fails in it is a ConfigError: so would the real one, from its first steps."""
+    try:
+        yield
+    except Unfit as error:
+        unreadable = "simulate.unparseable_share"
+        raise ConfigError(
+            f"reward: the simulated run stops, as a real one would: {error}; type judges that decide more of its "
+            f"rollouts, another composition of them, or a lower {unreadable} if you set that"
+        ) from error
 
 
 def is_simulated(config: RunConfig) -> bool:

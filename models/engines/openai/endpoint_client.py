@@ -211,7 +211,7 @@ class EndpointClient:
         )
 
     def _deny(self, text: str) -> EngineDenied:
-        self._denied = EngineDenied(self.clean(text))
+        self._denied = EngineDenied(self.clean(text), has_served=self._has_served)
         return self._denied
 
     def _given_up(self, num_tries: int, busy: BusyError) -> str:

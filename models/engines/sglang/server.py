@@ -42,6 +42,8 @@ FLAGS_OF_OURS = {
     "enable-memory-saver": "engine.sglang.sleep_mode",
     "tp-size": "the placement",
     "tensor-parallel-size": "the placement",
+    **dict.fromkeys(("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size"), "the placement"),
+    **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr"), "the placement: a server is on one machine"),
     "device": "the placement",
     "base-gpu-id": "the placement",
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config", "weight-version", "skip-tokenizer-init")),
@@ -221,8 +223,10 @@ def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[s
 
 def _defaults(start: SglangStart) -> dict[str, Any]:
     """Flags that we rely on, and a user may still change."""
+    chosen = start.config.deterministic
     flags: dict[str, Any] = {
-        "enable-deterministic-inference": True,  # otherwise it ignores a request's seed
+        # Without it SGLang ignores a request's seed.
+        "enable-deterministic-inference": start.device == "cpu" if chosen is None else chosen,
         "incremental-streaming-output": True,
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,

@@ -46,7 +46,15 @@ INSTEAD = {
     "max_lora_rank": "policy.lora.rank or grm.lora.rank",
     "lora_target_modules": "policy.lora.target_modules or grm.lora.target_modules",
     "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+        "placement.roles.<role>.slots_per_replica",
+    ),
     "data_parallel_size": "placement.roles.<role>.replicas",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_size_local", "data_parallel_rank"),
+        "the placement (an engine is on one machine; placement.roles.<role>.replicas has more of them)",
+    ),
 }
 # Arguments that this engine depends on: other values would break it.
 FIXED = (

@@ -20,6 +20,7 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     reads_model_files = True
     share_option = "gpu_memory_utilization"
     share_has_activations = True
+    fuses_experts = True
     memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
 
     @classmethod

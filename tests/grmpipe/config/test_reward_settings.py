@@ -195,6 +195,8 @@ def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
             {"overlong_buffer_share": 0.1},
             r"^algorithm\.overlong_buffer_share: .*type algorithm\.overlong_buffer_share=0, or",
         ),
+        ({"estimator": "gae"}, r"^rewards\.style\.normalise: .*type algorithm\.estimator=reinforce_pp_baseline, or"),
+        ({"estimator": "reinforce_pp"}, r"^rewards\.style\.normalise: .* reinforce_pp does not"),
         ({"kl_in_reward": True}, r"^algorithm\.kl_in_reward: .*or rewards\.style\.normalise=none$"),
     ],
 )

@@ -143,6 +143,14 @@ def test_each_turn_has_its_seed_its_reward_and_the_state_in_which_it_acted() -> 
     assert rollout.answer == "c" and env.num_closed == 1
 
 
+def test_what_the_environment_says_at_the_end_is_kept_and_trained_by_none() -> None:
+    says = lambda action: Observation(messages=[Message(role="user", content="boom")], done=True)  # noqa: E731
+    rollout = played(Scripted(says), Policy(["a"]))
+    assert [message.content for message in rollout.turns[-1].replies] == ["boom"]
+    ((prompt_ids, _),) = segments_of(rollout)[0]
+    assert list(rollout.prompts()) == [prompt_ids] and ord("m") not in prompt_ids
+
+
 def test_after_each_turn_but_the_last_the_rollout_so_far_is_given_with_the_replies() -> None:
     given_to: list[Rollout] = []
     request = RolloutRequest(group_id="g", sibling=1, seed=50, attempt=2, on_turn=given_to.append)

@@ -11,7 +11,7 @@ import pytest
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.fence import LEGEND, fenced, in_fences, plain
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.trajectory import Passage, Trajectory, of_text, trajectory_of
+from grmpipe.judge.trajectory import BRANCH, Passage, Trajectory, of_text, trajectory_of
 from grmpipe.types import Criterion, Prompt, Rollout, Turn
 from models.types import Completion, Message, VersionSpan
 
@@ -69,6 +69,12 @@ def test_neither_voice_can_write_the_others_fence(bench: Any) -> None:
 
 def test_two_replies_to_a_turn_are_parted_by_a_line_that_neither_voice_can_write(bench: Any) -> None:
     assert shown(bench.prompt(), episode((CALL, [" 41\n\n", " 7"]))) == "> add( 32, 9)\n|  41\n| \n\n|  7"
+
+
+def test_a_branch_is_announced_by_a_line_that_no_voice_can_write(bench: Any) -> None:
+    first, second = CALCULATED.turns
+    branched = replace(CALCULATED, turns=(first, replace(second, rewritten=True)))
+    assert shown(bench.prompt(), branched) == FENCED.replace("> Answer", f"{BRANCH}\n> Answer")
 
 
 def test_a_rollout_without_an_environment_is_shown_as_its_text(bench: Any) -> None:

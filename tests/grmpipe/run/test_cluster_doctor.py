@@ -27,6 +27,7 @@ from grmpipe.run.cluster_doctor import (
     placement_on,
     report,
     space_found,
+    sum_found,
     versions_found,
 )
 from grmpipe.run.node_examiner import NodeExaminer, NodeFacts
@@ -191,6 +192,18 @@ def test_ranks_that_cant_sum_name_the_networks_variables(tmp_path: Path) -> None
         assert "(NCCL error: unhandled system error)" in found[node, "NCCL"].text
     assert found["one", "GPU"].text == "NVIDIA H100 80GB HBM3"
     assert ("one", "gloo") not in found
+
+
+@pytest.mark.parametrize(
+    ("check", "num_machines", "took_s", "ok"),
+    [("NCCL", 2, 0.0128, True), ("NCCL", 2, 0.256, False), ("gloo", 2, 0.256, True), ("NCCL", 1, 0.256, True)],
+    ids=["20 GB/s", "1 GB/s", "gloo is for messages", "one machine"],
+)
+def test_nccl_at_the_speed_of_sockets_is_a_problem(check: str, num_machines: int, took_s: float, ok: bool) -> None:
+    found = sum_found("one", check, 256, num_machines, took_s)
+    assert found.ok == ok
+    assert ("NCCL_IB_HCA" in found.text) != ok
+    assert "256 MB over" in found.text
 
 
 def test_a_sum_over_machines_is_checked() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.validate.typed_keys import TaskReads, check_typed_keys
+from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
 
 
-def reads(what: str, *, prompts: bool = False, by_policy: bool = False, task: str = "evaluate") -> TaskReads:
-    return TaskReads(
-        task=task, what=what, has_prompts=prompts, by_policy=by_policy, read_by_others=frozenset({"policy.dtype"})
+def reads(what: str, *, prompts: bool = False, by_policy: bool = False) -> EvaluationReads:
+    return EvaluationReads(
+        what=what, has_prompts=prompts, by_policy=by_policy, read_by_others=frozenset({"policy.dtype"})
     )
 
 
@@ -22,7 +22,6 @@ def test_an_evaluation_of_a_judge_refuses_what_only_a_policy_needs(key: str) -> 
         check_typed_keys(reads("judge"), ["task", "judge", key])
     check_typed_keys(reads("policy"), [key])
     check_typed_keys(reads("both"), [key])
-    check_typed_keys(reads("judge", task="train"), [key])
 
 
 def test_what_a_task_reads_or_a_group_sets_is_not_refused() -> None:

@@ -57,7 +57,7 @@ def post(policy: Policy, body: object, **more: object) -> Awaitable[httpx.Respon
         key = more.pop("key", policy.api_key)
         async with httpx.AsyncClient(trust_env=False) as client:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
             return await client.post(f"{policy.base_url}/chat/completions", content=content, headers=headers)
 
     return posted()
@@ -205,6 +205,36 @@ def test_a_client_that_hangs_up_ends_its_request(make_engine: Callable, asked: C
     assert [turn.completion.text for turn in asked(engine, talk).turns] == ["kept"]
 
 
+HARMLESS = {
+    "user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "tool_choice": "auto",
+    "response_format": {"type": "text"}, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {},
+    "logprobs": False,
+}  # fmt: skip
+
+
+def test_what_would_change_an_answer_and_can_not_is_refused_by_its_name(make_engine: Callable, asked: Callable) -> None:
+    async def talk(policy: Policy) -> None:
+        for name, value in (
+            ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("presence_penalty", 0.5),
+            ("frequency_penalty", -1), ("logit_bias", {"7": 100}),
+        ):  # fmt: skip
+            response = await post(policy, {"messages": [USER], name: value})
+            assert code_of(response) == (400, "invalid_request")
+            assert f"{name}: only " in response.text
+        deep = b'{"messages": ' + b"[" * 100_000
+        assert code_of(await post(policy, deep)) == (400, "invalid_request")
+        assert code_of(await post(policy, {"messages": [USER]}, key="grmpipe-\u00e9-\u00e9")) == (
+            401,
+            "invalid_api_key",
+        )
+        public = policy.api_key.split("-")[1]
+        key = f"grmpipe-{public}-\u00e9"
+        assert code_of(await post(policy, {"messages": [USER]}, key=key)) == (401, "invalid_api_key")
+        assert (await post(policy, {"messages": [USER]})).status_code == 200
+
+    assert len(asked(make_engine(), talk).turns) == 1
+
+
 def test_what_is_asked_in_vain_is_said_once(
     make_engine: Callable, asked: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,10 +242,10 @@ def test_what_is_asked_in_vain_is_said_once(
 
     async def talk(policy: Policy) -> None:
         for _ in range(2):
-            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None}
+            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None, "colour": 1, **HARMLESS}
             assert (await post(policy, body)).status_code == 200
 
     asked(engine, talk)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "stop, temperature" in said and "top_p" not in said
+    assert "colour, stop, temperature" in said and "top_p" not in said and "user" not in said
     assert {params.temperature for _, params, _ in engine.asked} == {0.7}

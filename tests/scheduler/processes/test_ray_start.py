@@ -8,7 +8,7 @@ import time
 import pytest
 
 from scheduler.placement import ClusterConfig, NodeCapacity
-from scheduler.processes.ray_start import init_ray, nodes_of_ray, passed_on, threads_of
+from scheduler.processes.ray_start import init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
 
 
 def test_an_address_where_nobody_listens_is_told_at_once() -> None:
@@ -29,6 +29,15 @@ def test_named_variables_are_passed_on_and_no_others() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set; export it first"):
         passed_on(["HF_HOMES"], here)
+
+
+def test_an_engine_gets_no_settings_of_the_learners_allocator() -> None:
+    sent, here = (
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HOME": "/hf"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "x:1"},
+    )
+    assert without_allocator(sent, here) == {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""}
+    assert without_allocator({}, {"HOME": "/root"}) == {}
 
 
 def test_a_value_among_the_names_is_refused_and_not_repeated() -> None:

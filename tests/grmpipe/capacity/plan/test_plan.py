@@ -14,11 +14,12 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
-from grmpipe.capacity.plan.plan_report import plan
+from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
 from grmpipe.capacity.plan.search import replicas_allowed
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import step_work
 from grmpipe.capacity.simulate.simulation import simulator
+from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 from models.lm.footprint import footprint_of
@@ -212,6 +213,38 @@ def test_beyond_its_key_heads_an_engine_holds_copies_of_keys_and_values(big_run:
     assert tokens("policy.shape.num_kv_heads=4") == pytest.approx(tokens(), rel=0.01), "1 head on each of 8 GPUs"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("grm.path=tiny://reward_model",), r"^grm\.path: .* a reward model that writes no text; .* type judge=scalar"),
+        (("judge=scalar", "grm.path=tiny://grm"), r"^grm\.path: .* holds Qwen3ForCausalLM, which has no scalar head"),
+    ],
+    ids=["a judge that writes", "a judge that scores"],
+)
+def test_a_judges_model_must_have_the_head_that_the_judge_needs(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned("+experiment=quickstart", *overrides)
+
+
+def test_judges_that_ask_no_language_model_are_named_in_words() -> None:
+    assert KIND_IN_WORDS.keys() == set(KINDS) - {"generative"}
+    assert not any(re.match(r"a [aeiou]", words) for words in KIND_IN_WORDS.values())
+
+
+def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words() -> None:
+    config = composed("+experiment=quickstart", "simulate.unparseable_share=1", "plan.steps=4")
+    with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
+        plan(config, lambda what, share: None, simulator)
+
+
+def test_a_push_that_leaves_out_experts_is_refused_where_the_engine_fuses_them(big_run: tuple[str, ...]) -> None:
+    mixture = ("policy=qwen3_30b_a3b", "engine=vllm", "sync.delta=true")
+    with pytest.raises(
+        ConfigError, match=r"^sync\.delta: the engine of policy keeps all experts .* type sync\.delta=false"
+    ):
+        planned(*big_run, *mixture)
+
+
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
     odd = ("placement.pools.rollout.slots=3", "placement.roles.policy.slots_per_replica=3")
     with pytest.raises(ConfigError, match=r"^placement\.roles\.policy\.slots_per_replica: 3 GPUs can't share 32"):
@@ -313,7 +346,9 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert re.search(r"learner  20\.5 s of work for each of 4; 19,\d\d\d packed tokens/s, MFU 0\.2\d\n", text)
     least, fast, slow = map(float, re.findall(r"at least ([\d.]+) s: .*\n  likely ([\d.]+) s to ([\d.]+) s: ", text)[0])
     assert fast == pytest.approx(least / 1.6, rel=0.01) and slow == pytest.approx(least * 1.6, rel=0.01)
-    assert "packed tokens/s\n" in planned("+experiment=quickstart"), "cores have no MFU"
+    on_cores = planned("+experiment=quickstart", "sync.delta=true")
+    assert "packed tokens/s\n" in on_cores, "cores have no MFU"
+    assert "likely" not in on_cores, "published rates are those of GPUs"
 
 
 def test_without_a_prefix_cache_every_request_computes_its_prompt(big_run: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from grmpipe.capacity.plan.shares import USABLE, Wish, divided, shares_of, with_
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
+from grmpipe.tasks import prepare_evaluation
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.engines.vllm.options import VllmStart, arguments_of
@@ -114,6 +115,22 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     start = VllmStart(model_path=prepared.policy.path, config=engine, dtype="bfloat16", device="cuda",
                       context_tokens=64, tensor_parallel=1, takes_weights=True)  # fmt: skip
     assert arguments_of(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
+
+
+def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("check_machine", "check_installed"):
+        monkeypatch.setattr(f"grmpipe.validate.evaluation.{check}", lambda *_: None)
+    config = composed(
+        "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate",
+        "evaluate.what=policy", "data.num_eval_prompts=2",
+    )  # fmt: skip
+    prepared = prepare_evaluation(config, lambda *_: None).prepared
+    assert set(prepared.placement.seats) == {"policy", "grm"}
+    served = prepared.roles.served
+    options = [served[role].engine.options for role in ("policy", "grm")]
+    shares = [one.gpu_memory_utilization for one in options if isinstance(one, VllmConfig)]
+    assert None not in shares and USABLE - 0.03 < sum(filter(None, shares)) <= USABLE
+    assert not any(role.takes_weights for role in served.values())
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

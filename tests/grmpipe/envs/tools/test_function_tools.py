@@ -157,7 +157,7 @@ def answered(
         limits = StageLimits(boot_s=5, step_s=5, close_s=5, max_observation_chars=100)
         env = LimitedEnv(ToolEnv(module, limits=calls_within), limits)
         opening = await env.open(Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))))
-        assert len(opening.tools) == 6
+        assert len(opening.tools) == 8
         return await env.step(Action(text="", tool_calls=calls, errors=errors))
 
     return asyncio.run(go())

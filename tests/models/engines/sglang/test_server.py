@@ -199,6 +199,17 @@ def test_flags_follow_from_the_typed_options() -> None:
     assert "attention-backend" not in flags_of(start_of(device="cuda"))
 
 
+@pytest.mark.parametrize(
+    ("device", "deterministic", "expected"),
+    [("cpu", None, True), ("cuda", None, False), ("cuda", True, True), ("cpu", False, False)],
+)
+def test_sampling_by_the_requests_own_seeds_is_asked_for_on_gpus(
+    device: str, deterministic: bool | None, expected: bool
+) -> None:
+    flags = flags_of(start_of(device=device, deterministic=deterministic))
+    assert ("enable-deterministic-inference" in flags) == expected
+
+
 def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
     options = {
         "enable_deterministic_inference": False, "--page-size": 16, "lora-paths": ["a", "b"],
@@ -213,6 +224,8 @@ def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
     ("option", "instead"),
     [
         ("port", "remove it"),
+        ("pp_size", "it follows from the placement"),
+        ("nnodes", "a server is on one machine"),
         ("api_key", "remove it"),
         ("--context-length", r"engine\.sglang\.max_context_tokens"),
         ("tp_size", "the placement"),
