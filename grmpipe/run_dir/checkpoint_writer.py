@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.identity import check_is_there
 from grmpipe.run_dir.run_state import RunState
 from models.stored_files import StoredFile
 
@@ -61,6 +62,10 @@ class CheckpointWriter:
 
     async def _publish(self, draft: Path, state: RunState, folders: Mapping[str, Saving]) -> None:
         files: list[StoredFile] = []
-        for folder, learner in folders.items():
-            files += [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in await learner.saved()]
-        self._checkpoints.publish(draft, state, files)
+        try:
+            for folder, learner in folders.items():
+                files += [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in await learner.saved()]
+            self._checkpoints.publish(draft, state, files)
+        except FileNotFoundError:
+            check_is_there(self._checkpoints.directory.parent, state.run_id)
+            raise

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 import launch as entry  # registers the schema
@@ -79,7 +80,7 @@ def test_a_rotated_key_may_resume_and_another_value_may_not_and_neither_is_told(
 
 
 def with_server(given: str) -> RunConfig:
-    return composed("env=tools", "+env.mcp={notes: {" + given + "}}")
+    return from_values(RunConfig, {"env": {"kind": "tools", "mcp": {"notes": yaml.safe_load("{" + given + "}")}}})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def with_server(given: str) -> RunConfig:
         "url: 'https://host/mcp?apiKey=" + SECRET + "'",
     ],
 )
-def test_what_a_server_of_tools_is_given_reaches_it_and_no_file(conf: None, given: str, tmp_path: Path) -> None:
+def test_what_a_server_of_tools_is_given_reaches_it_and_no_file(given: str, tmp_path: Path) -> None:
     config = with_server(given)
     assert SECRET in str(config.env.mcp_servers)
     assert SECRET not in to_yaml(config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,20 @@ def test_a_write_that_failed_is_told_at_the_next_step_and_publishes_nothing(tmp_
             writer.check()
         writer.check()  # it is raised only once
         assert checkpoints.find().checkpoint is None
+
+    asyncio.run(run())
+
+
+def test_a_run_dir_that_is_deleted_during_a_write_is_told_as_such(tmp_path: Path) -> None:
+    async def run() -> None:
+        checkpoints = Checkpoints(directory=tmp_path / "run" / "checkpoints", keep=2)
+        writer, draft = CheckpointWriter(checkpoints), checkpoints.draft(2)
+        learner = Learner(draft / "learner")
+        writer.publish_when_written(draft, dataclasses.replace(state(2), run_id="mine"), {"learner": learner})
+        shutil.rmtree(tmp_path / "run")
+        learner.disk.set_result(None)
+        with pytest.raises(FileNotFoundError, match=r"run_dir: .*run was deleted or replaced during the run"):
+            await writer.settled()
 
     asyncio.run(run())
 

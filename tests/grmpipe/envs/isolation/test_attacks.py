@@ -47,6 +47,15 @@ ATTACKS = {
         there = ctypes.create_string_buffer(16)
         print('read', call(310, env, there, 1, there, 1, 0))""",
     "debugs the environment": "assert not libc.ptrace(16, env, 0, 0); print('attached')",
+    "overwrites memory of the environment": """
+        there = ctypes.create_string_buffer(16)
+        print('wrote', call(311, env, there, 1, there, 1, 0))""",
+    "keeps files where none are counted": """
+        for folder in ('/dev/shm', '/tmp', '/run', '/var/tmp', '/dev', '/dev/mqueue'):
+            try:
+                print(open(folder + '/kept', 'w'))
+            except OSError:
+                pass""",
     "connects to a socket by its path": "socket.socket(socket.AF_UNIX).connect(PATH); print('connected')",
     "connects to a socket by its name": "socket.socket(socket.AF_UNIX).connect(NAME); print('connected')",
     "reaches the host of a virtual machine": "print(socket.socket(socket.AF_VSOCK))",
