@@ -85,9 +85,10 @@ class McpServerConfig:
 
     command: the program, and its arguments; it speaks over stdin and stdout.
     env:     further environment variables of the program.
-    shared:  one program for all episodes of the run; false: one for each episode.
+    shared:  one program, or one session at the URL, for all episodes of the run; false: one for each episode.
     url:     of a server that runs already, over HTTP.
     headers: of every request to the URL.
+    tools:   those that the policy may call, by name; empty: all.
     """
 
     command: Sequence[str] = ()
@@ -95,6 +96,7 @@ class McpServerConfig:
     shared: bool = False
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    tools: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -108,12 +110,14 @@ class McpServerConfig:
                 "url: holds a user's name or password; give what the server asks for as headers, such as "
                 "headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}"
             )
-        if self.url and (self.env or self.shared):
-            raise ValueError("env: env and shared are for a command; a server at a URL is started by someone else")
+        if self.url and self.env:
+            raise ValueError("env: is for a command; a server at a URL is started by someone else")
         if self.headers and not self.url:
             raise ValueError("headers: are for a url; a command gets env")
         if isinstance(self.command, str):
             raise ValueError(f"command: must be a list, such as [python,my_server.py], got {self.command!r}")
+        if isinstance(self.tools, str):
+            raise ValueError(f"tools: must be a list of names, such as [search], got {self.tools!r}")
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -146,8 +150,8 @@ class EnvConfig:
     kind: str = DEFAULT_ENV
     target: str = ""  # For custom: dotted path of the class; for workflow: of the function.
     functions: str = ""  # For tools: dotted path of a module, whose public functions are the tools.
-    # For tools: servers of the Model Context Protocol, by name, each with a command (and env, shared) or a url (and
-    # headers); their tools join those of functions.
+    # For tools: servers of the Model Context Protocol, by name, each with a command (and env) or a url (and headers),
+    # shared by the episodes or not, with all of its tools or those it names; their tools join those of functions.
     mcp: dict[str, Any] = field(default_factory=dict)
     # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
     runs_in: str = DEFAULT_PLACE

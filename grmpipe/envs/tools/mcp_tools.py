@@ -1,6 +1,7 @@
 """Tools of servers that speak the Model Context Protocol: over stdin and stdout, or HTTP. Knows no episode.
 
-A result with MCP's is-error flag is the policy's fault; a server that can't be reached, or dies, is the environment's.
+An answer that says no (MCP's is-error flag, an error of JSON-RPC) is the policy's fault; a server that can't be
+reached, or dies, is the environment's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -19,9 +20,11 @@ from grmpipe.config.redact import mask
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import supervised
 from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.types import EnvCause
 from models.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
+    from httpx2 import AsyncClient
     from mcp import Client
     from mcp.types import CallToolResult
 
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 SHOWN_ERROR_CHARS = 500
 CONNECT_S, READ_S = 30.0, 300.0  # the library's own; env.step_s and env.boot_s are shorter
+ANSWER_S = 5.0  # for a server to show that it still answers, after an error
 END_S = 10.0  # for a server to end after its connection; mcp kills it long before
 INSTALL = "mcp: servers of tools need the package mcp; type: pip install 'grmpipe[mcp]'"
 
@@ -48,6 +52,7 @@ async def check_servers(config: EnvConfig) -> None:
     servers = McpServers(config.mcp_servers)
     asking = (listed_in(servers, name, config.boot_s) for name in config.mcp)
     found = await asyncio.gather(*asking, return_exceptions=True)  # the others end too, before one is raised
+    await servers.close()
     for name, tools in zip(config.mcp, found, strict=True):
         if isinstance(tools, BaseException):
             raise tools
@@ -82,10 +87,13 @@ class McpTool:
 
 
 class McpServers:
-    """The servers of a run, by name. Those that are shared, or run elsewhere, are connected once."""
+    """The servers of a run, by name. Those that are shared are connected once, others once per episode: a program or a
+    session of its own, so that no episode reads what another one left.
+    """
 
     def __init__(self, configs: Mapping[str, McpServerConfig]) -> None:
         self._configs = dict(configs)
+        self._https: dict[str, AsyncClient] = {}  # one for all sessions at a URL: it takes long to make
         self._specs: dict[str, tuple[ToolSpec, ...]] = {}  # read once per run
         self._shared: dict[str, Connection] = {}
         self._connecting = asyncio.Lock()
@@ -96,10 +104,10 @@ class McpServers:
         own: list[Connection] = []
         try:
             for name, config in self._configs.items():
-                if config.shared or config.url:
+                if config.shared:
                     connections[name] = await self._shared_connection(name)
                 else:
-                    own.append(await Connection.open(name, config))
+                    own.append(await self._connection(name))
                     connections[name] = own[-1]
             tools = [tool for name, one in connections.items() for tool in await self._tools_of(name, one)]
         except BaseException:
@@ -109,7 +117,7 @@ class McpServers:
 
     async def names_of(self, name: str) -> list[str]:
         """The tools of one server, which is started for that. Raises EnvFault."""
-        connection = await Connection.open(name, self._configs[name])
+        connection = await self._connection(name)
         try:
             return [tool.spec.name for tool in await self._tools_of(name, connection)]
         finally:
@@ -118,6 +126,14 @@ class McpServers:
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self._shared.values()))
         self._shared.clear()
+        await asyncio.gather(*(http.aclose() for http in self._https.values()))
+        self._https.clear()
+
+    async def _connection(self, name: str) -> Connection:
+        config = self._configs[name]
+        if config.url and name not in self._https:
+            self._https[name] = http_client(config)
+        return await Connection.open(name, config, self._https.get(name))
 
     async def _shared_connection(self, name: str) -> Connection:
         """The run's connection, made anew if it broke."""
@@ -126,12 +142,12 @@ class McpServers:
                 return before
             if before is not None:
                 await before.close()
-            self._shared[name] = await Connection.open(name, self._configs[name])
+            self._shared[name] = await self._connection(name)
             return self._shared[name]
 
     async def _tools_of(self, name: str, connection: Connection) -> list[McpTool]:
         if name not in self._specs:
-            self._specs[name] = await connection.listed()
+            self._specs[name] = allowed(await connection.listed(), self._configs[name].tools)
         return [McpTool(spec=spec, connection=connection) for spec in self._specs[name]]
 
 
@@ -149,9 +165,10 @@ class OpenServers:
 class Connection:
     """A connection to a server, in a task of its own: the library wants it opened and closed by the same one."""
 
-    def __init__(self, name: str, config: McpServerConfig) -> None:
+    def __init__(self, name: str, config: McpServerConfig, http: AsyncClient | None) -> None:
         self._name = name
         self._config = config
+        self._http = http
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
         self._broken = False
@@ -159,8 +176,9 @@ class Connection:
         self._task = asyncio.create_task(self._run())
 
     @staticmethod
-    async def open(name: str, config: McpServerConfig) -> Connection:
-        connection = Connection(name, config)
+    async def open(name: str, config: McpServerConfig, http: AsyncClient | None = None) -> Connection:
+        """http: sends the requests to a URL."""
+        connection = Connection(name, config, http)
         try:
             await asyncio.shield(connection._ready)
         except asyncio.CancelledError:
@@ -170,6 +188,8 @@ class Connection:
             said = connection.said()
             await connection.close()
             text = f"the MCP server {name} ({config}) doesn't start: {connection.cause_of(error)}"
+            if config.url and not config.shared:
+                text += "; one that keeps no sessions needs shared: true"
             raise EnvFault(f"{text}; {said}" if said else text, "boot") from error
         return connection
 
@@ -218,7 +238,7 @@ class Connection:
     async def _run(self) -> None:
         try:
             async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(await client_of(self._config, stack, self._errors))
+                client = await stack.enter_async_context(client_of(self._config, self._http, self._errors))
                 self._ready.set_result(client)
                 await self._end.wait()
         except Exception as error:  # the library's transports raise what their own libraries do
@@ -229,7 +249,7 @@ class Connection:
                 log.info("the connection to the MCP server %s ended: %s", self._name, self.cause_of(error))
 
     async def _asked(self, asking: Coroutine[object, object, T]) -> T:
-        """The answer. Raises PolicyFault for wrong arguments, EnvFault if the server fails, or the way to it."""
+        """The answer. Raises PolicyFault if it is an error, EnvFault if the server fails, or the way to it."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
@@ -241,34 +261,58 @@ class Connection:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise PolicyFault(mask(str(error), self._config.secrets), "arguments") from error
-            self._broken = True
+            if await self._still_answers():
+                raise PolicyFault(mask(str(error), self._config.secrets)) from error
             raise EnvFault(f"the MCP server {self._name} failed: {self.cause_of(error)}", "died") from error
         except Exception as error:
-            self._broken = True
-            raise EnvFault(f"the MCP server {self._name}: {self.cause_of(error)}", "unreachable") from error
+            cause: EnvCause = "protocol" if await self._still_answers() else "unreachable"
+            raise EnvFault(f"the MCP server {self._name}: {self.cause_of(error)}", cause) from error
         finally:
             request.cancel()
         raise EnvFault(f"the connection to the MCP server {self._name} ended", "died")
 
+    async def _still_answers(self) -> bool:
+        """Whether an error was the answer to one request. Otherwise the connection is broken: the library gives its
+        transport's errors the same type.
+        """
+        asking = asyncio.ensure_future(self._ready.result().list_tools())
+        done, _ = await asyncio.wait({asking, self._task}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        answers = asking in done and asking.exception() is None
+        self._broken |= not answers
+        asking.cancel()
+        return answers
 
-async def client_of(config: McpServerConfig, stack: AsyncExitStack, errors: TextIO) -> Client:
-    """A client, still without a connection. errors: the file for what a program writes to stderr."""
+
+def client_of(config: McpServerConfig, http: AsyncClient | None, errors: TextIO) -> Client:
+    """A client, still without a connection. errors: the file for what a program writes to stderr.
+
+    A session of its own at a URL needs the protocol's versions up to 2025: later ones have none.
+    """
     from mcp import Client, StdioServerParameters, stdio_client
-
-    if config.url:
-        return Client(config.url) if not config.headers else await client_with_headers(config, stack)
-    program, *arguments = supervised(config.command)
-    parameters = StdioServerParameters(command=program, args=arguments, env=dict(config.env))
-    return Client(stdio_client(parameters, errlog=errors))
-
-
-async def client_with_headers(config: McpServerConfig, stack: AsyncExitStack) -> Client:
-    import httpx2  # the library's own, whose client it takes
-    from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
 
-    http = httpx2.AsyncClient(headers=dict(config.headers), timeout=httpx2.Timeout(CONNECT_S, read=READ_S))
-    return Client(streamable_http_client(config.url, http_client=await stack.enter_async_context(http)))
+    if config.url:
+        transport = streamable_http_client(config.url, http_client=http)
+        return Client(transport, mode="auto" if config.shared else "legacy", cache=None)
+    program, *arguments = supervised(config.command)
+    parameters = StdioServerParameters(command=program, args=arguments, env=dict(config.env))
+    return Client(stdio_client(parameters, errlog=errors), cache=None)
+
+
+def http_client(config: McpServerConfig) -> AsyncClient:
+    import httpx2  # the library's own, whose client it takes
+
+    every_session = httpx2.Limits(max_connections=None)
+    timeout = httpx2.Timeout(CONNECT_S, read=READ_S)
+    return httpx2.AsyncClient(headers=dict(config.headers), timeout=timeout, limits=every_session)
+
+
+def allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, ...]:
+    """The tools of these names; all if there are no names. Raises EnvFault (boot) for a name without a tool."""
+    there = {spec.name: spec for spec in specs}
+    if unknown := [name for name in names if name not in there]:
+        raise EnvFault(f"tools: the server has no {', '.join(unknown)}; it has: {', '.join(there)}", "boot")
+    return tuple(there[name] for name in names or there)
 
 
 def text_of(result: CallToolResult) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("calculator")
@@ -23,6 +24,13 @@ def divide(a: float, b: float) -> str:
     if b == 0:
         raise ToolError("b is zero")
     return str(a / b)
+
+
+@server.tool()
+def session(ctx: Context) -> str:
+    """The session that this call belongs to, and a header."""
+    headers = ctx.request_context.request.headers
+    return f"{headers.get('mcp-session-id')} {headers.get('x-key')}"
 
 
 @server.tool()

@@ -17,10 +17,16 @@ def answer(method: str, params: dict) -> dict:
         version = params["protocolVersion"]
         return {"result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}}
     if method == "tools/list":
-        return {"result": {"tools": [{"name": name, "inputSchema": NOTHING} for name in ("add", "process", "die")]}}
+        return {
+            "result": {
+                "tools": [{"name": name, "inputSchema": NOTHING} for name in ("add", "process", "refuse", "die")]
+            }
+        }
     if method == "tools/call":
         if params["name"] == "die":
             os._exit(1)
+        if params["name"] == "refuse":
+            return {"error": {"code": -32000, "message": "the database says no"}}
         return {"result": {"content": [{"type": "text", "text": str(os.getpid())}]}}
     return {"error": NO_METHOD}
 

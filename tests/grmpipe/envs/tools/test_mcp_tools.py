@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_tools_of_a_program_are_called_and_their_errors_are_the_policys() ->
         )
         result, no, wrong, unknown = texts(observation)
         assert result == "3" and no.endswith("b is zero") and "add" in wrong
-        assert unknown.startswith("there is no tool subtract; known: add, divide, die")
+        assert unknown.startswith("there is no tool subtract; known: add, divide, session, die")
         assert observation.faults[-1] == "unknown_tool" and len(observation.faults) == 3
         assert observation.messages[0] == Message(role="tool", content="3", name="add", tool_call_id="c")
 
@@ -112,6 +113,30 @@ def test_a_server_that_dies_is_a_fault_and_the_next_episode_gets_a_new_one(tmp_p
     assert len(started(tmp_path)) == 2
 
 
+def test_an_error_as_an_answer_is_that_calls_result_and_leaves_the_others_their_server(tmp_path: Path) -> None:
+    async def talk(open_env: Callable) -> None:
+        env, other = await open_env(), await open_env()
+        refused, process = await asyncio.gather(env.step(called(("refuse", {}))), other.step(called(("process", {}))))
+        assert texts(refused) == ["the database says no"] and refused.faults == ("tool",)
+        assert texts(process) == texts(await env.step(called(("process", {})))) == [str(started(tmp_path)[0])]
+
+    run({"calc": stdio(tmp_path, shared=True)}, talk)
+    assert len(started(tmp_path)) == 1
+
+
+def test_the_policy_sees_the_tools_that_a_server_may_offer(tmp_path: Path) -> None:
+    some = replace(stdio(tmp_path), tools=["process"])
+
+    async def talk(open_env: Callable) -> None:
+        observation = await (await open_env()).step(called(("die", {})))
+        assert texts(observation) == ["there is no tool die; known: process"]
+
+    run({"calc": some}, talk)
+    unknown = {"command": some.command, "env": some.env, "tools": ["process", "serach"]}
+    with pytest.raises(ValueError, match=r"^mcp\.calc: tools: the server has no serach; it has: add, process, refuse"):
+        asyncio.run(check_servers(EnvConfig(kind="tools", mcp={"calc": unknown})))
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -136,8 +161,11 @@ def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def talk(open_env: Callable) -> None:
-        env = await open_env()
+        env, other = await open_env(), await open_env()
         assert texts(await env.step(called(("double", {"a": 4}), ("add", {"a": 1, "b": 2})))) == ["8", "3"]
+        ids = [texts(await one.step(called(("session", {}))))[0].split() for one in (env, other, env)]
+        assert ids[0] == ids[2] != ids[1] and {key for _, key in ids} == {"k"}
+        assert "None" not in ids[0]
         with pytest.raises(EnvFault) as fault:
             await env.step(called(("die", {})))
         assert fault.value.cause in ("died", "unreachable")
@@ -229,7 +257,8 @@ def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
         ({"command": ["x"], "url": "http://x"}, "^command: give either"),
         ({"url": "localhost:8000"}, "^url: must begin with http"),
         ({"url": "http://joe:pw@x"}, "^url: holds a user's name or password; give .* headers={Authorization"),
-        ({"url": "http://x", "shared": True}, "^env: env and shared are for a command"),
+        ({"url": "http://x", "env": {"a": "b"}}, "^env: is for a command"),
+        ({"command": ["x"], "tools": "add"}, "^tools: must be a list of names"),
         ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),
         ({"command": "python server.py"}, "^command: must be a list"),
     ],
