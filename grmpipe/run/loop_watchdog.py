@@ -63,7 +63,7 @@ class _Watchdog:
             level, text = self._found(time.monotonic() - begun_s)
             log.log(level, "%s", text)
             limit_s *= 2
-        if level:
+        if level and not self.ended.is_set():
             log.log(level, "the event loop goes on, after %.0f s", time.monotonic() - begun_s)
 
     def _found(self, blocked_s: float) -> tuple[int, str]:

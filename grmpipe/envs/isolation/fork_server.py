@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
@@ -179,7 +180,8 @@ def imported_packages() -> tuple[str, ...]:
     """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
     editable installation. A seat may import the rest of them.
     """
-    files = [(name, vars(module).get("__file__")) for name, module in tuple(sys.modules.items()) if "." not in name]
+    modules = [(name, found) for name, found in tuple(sys.modules.items()) if isinstance(found, ModuleType)]
+    files = [(name, vars(module).get("__file__")) for name, module in modules if "." not in name]
     paths = [Path(file) for name, file in files if file and name != "__main__"]
     found = {str(path.parent if path.stem == "__init__" else path) for path in paths}
     listed = tuple(f"{path}{os.sep}" for path in import_paths())

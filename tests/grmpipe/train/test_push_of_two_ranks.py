@@ -13,7 +13,8 @@ import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.make_learner import make_learner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
