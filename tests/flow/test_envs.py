@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,15 +124,6 @@ def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run
         ConfigError, match=r"^env: the first 8 episodes all failed .*Twice\.step \(.*\) raised KeyError"
     ):
         small_run(*TWICE, "+env.options.broken=true", "env.attempts=1", "judge=rule")
-
-
-def test_a_policy_with_tools_is_played_to_its_answer(run_once: Callable, tmp_path: Path) -> None:
-    files = run_once(
-        "env=tools", "env.functions=grmpipe.envs.tiny_tools", "rollout.max_turns=4", "train.num_steps=1", "judge=rule",
-        run_dir="tools",
-    )  # fmt: skip
-    assert files.summary["status"] == "completed"
-    assert files.summary["envs"]["episodes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ import threading
 import time
 
 
+__all__ = ["add", "sub"]
+
+
 def add(a: int, b: int) -> str:
     """The sum of two numbers."""
     threading.Event().wait()
@@ -60,16 +63,16 @@ def ended(launched: Callable[..., Forked], tmp_path: Path, *overrides: str) -> t
 
 @pytest.fixture
 def launched(forked: type[Forked], tmp_path: Path) -> Callable[..., Forked]:
-    """A launch.py that finds the user's code."""
-    launch = Path(__file__).parents[2] / "launch.py"
-    path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    return lambda *overrides: forked(launch, *overrides, cwd=tmp_path, PYTHONPATH=path)
+    """A launch.py that finds modules in tmp_path."""
+    launch = str(Path(__file__).parents[2] / "launch.py")
+    (tmp_path / "start.py").write_text(f"import runpy\nrunpy.run_path({launch!r}, run_name='__main__')\n")
+    return lambda *overrides: forked(tmp_path / "start.py", *overrides, cwd=tmp_path)
 
 
 def test_a_run_whose_tool_hangs_ends_and_the_policy_reads_it(tmp_path: Path, launched: Callable[..., Forked]) -> None:
     summary, process = ended(
         launched, tmp_path, "+experiment=tools", "env.functions=hanging_code", "env.call_s=0.2",
-        "env.max_observation_chars=200",
+        "env.max_observation_chars=60", "rollout.max_turns=2",
     )  # fmt: skip
     assert summary["status"] == "completed", summary["failure"]
     assert summary["envs"]["faults"] == {} and summary["envs"]["policy_faults"]["timeout"] > 0

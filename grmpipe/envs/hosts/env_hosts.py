@@ -78,8 +78,10 @@ class EnvHosts:
         if not left:
             first = self._hosts[0]
             raise HostsLost(f"all hosts of environments are lost; {first.name} died: {first.last_end}")
-        host = min(left, key=lambda host: (not host.is_up, host.num_envs))
-        env = RemoteEnv(host, next(self._numbers), self._limits)
+        # An environment counts from its opening on: of equal hosts the one that was chosen longest ago.
+        host = min(left, key=lambda host: (not host.is_up, host.num_envs, host.last_number))
+        host.last_number = next(self._numbers)
+        env = RemoteEnv(host, host.last_number, self._limits)
         return LimitedEnv(env, longer(self._limits), self._events, lane=host.name)
 
     async def close(self) -> None:
