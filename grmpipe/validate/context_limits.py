@@ -99,7 +99,9 @@ def check_judge(
         return sum(estimated_tokens(message.content) for message in messages) + extra_tokens
 
     what, cut = "question with an answer of rollout.max_new_tokens", ""
-    if not config.env.env_kind.is_single:
+    if truncates:
+        what = "question in the template, without any of the response,"
+    elif not config.env.env_kind.is_single:
         what = "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)"
         cut = f"type smaller ones of these, or {key}.truncation=middle"
     check_thinking_budget(key, judge, role, grm)

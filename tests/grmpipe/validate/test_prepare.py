@@ -83,6 +83,9 @@ def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is
         prepare(config(env=TOOLS, **tools), no_progress)
     prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools), no_progress)
     prepare(config(env=TOOLS, judge={"truncation": "middle"}, **tools), no_progress)
+    long = {"truncation": "middle", "max_new_tokens": 1000, "min_tokens_per_s": 100.0}
+    with pytest.raises(ConfigError, match=r"without any of the response, .*; type judge\.max_new_tokens=\d+ or less$"):
+        prepare(config(env=TOOLS, judge=long, **tools), no_progress)
 
 
 def test_a_reward_models_window_must_hold_an_episode_with_its_observations() -> None:
