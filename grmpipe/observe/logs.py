@@ -13,7 +13,7 @@ from rich.logging import RichHandler
 from grmpipe.config.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
-QUIET = ("httpx", "httpcore")  # they log one line per request
+QUIET = ("httpx", "httpx2", "httpcore")  # they log one line per request
 NOISY = ("ray", "transformers", "wandb", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 

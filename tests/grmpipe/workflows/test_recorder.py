@@ -105,6 +105,20 @@ def test_a_history_that_was_rewritten_opens_a_segment(
     assert all(message.role != "assistant" for message in rollout.turns[0].replies)
 
 
+def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine([" a\n", "c"])
+
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")])
+        await session.chat([user("?"), Message(role="assistant", content=reply.content.strip()), user("b")])
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    assert [turn.rewritten for turn in rollout.turns] == [False, False]
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+
+
 def test_other_tools_open_a_segment(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> None:
     async def talk(session: Session) -> None:
         reply = await session.chat([user("?")])
