@@ -73,11 +73,16 @@ def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]
     """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies. A note where the turn
     doesn't continue the one before.
     """
-    if rollout.turns[turn].rewritten:
-        yield Passage(voice="note", text=BRANCH, turn=turn)
+    yield from branch_at(rollout, turn)
     completion = rollout.turns[turn].completion
     yield Passage(voice="policy", text=completion.text if thoughts else completion.answer, turn=turn)
     yield from replies_of(rollout, turn)
+
+
+def branch_at(rollout: Rollout, turn: int) -> Iterator[Passage]:
+    """The note in front of a turn that doesn't continue the one before; none in front of others."""
+    if rollout.turns[turn].rewritten:
+        yield Passage(voice="note", text=BRANCH, turn=turn)
 
 
 def replies_of(rollout: Rollout, turn: int) -> Iterator[Passage]:

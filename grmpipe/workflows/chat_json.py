@@ -108,7 +108,7 @@ def read_request(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         request = msgspec.convert(fields, ChatRequest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ChatRefused("invalid_request", f"the body is no chat completion request: {error}") from error
     if request.n not in (None, 1):
         raise ChatRefused("invalid_request", "n: must be 1; ask several times instead")
@@ -119,7 +119,7 @@ def read_request(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
                 "invalid_request", f"{name}: only {default} can be honoured, because the run samples as it trains"
             )
     asked = fields.keys() - HARMLESS - REFUSED.keys()
-    return request, tuple(sorted(name for name in asked if fields[name] not in (None, False)))
+    return request, tuple(sorted(name for name in asked if fields[name] is not None and fields[name] is not False))
 
 
 def messages_of(entries: Sequence[Message | Json | _Message]) -> tuple[Message, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.protocols.steps import ResponseStep, steps_of
-from grmpipe.judge.trajectory import Passage, Trajectory, opening_of, replies_of
+from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, opening_of, replies_of
 from grmpipe.types import Failed, RewardSpan, Rollout
 
 
@@ -30,8 +30,10 @@ class StepwiseSession(PointwiseSession):
     def _shown(self, rollout: Rollout, steps: Sequence[ResponseStep]) -> Iterator[Trajectory]:
         """Each step; the first one after the environment's opening, the last one of a turn with the replies to it."""
         for number, step in enumerate(steps):
-            before = opening_of(self._prompt, rollout) if number == 0 else ()
+            opening = opening_of(self._prompt, rollout) if number == 0 else ()
+            begins_turn = number == 0 or steps[number - 1].turn != step.turn
+            branch = branch_at(rollout, step.turn) if begins_turn else ()
             ends_turn = number + 1 == len(steps) or steps[number + 1].turn != step.turn
             after = replies_of(rollout, step.turn) if ends_turn else ()
             text = Passage(voice="policy", text=step.text, turn=step.turn)
-            yield Trajectory(passages=(*before, text, *after))
+            yield Trajectory(passages=(*opening, *branch, text, *after))

@@ -219,3 +219,6 @@ def test_a_step_stands_with_the_replies_to_its_turn(bench: Any, step_end: str) -
     first = "# Step 1\n\n| Go.\n> add\n\n# Step 2\n\n> add\n|  41" if step_end else "| Go.\n> add\n> add\n|  41"
     assert first in "\n".join(line for line in prompt.split("\n")).replace("\n\n\n", "\n\n")
     assert f"# Step {num_steps}\n\n> Answer: 41\n" in prompt
+    branched = replace(rollout, turns=(rollout.turns[0], replace(rollout.turns[1], rewritten=True)))
+    (prompt,) = asked(bench, [branched], verdict, **settings)
+    assert f"# Step {num_steps}\n\n{BRANCH}\n> Answer: 41\n" in prompt and prompt.count(BRANCH) == 1

@@ -14,7 +14,7 @@ import pytest
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run
+from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run, shown_turn
 from grmpipe.observe.summary import (
     CascadeSummary,
     EvalSummary,
@@ -438,3 +438,9 @@ def test_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": "one"}\n{"step": null}\n{"step": 2, "time/step_s": "fast"}\n')
     assert [line["step"] for line in read_run(tmp_path).metrics] == [2]
     assert write_report(tmp_path)
+
+
+def test_a_branch_of_an_episode_is_named() -> None:
+    turn = {"text": "x", "replies": [], "rewritten": True}
+    assert shown_turn(turn, ()).facts == ["a branch: it doesn't continue the turn before"]
+    assert shown_turn(turn | {"rewritten": False}, ()).facts == []

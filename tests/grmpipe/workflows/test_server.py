@@ -138,6 +138,7 @@ def test_what_the_openai_client_raises_names_the_limit(make_engine: Callable, as
 
 BAD = [
     (b"{", (400, "invalid_request")),
+    (b'{"messages": "\xff"}', (400, "invalid_request")),
     ({"messages": []}, (400, "invalid_request")),
     ({"messages": [{"role": "wizard", "content": "x"}]}, (400, "invalid_request")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "invalid_request")),
@@ -242,10 +243,10 @@ def test_what_is_asked_in_vain_is_said_once(
 
     async def talk(policy: Policy) -> None:
         for _ in range(2):
-            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None, "colour": 1, **HARMLESS}
+            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None, "seed": 0, **HARMLESS}
             assert (await post(policy, body)).status_code == 200
 
     asked(engine, talk)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "colour, stop, temperature" in said and "top_p" not in said and "user" not in said
+    assert "seed, stop, temperature" in said and "top_p" not in said and "user" not in said
     assert {params.temperature for _, params, _ in engine.asked} == {0.7}
