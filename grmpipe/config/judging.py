@@ -46,6 +46,11 @@ class Judging:
         return bool(self.generative or self.scalar)
 
     @property
+    def compares(self) -> bool:
+        """Whether a generative judge sees several responses next to each other."""
+        return any(judge.protocol_kind.compares for judge in self.generative.values())
+
+    @property
     def generative(self) -> dict[str, JudgeConfig]:
         """The judges that ask a language model."""
         return {name: judge for name, judge in self.judges.items() if judge.kind == "generative"}

@@ -8,12 +8,20 @@ import errno
 import inspect
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
 from grmpipe.config.dotted_path import found_at
-from grmpipe.config.user_code import MAX_CHARS, BadValueError, UserCodeError, plain_text, shortened, words_of
+from grmpipe.config.user_code import (
+    MAX_CHARS,
+    BadValueError,
+    UserCodeError,
+    comes_from_outside,
+    plain_text,
+    shortened,
+    words_of,
+)
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.types import EnvCause
 
@@ -109,6 +117,22 @@ def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: 
         return _caused(EnvFault(f"{words}: no memory was left; raise env.isolation.memory_mb", "boot"), error)
     is_answer = isinstance(error.__cause__, BadValueError)
     return _caused(EnvFault(words, "protocol" if is_answer else "broken"), error)
+
+
+@contextmanager
+def blaming(owner: str, rules: FaultRules, *, has_acted: bool) -> Iterator[None]:
+    """Context: a call of the user's code. What it raises becomes a fault (see `fault_of`), but a cancellation from
+    outside.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if comes_from_outside(error):
+            raise
+        fault = fault_of(error, owner, rules, has_acted=has_acted)
+        if fault is error:
+            raise
+        raise fault from error
 
 
 def _policys(error: BaseException, rules: FaultRules) -> PolicyFault | None:

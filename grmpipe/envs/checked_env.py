@@ -4,14 +4,14 @@ plain. Has no limits of time.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
-from grmpipe.config.user_code import called, comes_from_outside, described, number_of, plain_text, scalar_of, shown
-from grmpipe.envs.blame import FaultRules, fault_of
+from grmpipe.config.user_code import called, described, number_of, plain_text, scalar_of, shown
+from grmpipe.envs.blame import FaultRules, blaming, fault_of
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
 from models.types import Message, ToolSpec
 
@@ -33,31 +33,24 @@ class CheckedEnv:
             self._env = env = self._make()
         except BaseException as error:
             raise fault_of(error, described(self._make), self._rules, has_acted=False) from error
-        opening = await self._answer(lambda: env.open(episode), env.open, has_acted=False)
-        return checked_opening(opening, described(env.open))
+        owner = described(env.open)
+        with blaming(owner, self._rules, has_acted=False):
+            opening = await env.open(episode)
+        return checked_opening(opening, owner)
 
     async def step(self, action: Action) -> Observation:
         env = self._env
         assert env is not None, "open comes first"
-        observation = await self._answer(lambda: env.step(action), env.step, has_acted=True)
-        return checked_observation(observation, described(env.step))
+        owner = described(env.step)
+        with blaming(owner, self._rules, has_acted=True):
+            observation = await env.step(action)
+        return checked_observation(observation, owner)
 
     async def close(self) -> None:
         """Raises UserCodeError."""
         if self._env is not None:
             with called(described(self._env.close)):
                 await self._env.close()
-
-    async def _answer(self, ask: Callable[[], Awaitable[T]], method: object, *, has_acted: bool) -> T:
-        try:
-            return await ask()
-        except BaseException as error:
-            if comes_from_outside(error):
-                raise
-            fault = fault_of(error, described(method), self._rules, has_acted=has_acted)
-            if fault is error:
-                raise
-            raise fault from error
 
 
 def checked_opening(opening: Opening, owner: str = "open") -> Opening:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from grmpipe.config.user_code import called, comes_from_outside, shortened
-from grmpipe.envs.blame import fault_of, readable
+from grmpipe.config.user_code import called, shortened
+from grmpipe.envs.blame import blaming, readable
 from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.types import EnvCause
@@ -95,17 +95,11 @@ async def in_time(
     ask: Callable[[], Awaitable[T]], limit_s: float, key: str, stage: str, late: EnvCause = "timeout"
 ) -> T:
     """The result of a stage. Raises PolicyFault or EnvFault for whatever it raises, but a cancellation from outside."""
-    try:
-        return await within(limit_s, ask(), f"{LANE}.{stage}")
-    except TimeIsUp:
-        raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
-    except BaseException as error:  # the user's code may raise anything
-        if comes_from_outside(error):
-            raise
-        fault = fault_of(error, stage, NO_RULES, has_acted=stage != "open")
-        if fault is error:
-            raise
-        raise fault from error
+    with blaming(stage, NO_RULES, has_acted=stage != "open"):
+        try:
+            return await within(limit_s, ask(), f"{LANE}.{stage}")
+        except TimeIsUp:
+            raise EnvFault(f"{stage} took longer than env.{key} = {limit_s:g} s", late) from None
 
 
 def short(message: Message, max_chars: int) -> Message:

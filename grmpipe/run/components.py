@@ -107,7 +107,7 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         first=first_of_all_answers(prepared.config, running.judge, prepared.held_out),
         pass_reward=pass_reward_of(prepared.config),
         by_model=prepared.config.judging.by_model,
-        compares=any(one.protocol_kind.compares for one in prepared.config.judging.generative.values()),
+        compares=prepared.config.judging.compares,
         skill=skill_of(running.judge),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,

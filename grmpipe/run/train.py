@@ -265,7 +265,7 @@ class TrainingRun(Run[Prepared]):
             members=members,
             frozen=members.keys() - changing if members else () if changing else ("",),
             fitness=parts.judge_guard,
-            compares=any(one.protocol_kind.compares for one in generative.values()),
+            compares=config.judging.compares,
             scale=(first.score_min, first.score_max),
             show_thoughts=first.show_thoughts,
         )
