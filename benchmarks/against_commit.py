@@ -51,12 +51,19 @@ def worktree_of(commit: str, folder: Path) -> Path:
     return checkout
 
 
-def run_once(checkout: Path, run_dir: Path, seed: int) -> Measured:
+def run_once(checkout: Path, run_dir: Path, seed: int, overrides: Sequence[str]) -> Measured:
     """Run the quickstart of a checkout, unless a finished run is there. Exits if it fails."""
     notes = run_dir.with_suffix(".process.json")
     if not notes.exists():
         busy_share = busy_share_of_cores()
-        command = [sys.executable, "launch.py", "+experiment=quickstart", f"seed={seed}", f"run_dir={run_dir}"]
+        command = [
+            sys.executable,
+            "launch.py",
+            "+experiment=quickstart",
+            *overrides,
+            f"seed={seed}",
+            f"run_dir={run_dir}",
+        ]
         env = os.environ | {"PYTHONPATH": str(checkout), "WANDB_MODE": "offline"}
         began_s = time.time()
         done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
@@ -101,12 +108,12 @@ def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
     return ordered[left_out], ordered[n - 1 - left_out], confidence
 
 
-def report(commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
-    """`pairs`: this checkout's run, then the commit's."""
+def report(arguments: Sequence[str], commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
+    """`arguments`: those of the command. `pairs`: this checkout's run, then the commit's."""
     lines = [
         f"# The quickstart compared with commit {commit}",
         "",
-        f"`python benchmarks/against_commit.py {commit} runs/against_commit --pairs {len(pairs)}`: {machine()}.",
+        f"`python benchmarks/against_commit.py {' '.join(arguments)}`: {machine()}.",
         f"Other work on the cores before a run: at most {max(run.busy_share for pair in pairs for run in pair):.0%}.",
         "",
         f"| | now (median) | {commit} (median) | now / {commit}: median of pairs | interval |",
@@ -127,18 +134,20 @@ def main() -> None:
     parser.add_argument("commit", help="to be compared with this checkout")
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="of each run; without it, as many as the quickstart has")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     then = worktree_of(args.commit, folder)
+    overrides = [f"train.num_steps={args.steps}"] if args.steps else []
     pairs = []
     for seed in range(args.pairs):
         sides = {"now": ROOT, "then": then}
         order = list(sides) if seed % 2 == 0 else list(reversed(sides))
-        measured = {side: run_once(sides[side], folder / f"{side}_{seed}", seed) for side in order}
+        measured = {side: run_once(sides[side], folder / f"{side}_{seed}", seed, overrides) for side in order}
         pairs.append((measured["now"], measured["then"]))
         print(f"pair {seed}: {measured['now'].step_mean_s:.3f} s per step, {measured['then'].step_mean_s:.3f} s then")
-        lines = report(args.commit, pairs)
+        lines = report(sys.argv[1:], args.commit, pairs)
         REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
