@@ -110,7 +110,7 @@ class Gateway:
         session = self._session_of(request)
         chat, overridden = read_request(await request.read())
         self._report(overridden)
-        reply = await session.chat(messages_of(chat.messages), tools_of_json(chat.tools), chat.limit)
+        reply = await session.chat(messages_of(chat.messages), tools_of_json(chat.tools), chat.options)
         created_s = int(time.time())
         if not chat.stream:
             return as_json(completion_json(reply, chat.model, created_s))
