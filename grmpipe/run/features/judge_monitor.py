@@ -214,7 +214,7 @@ def canary_of_rollout(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Ca
     episode = [(message.role, message.content) for message in rollout.opening]
     for turn in rollout.turns:
         episode.append(("assistant", turn.completion.text if thoughts else turn.completion.answer))
-        episode += [(reply.role, reply.content) for reply in turn.replies]
+        episode += [(reply.role, reply.content) for reply in turn.replies if reply.role != "assistant"]
     return Canary(prompt=prompt, episode=tuple(episode))
 
 

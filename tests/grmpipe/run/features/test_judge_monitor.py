@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,10 @@ def test_an_episode_is_a_canary_with_what_the_environment_said(tmp_path: Path) -
     messages = [Message(role=role, content=content) for role, content in said]
     rollout = rollout_of_messages("look", 0, messages)
     assert [len(turn.replies) for turn in rollout.turns] == [2, 0]
-    canary = canary_of_rollout(ASKED, rollout, thoughts=False)
+    first, last = rollout.turns
+    edited = (*first.replies, Message(role="assistant", content="the agent's, not the policy's"))
+    rollout_of_branches = replace(rollout, turns=(replace(first, replies=edited), replace(last, rewritten=True)))
+    canary = canary_of_rollout(ASKED, rollout_of_branches, thoughts=False)
     write_canaries(tmp_path / "canaries.jsonl", [canary])
     (back,) = read_canaries(tmp_path / "canaries.jsonl")
     assert back == canary and back.rollouts("look") == [rollout]
