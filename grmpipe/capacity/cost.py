@@ -15,7 +15,7 @@ from models.types import EngineSpeed
 from scheduler.devices import GB, DeviceSpec
 
 LINK_SHARE = 0.7  # of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
-DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md); a profile replaces it
+DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md)
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
@@ -32,7 +32,7 @@ OPTIMIZER_BYTES = 48
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
     """What an engine reaches of a device's peaks, and its host's time: fitted to published rates of vLLM
-    (benchmarks/plan_rates.md). A profile of a run replaces all of them.
+    (benchmarks/plan_rates.md).
     """
 
     bandwidth: float = 0.9  # of memory bandwidth: weights, keys and values

@@ -13,14 +13,10 @@ class PlanConfig:
     """Settings of `task=plan`, which plans a run."""
 
     search: bool = False  # Simulate other placements of the same slots and write the fastest.
-    # Directory of an earlier run, or its timeline.json: its measured costs and lengths replace estimated ones.
-    profile: str | None = None
     # Directory for placement/planned.yaml; null: plan/ in run_dir, or in runs/<experiment_name>.
     write: str | None = None
-    # Mean length of a rollout; 0: the profile's, or half of rollout.max_new_tokens.
-    rollout_tokens: int = 0
-    # Mean length of a judgement; 0: the profile's, or half of judge.max_new_tokens.
-    judgement_tokens: int = 0
+    rollout_tokens: int = 0  # Mean length of a rollout; 0: half of rollout.max_new_tokens.
+    judgement_tokens: int = 0  # Mean length of a judgement; 0: half of judge.max_new_tokens.
     steps: int = 4  # [steps] Simulated steps of each candidate.
     # [placements] Candidates that are simulated: those with the lowest bounds on a step's time.
     max_candidates: int = 16
@@ -41,9 +37,8 @@ class PlanConfig:
             raise ValueError(f"cores: must be 0 (those of this machine) or more, got {self.cores}")
         if not self.search_s > 0:
             raise ValueError(f"search_s: must be above 0, got {self.search_s}")
-        for key in ("profile", "write"):
-            if getattr(self, key) == "":
-                raise ValueError(f"{key}: is empty; give a path, or null")
+        if self.write == "":
+            raise ValueError("write: is empty; give a path, or null")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS_PER_LANE = 512  # more than the requests in an engine's batch: a profile is read from these spans
+ROWS_PER_LANE = 512  # more than the requests in an engine's batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

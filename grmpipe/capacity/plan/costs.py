@@ -1,4 +1,4 @@
-"""The costs of a planned run's processes: by roofline, or by a profile. Counts no work."""
+"""The costs of a planned run's processes, by roofline. Counts no work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from grmpipe.capacity.cost import (
     ModelSizes,
     engine_speed,
     learner_speed,
-    parallel_gain,
     reading_s,
-    slower_engine,
     switch_time_s,
     sync_time_s,
     token_flops,
@@ -24,12 +22,11 @@ from grmpipe.capacity.cost import (
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
-from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
-from grmpipe.capacity.plan.work import packed_group, packed_judgement, policy_passes
+from grmpipe.capacity.plan.work import packed_group, packed_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.judging import key_of_model
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from models.lm.flops import PackedSizes
 from models.lm.footprint import BYTES, Footprint
@@ -41,7 +38,7 @@ NO_ADAPTERS = LoraConfig()
 
 
 class CostUnknown(ConfigError):
-    """The device of a pool is unknown, and no profile has the costs: the plan continues without times."""
+    """The device of a pool is unknown: the plan continues without times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +54,6 @@ class Seated:
 
 def costs_of(
     survey: Survey,
-    profile: Profile | None,
     seated: Mapping[str, Seated],
     speeds: dict[tuple[str, int, str], EngineSpeed] | None = None,
 ) -> Costs:
@@ -69,53 +65,37 @@ def costs_of(
     for role, where in seated.items():
         key = (role, where.seating.width, where.pool)
         if role in survey.roles.served:
-            engines[role] = known[key] = known.get(key) or speed_of(role, survey, profile, where)
+            engines[role] = known[key] = known.get(key) or speed_of(role, survey, where)
     weights = {role: weight_bytes(role, survey) for role in engines}
     learner, trained = seated[LEARNER], grm_learners(survey)
     return Costs(
         engines=engines,
-        learner=learner_of(survey, profile, learner),
-        critic=critic_of(survey, profile, seated[CRITIC]) if CRITIC in seated else None,
+        learner=estimated_learner(POLICY, survey, learner),
+        critic=critic_of(survey, seated[CRITIC]) if CRITIC in seated else None,
         grm_learners={role: estimated_learner(model, survey, seated[role]) for role, model in trained.items()},
         scorer_token_s={
             role: scorer_of(role, survey, where)
             for role, where in seated.items()
             if role in scorer_dtypes(survey.config)
         },
-        sync_s=sync_of(survey, profile, learner),
+        sync_s=push_s(POLICY, survey, learner),
         grm_sync_s={role: push_s(model, survey, seated[role]) for role, model in trained.items()},
         switch_s=switch_of(survey, seated, weights),
-        driver_request_s=driver_of(survey, profile),
+        driver_request_s=driver_of(survey),
         cores=cores_of(survey),
     )
 
 
-def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) -> EngineSpeed:
-    """The speed of one engine of a role: measured if the profile has the same model on the same kind of engine."""
+def speed_of(role: str, survey: Survey, where: Seated) -> EngineSpeed:
+    """The speed of one engine of a role, by the data sheet."""
     engine = survey.roles.served[role].engine
     assert not engine.outside, "an external judge has no slots"
     width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
     kv_bytes = kv_bytes_of(role, survey, where, width)
-    if profile is not None and role in profile.engines and measured_alike(role, survey.config, profile.config):
-        speed = slower_engine(
-            profile.engines[role].speed, parallel_gain(profiled_width(role, profile)) / parallel_gain(width)
-        )
-        per_token = kv_bytes_per_token(role, survey, width)
-        return replace(speed, max_rows=engine.max_rows, kv_tokens=int(kv_bytes / per_token) if per_token else 0)
     device = device_for(where.pool, survey)
     return engine_speed(
         sizes_of(role, survey, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
     )
-
-
-def measured_alike(role: str, planned: RunConfig, measured: RunConfig) -> bool:
-    now, then = planned.models[role], measured.models[role]
-    return (now.path, now.engine, now.dtype) == (then.path, then.engine, then.dtype)
-
-
-def profiled_width(role: str, profile: Profile) -> int:
-    where = profile.config.placement.roles[role]
-    return where.slots_per_replica if profile.config.placement.pools[where.pool].resource == "gpu" else 1
 
 
 def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
@@ -128,50 +108,15 @@ def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
     return room.num_bytes * width if room is not None else 0.0
 
 
-def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The speed of the policy's learner. A profile's learner is scaled to this number of ranks, and to the passes and
-    trained values of this run if the profile's had others.
+def passes_by_operations(survey: Survey) -> LearnerSpeed:
+    """The passes of the policy's learner in proportion to their operations; of a model of unknown size, for one
+    weight.
     """
-    if profile is None or profile.learner is None or profile.config.policy.path != survey.config.policy.path:
-        return estimated_learner(POLICY, survey, where)
-    share = profile.config.placement.roles[LEARNER].replicas / where.seating.replicas
-    now, then = (passes_by_sheet(survey, config, where) for config in (survey.config, profile.config))
-    trained, trained_then = (trained_values(survey, config) for config in (survey.config, profile.config))
-    passes = policy_passes(profile.config)  # all of them are in the measured times
-    token_s = profile.learner.token_s / (1 + passes.num_forward * then.forward_share)
-    return LearnerSpeed(
-        token_s=token_s * share * now.token_s / then.token_s,
-        step_s=profile.learner.step_s / passes.num_updates * share * trained / trained_then,
-        forward_share=now.forward_share,
-    )
-
-
-def passes_by_sheet(survey: Survey, config: RunConfig, where: Seated) -> LearnerSpeed:
-    """The passes of the policy's learner with the adapters and the checkpointing of a configuration, by the data sheet;
-    by their operations alone if the device or the model is unknown.
-    """
-    footprint = survey.models[POLICY].footprint
-    if footprint is None or survey.devices[where.pool] is None:
-        return passes_by_operations(survey, config)
-    train = replace(config.train, parallel=survey.config.parallel[LEARNER])
-    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, None), config.policy.lora)
-
-
-def passes_by_operations(survey: Survey, config: RunConfig) -> LearnerSpeed:
-    """The same in proportion to their operations; of a model of unknown size, for one weight."""
-    footprint = survey.models[POLICY].footprint
+    config, footprint = survey.config, survey.models[POLICY].footprint
     adapters = num_adapters(config.policy.lora, footprint) if footprint is not None else 0
     weights = footprint.matrix_weights if footprint is not None else 1
     flops = token_flops(weights, num_adapters=adapters, checkpointing=config.train.activations.recomputes)
     return LearnerSpeed(token_s=flops.training, step_s=0.0, forward_share=flops.forward_share)
-
-
-def trained_values(survey: Survey, config: RunConfig) -> int:
-    """The values that the policy's learner trains with a configuration; 1 if the model's size is unknown."""
-    footprint = survey.models[POLICY].footprint
-    if footprint is None:
-        return 1
-    return num_adapters(config.policy.lora, footprint) or footprint.num_parameters
 
 
 def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
@@ -184,7 +129,7 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
     config = survey.config
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     footprint = sized(model, survey)
-    packed = packed_group(survey, None) if model == POLICY else packed_judgement(model, survey, None)
+    packed = packed_group(survey) if model == POLICY else packed_judgement(model, survey)
     return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
 
 
@@ -228,18 +173,13 @@ def grm_learners(survey: Survey) -> dict[str, str]:
     return {learner: model for model, learner in survey.config.learners.items() if model != POLICY}
 
 
-def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The speed of a critic: measured if the profile has its model as a policy, trained as a critic is; otherwise
-    estimated.
-    """
-    config, train = survey.config, critic_train(survey.config.critic, survey.config.train)
-    alike = config.critic.path is None and train.dtype == config.train.dtype and not config.policy.lora.learns
-    if alike and profile is not None and profile.learner is not None:
-        return learner_of(survey, profile, where)
+def critic_of(survey: Survey, where: Seated) -> LearnerSpeed:
+    """The speed of a critic, by the data sheet."""
+    train = critic_train(survey.config.critic, survey.config.train)
     footprint = survey.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, None, shares=False))
+    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, shares=False))
 
 
 def scorer_of(role: str, survey: Survey, where: Seated) -> float:
@@ -249,13 +189,6 @@ def scorer_of(role: str, survey: Survey, where: Seated) -> float:
         key = role if role == META_RM else key_of_model(role)
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
     return reading_s(footprint.matrix_weights, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
-
-
-def sync_of(survey: Survey, profile: Profile | None, where: Seated) -> float:
-    alike = profile is not None and profile.config.policy.path == survey.config.policy.path
-    if profile is not None and profile.sync_s is not None and alike:
-        return profile.sync_s
-    return push_s(POLICY, survey, where)
 
 
 def push_s(model: str, survey: Survey, where: Seated) -> float:
@@ -268,11 +201,11 @@ def push_s(model: str, survey: Survey, where: Seated) -> float:
     return sync_time_s(pushed_bytes(model, survey), device, over_nodes=num_slots > device.slots_per_node)
 
 
-def driver_of(survey: Survey, profile: Profile | None) -> float:
+def driver_of(survey: Survey) -> float:
     """Time of the driver process per request; 0 if engines run in the same process."""
     if survey.config.cluster.kind == "inprocess":
         return 0.0
-    return DRIVER_REQUEST_S if profile is None or profile.driver_request_s is None else profile.driver_request_s
+    return DRIVER_REQUEST_S
 
 
 def cores_of(survey: Survey) -> int:
@@ -344,7 +277,6 @@ def device_for(pool: str, survey: Survey) -> DeviceSpec:
     device = survey.devices[pool]
     if device is None:
         raise CostUnknown(
-            f"placement.pools.{pool}.device: the GPU is unknown; type placement.pools.{pool}.device=h100 "
-            "(or its name), or plan.profile=<an earlier run>"
+            f"placement.pools.{pool}.device: the GPU is unknown; type placement.pools.{pool}.device=h100 (or its name)"
         )
     return device

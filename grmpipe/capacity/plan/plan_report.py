@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
-from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
-from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
@@ -31,16 +29,15 @@ KIND_IN_WORDS = {
     "custom": "a judge of your own",
 }
 MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
-Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: this run can't be simulated
+Simulator = Callable[[Survey], Simulate | None]  # None: this run can't be simulated
 
 
-def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
+def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
     config = with_shares(survey, shares_of(survey))
     survey = survey.under(config)
-    profile = profile_of(survey)
-    simulate = simulator(survey, profile)
+    simulate = simulator(survey)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     blocks = [
         describe(survey.placement),
@@ -53,18 +50,17 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
     if not config.env.env_kind.is_single:
         unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
     try:
-        blocks.append(times(survey, profile, simulate))
+        blocks.append(times(survey, simulate))
     except CostUnknown as error:
         if config.plan.search:
             raise
         unchecked.append(f"the time of a step: {error}")
     if config.plan.search:
-        plans = find_plans(survey, profile, simulate)
+        plans = find_plans(survey, simulate)
         blocks += [table(plans), write_best(plans, config)]
     footprints = {role: sized.footprint for role, sized in survey.models.items()}
     noted = [*device_notes(config, survey.roles, footprints), *hyperparameter_notes(config)]
     blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
-    blocks += listed("not measured", profile.notes if profile else ())
     blocks += listed("not checked here", unchecked)
     return "\n\n".join(blocks)
 
@@ -93,15 +89,15 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 # -- times -----------------------------------------------------------------------------------------------------------
 
 
-def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> str:
+def times(survey: Survey, simulate: Simulate | None) -> str:
     """A block of text: the time of a step with the present placement. Raises CostUnknown."""
-    work, placement = step_work(survey, profile), survey.placement
+    work, placement = step_work(survey), survey.placement
     seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
-    costs = costs_of(survey, profile, seated)
+    costs = costs_of(survey, seated)
     loads, chain = loads_of(work, costs, survey), 0.0 if work.max_staleness else chain_s(work, costs)
     wide = column_width(seated)
-    lines = [f"time of a step ({assumptions(survey, profile)})"]
-    pace = {LEARNER: f"; {learner_pace(survey, profile, work, costs.learner)}"}
+    lines = [f"time of a step ({assumptions(survey)})"]
+    pace = {LEARNER: f"; {learner_pace(survey, work, costs.learner)}"}
     lines += [
         f"  {role:<{wide}} {seconds(load)} of work for each of {seated[role].seating.replicas}{pace.get(role, '')}"
         for role, load in loads.items()
@@ -117,7 +113,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
-    if profile is None and all(pool.resource == "gpu" for pool in placement.pools.values()):
+    if all(pool.resource == "gpu" for pool in placement.pools.values()):
         lines.append(f"  {bounds_range(survey, work, costs)}")
     if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
         lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
@@ -149,12 +145,12 @@ def bounds_range(survey: Survey, work: StepWork, costs: Costs) -> str:
     )
 
 
-def learner_pace(survey: Survey, profile: Profile | None, work: StepWork, learner: LearnerSpeed) -> str:
+def learner_pace(survey: Survey, work: StepWork, learner: LearnerSpeed) -> str:
     """Tokens per second and MFU (see learner_pace.py of a run) while the learner works."""
     busy = learner_s(work, learner)
     pace = f"{work.learner_tokens / busy:,.0f} packed tokens/s"
     seats, pool = survey.placement.seats[LEARNER], survey.pool(LEARNER)
-    device, flops = survey.devices[seats[0].pool], learner_flops(survey, profile)
+    device, flops = survey.devices[seats[0].pool], learner_flops(survey)
     if device is None or flops is None or pool.resource != "gpu":
         return pace
     return f"{pace}, MFU {flops / (busy * len(seats) * device.flops(survey.config.train.dtype)):.2f}"

@@ -22,7 +22,6 @@ from grmpipe.capacity.plan.candidates import (
 )
 from grmpipe.capacity.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token
 from grmpipe.capacity.plan.memory import parts_of
-from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory
 from grmpipe.capacity.plan.work import step_work
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -49,11 +48,11 @@ class Plans:
     simulated: int
 
 
-def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> Plans:
+def find_plans(survey: Survey, simulate: Simulate | None) -> Plans:
     """Search placements. Raises ConfigError if none fits, or costs are unknown."""
     plan, kinds = survey.config.plan, slot_kinds(survey)
     until = time.monotonic() + plan.search_s
-    question = make_search_problem(survey, profile, kinds)
+    question = make_search_problem(survey, kinds)
 
     def try_out(candidate: Candidate) -> Predicted:
         assert simulate is not None
@@ -94,7 +93,7 @@ def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
     return kinds
 
 
-def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[str, PoolConfig]) -> SearchProblem:
+def make_search_problem(survey: Survey, kinds: Mapping[str, PoolConfig]) -> SearchProblem:
     known: dict[tuple[tuple[str, int, int, str], ...], Costs] = {}
     speeds: dict[tuple[str, int, str], EngineSpeed] = {}
     held: dict[tuple[str, int, int, str], float | None] = {}
@@ -118,10 +117,10 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
             for role, where in sorted(seated.items())
         )
         if key not in known:
-            known[key] = costs_of(survey, profile, seated, speeds)
+            known[key] = costs_of(survey, seated, speeds)
         return known[key]
 
-    work = step_work(survey, profile)
+    work = step_work(survey)
     return SearchProblem(
         kinds=kinds,
         work=work,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.passes import Passes, passes_of
-from grmpipe.capacity.plan.profile import Lengths, Profile
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import asked_of_source, asked_shares
@@ -25,12 +24,20 @@ from models.types import Message
 SAMPLED_PROMPTS = 64  # prompts for their mean length
 
 
-def step_work(survey: Survey, profile: Profile | None) -> StepWork:
-    """The work of a step at mean lengths: those that are set, else those of the profile, else half of the maximum."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Means over a role's requests."""
+
+    prompt_tokens: float
+    new_tokens: float
+
+
+def step_work(survey: Survey) -> StepWork:
+    """The work of a step at mean lengths: those that are set, else half of the maximum."""
     config, train = survey.config, survey.config.train
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
-    played = policy_lengths(survey, profile)
+    played = policy_lengths(survey)
     own = RoleWork(
         requests=rollouts,
         prompt_tokens=played.prompt_tokens,
@@ -38,7 +45,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         prompt_shared_by=sharers(POLICY, train.group_size, survey),
     )
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
-    judging = {role: judging_work(role, survey, profile) for role in (POLICY, *config.judging.local_roles)}
+    judging = {role: judging_work(role, survey) for role in (POLICY, *config.judging.local_roles)}
     return StepWork(
         engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
         learner_tokens=learner_tokens,
@@ -49,33 +56,33 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         starts_early=starts_early(survey),
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
         critic_updates=config.critic.updates(config.algorithm, train),
-        scorer_tokens=scorer_tokens(survey, profile),
-        grm_learners={config.learners[role]: grm_training(role, survey, profile) for role in config.trained_grms},
+        scorer_tokens=scorer_tokens(survey),
+        grm_learners={config.learners[role]: grm_training(role, survey) for role in config.trained_grms},
     )
 
 
-def learner_flops(survey: Survey, profile: Profile | None) -> float | None:
+def learner_flops(survey: Survey) -> float | None:
     """The operations of the policy's learner in a step, at mean lengths. None if the model's size is unknown."""
     config, footprint = survey.config, survey.models[POLICY].footprint
     if footprint is None:
         return None
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
-    group = packed_group(survey, profile)
+    group = packed_group(survey)
     return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
 
 
-def packed_group(survey: Survey, profile: Profile | None, *, shares: bool | None = None) -> PackedSizes:
+def packed_group(survey: Survey, *, shares: bool | None = None) -> PackedSizes:
     """The samples of a group as a learner packs them, at mean lengths. shares: they hold their prompt once; None: as
     configured for the policy's learner.
     """
-    train, played = survey.config.train, policy_lengths(survey, profile)
+    train, played = survey.config.train, policy_lengths(survey)
     shares = train.prefix_sharing if shares is None else shares
     return packed_siblings(played, train.group_size, shares)
 
 
-def packed_judgement(role: str, survey: Survey, profile: Profile | None) -> PackedSizes:
+def packed_judgement(role: str, survey: Survey) -> PackedSizes:
     """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
-    asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
+    asked = judge_lengths(survey.config.judging.first_asking(role), survey)
     return packed_siblings(asked, survey.config.trained_grms[role].group_size, survey.config.train.prefix_sharing)
 
 
@@ -118,30 +125,28 @@ def together(works: Sequence[RoleWork]) -> RoleWork:
     )
 
 
-def policy_lengths(survey: Survey, profile: Profile | None) -> Lengths:
+def policy_lengths(survey: Survey) -> Lengths:
     """The mean lengths of a rollout's turn."""
     config = survey.config
-    measured = None if profile is None else profile.lengths.get(POLICY)
-    new_tokens = config.plan.rollout_tokens
-    if measured is not None:
-        return replace(measured, new_tokens=new_tokens) if new_tokens else measured
     prompts = survey.data.train[:SAMPLED_PROMPTS]
     prompt_tokens = fmean(num_tokens(survey.models[POLICY], prompt.messages) for prompt in prompts)
-    return Lengths(prompt_tokens=prompt_tokens, new_tokens=new_tokens or config.rollout.max_new_tokens / 2)
+    return Lengths(
+        prompt_tokens=prompt_tokens, new_tokens=config.plan.rollout_tokens or config.rollout.max_new_tokens / 2
+    )
 
 
 # -- judges --------------------------------------------------------------------------------------------------------
 
 
-def judging_work(role: str, survey: Survey, profile: Profile | None) -> list[RoleWork]:
+def judging_work(role: str, survey: Survey) -> list[RoleWork]:
     """The judgements of a model in a step: for every judge that asks it, and for its learner."""
-    asked = [judge_work(name, survey, profile) for name in survey.config.judging.asking(role)]
-    return [*asked, training_requests(role, survey, profile)] if role in survey.config.trained_grms else asked
+    asked = [judge_work(name, survey) for name in survey.config.judging.asking(role)]
+    return [*asked, training_requests(role, survey)] if role in survey.config.trained_grms else asked
 
 
-def judge_work(name: str, survey: Survey, profile: Profile | None) -> RoleWork:
+def judge_work(name: str, survey: Survey) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    lengths, judge = judge_lengths(name, survey, profile), survey.config.judging.judges[name]
+    lengths, judge = judge_lengths(name, survey), survey.config.judging.judges[name]
     return RoleWork(
         requests=judgements_of(name, survey),
         prompt_tokens=lengths.prompt_tokens,
@@ -173,17 +178,14 @@ def prompts_judged(name: str, survey: Survey) -> list[Prompt]:
     return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]
 
 
-def judge_lengths(name: str, survey: Survey, profile: Profile | None) -> Lengths:
-    """The mean lengths of a judge's prompts and judgements. A profile has those of the model that it asks."""
+def judge_lengths(name: str, survey: Survey) -> Lengths:
+    """The mean lengths of a judge's prompts and judgements."""
     config = survey.config
     judge = config.judging.judges[name]
-    measured = None if profile is None else profile.lengths.get(judge.model)
-    new_tokens = config.plan.judgement_tokens
-    if measured is not None and judge.model != POLICY:
-        return replace(measured, new_tokens=new_tokens) if new_tokens else measured
-    shown = judge.responses_shown(config.train.group_size) * policy_lengths(survey, profile).new_tokens
+    shown = judge.responses_shown(config.train.group_size) * policy_lengths(survey).new_tokens
     return Lengths(
-        prompt_tokens=judge_prompt_tokens(name, survey) + shown, new_tokens=new_tokens or judge.max_new_tokens / 2
+        prompt_tokens=judge_prompt_tokens(name, survey) + shown,
+        new_tokens=config.plan.judgement_tokens or judge.max_new_tokens / 2,
     )
 
 
@@ -206,20 +208,20 @@ def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
     return sum(estimated_tokens(message.content) for message in messages)
 
 
-def scorer_tokens(survey: Survey, profile: Profile | None) -> dict[str, float]:
+def scorer_tokens(survey: Survey) -> dict[str, float]:
     """The tokens that models with a scalar head read in a step, by role.
 
     A scalar reward model reads prompts and rollouts; a meta-RM the prompts and judgements of the judges whose votes it
     weights.
     """
     config, shares = survey.config, shares_asked(survey)
-    rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(survey, profile)
+    rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(survey)
     found = dict.fromkeys(config.judging.scorer_roles, 0.0)
     for name, judge in config.judging.scalar.items():
         if judge.model in found:
             found[judge.model] += shares[name] * rollouts * (played.prompt_tokens + played.new_tokens)
     if config.uses_meta_rm:
-        works = [judge_work(name, survey, profile) for name in config.judging.weighted]
+        works = [judge_work(name, survey) for name in config.judging.weighted]
         found[META_RM] = sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
     return found
 
@@ -227,10 +229,10 @@ def scorer_tokens(survey: Survey, profile: Profile | None) -> dict[str, float]:
 # -- judging models that learn ---------------------------------------------------------------------------------------
 
 
-def training_requests(role: str, survey: Survey, profile: Profile | None) -> RoleWork:
+def training_requests(role: str, survey: Survey) -> RoleWork:
     """The judgements that a model in training samples to learn from, in a step of the policy."""
     cotrain = survey.config.trained_grms[role]
-    asked = judge_lengths(survey.config.judging.first_asking(role), survey, profile)
+    asked = judge_lengths(survey.config.judging.first_asking(role), survey)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
     return RoleWork(
         requests=math.ceil(requests),
@@ -240,9 +242,9 @@ def training_requests(role: str, survey: Survey, profile: Profile | None) -> Rol
     )
 
 
-def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTraining:
+def grm_training(role: str, survey: Survey) -> GrmTraining:
     """The work of a judging model's learner in a step of the policy, after its warm-up."""
-    cotrain, asked = survey.config.trained_grms[role], training_requests(role, survey, profile)
+    cotrain, asked = survey.config.trained_grms[role], training_requests(role, survey)
     prompts = asked.requests / cotrain.group_size if survey.config.train.prefix_sharing else asked.requests
     tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
     passes = passes_of(grm_algorithm(cotrain), cotrain.prompts_per_batch)
@@ -257,14 +259,13 @@ def grm_training(role: str, survey: Survey, profile: Profile | None) -> GrmTrain
 # -- in words --------------------------------------------------------------------------------------------------------
 
 
-def assumptions(survey: Survey, profile: Profile | None) -> str:
+def assumptions(survey: Survey) -> str:
     """The sources of lengths and costs, in one line."""
     judges = survey.config.judging.generative
     local = [name for name, judge in judges.items() if judge.model in survey.models]
     per = {name: "judgement" if len(judges) == 1 else f"judgement of {name}" for name in local}
     lengths = [
-        f"{policy_lengths(survey, profile).new_tokens:.0f} tokens per rollout",
-        *(f"{judge_lengths(name, survey, profile).new_tokens:.0f} tokens per {what}" for name, what in per.items()),
+        f"{policy_lengths(survey).new_tokens:.0f} tokens per rollout",
+        *(f"{judge_lengths(name, survey).new_tokens:.0f} tokens per {what}" for name, what in per.items()),
     ]
-    source = f"measured in {survey.config.plan.profile}" if profile else "estimated from the devices' data sheets"
-    return f"{source}; {', '.join(lengths)} on average"
+    return f"estimated from the devices' data sheets; {', '.join(lengths)} on average"

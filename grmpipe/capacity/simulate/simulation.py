@@ -10,10 +10,8 @@ from pathlib import Path
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.plan.beliefs import profile_of
 from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of, passes_by_operations
-from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
@@ -37,8 +35,7 @@ from scheduler.placement import Placement
 def run_simulation(config: RunConfig, progress: Progress) -> str:
     """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
     survey = survey_run(config, progress)
-    profile = profile_of(survey)
-    workload, costs = workload_of(survey, profile), stated_or_reckoned(survey, profile)
+    workload, costs = workload_of(survey), stated_or_reckoned(survey)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
     with stopped_for_a_user():
@@ -49,11 +46,11 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
     return f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
 
 
-def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
+def simulator(survey: Survey) -> Callable[[Placement, Costs], Predicted] | None:
     """A function that simulates a placement of the same run, for a plan. None for a run that can't be simulated."""
     if not is_simulated(survey.config):
         return None
-    workload = workload_of(survey, profile)
+    workload = workload_of(survey)
 
     def predict(placement: Placement, costs: Costs) -> Predicted:
         with stopped_for_a_user():
@@ -86,7 +83,7 @@ def is_simulated(config: RunConfig) -> bool:
     )
 
 
-def workload_of(survey: Survey, profile: Profile | None) -> Workload:
+def workload_of(survey: Survey) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = survey.config
     for role in config.judging.remote_roles:
@@ -98,8 +95,8 @@ def workload_of(survey: Survey, profile: Profile | None) -> Workload:
         prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=data.shuffle),
         chars_per_token={role: chars_per_token(role, survey) for role in config.served},
         lengths={
-            POLICY: rollout_lengths(survey, profile),
-            **{name: judgement_lengths(name, survey, profile) for name in config.judging.generative},
+            POLICY: rollout_lengths(survey),
+            **{name: judgement_lengths(name, survey) for name in config.judging.generative},
         },
     )
 
@@ -121,21 +118,21 @@ def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
 
 
-def rollout_lengths(survey: Survey, profile: Profile | None) -> Lengths:
+def rollout_lengths(survey: Survey) -> Lengths:
     """Lengths of an earlier run, otherwise lognormal: with the configured median, or with the mean of task=plan."""
     settings = survey.config.simulate
     if settings.lengths is not None:
         return measured(lengths_measured(POLICY, "rollouts", settings.lengths))
-    mean = policy_lengths(survey, profile).new_tokens
+    mean = policy_lengths(survey).new_tokens
     return lognormal_about(settings.rollout_median_tokens, mean, settings.rollout_sigma)
 
 
-def judgement_lengths(name: str, survey: Survey, profile: Profile | None) -> Lengths:
+def judgement_lengths(name: str, survey: Survey) -> Lengths:
     """The same of a judge's judgements."""
     settings = survey.config.simulate
     if settings.lengths is not None:
         return measured(lengths_measured(name, f"judgements of {name}", settings.lengths))
-    mean = judge_lengths(name, survey, profile).new_tokens
+    mean = judge_lengths(name, survey).new_tokens
     return lognormal_about(settings.judgement_median_tokens, mean, settings.judgement_sigma)
 
 
@@ -154,7 +151,7 @@ def lengths_measured(whose: str, what: str, run_dir: str) -> list[int]:
     return found
 
 
-def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
+def stated_or_reckoned(survey: Survey) -> Costs:
     """`simulate.costs` if they are stated, otherwise the costs of task=plan. Raises ConfigError if only some are
     stated.
     """
@@ -166,7 +163,7 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
     if not known and not stated.learner_token_s:
         seats = survey.placement.seats
         seated = {role: Seated(seating=survey.seating(role), pool=seats[role][0].pool) for role in seats}
-        return costs_of(survey, profile, seated)
+        return costs_of(survey, seated)
     for role in roles:
         if role not in known:
             key = role if role in (POLICY, GRM) else f"grms.{role}"
@@ -186,7 +183,7 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
 
 def stated_learner(survey: Survey) -> LearnerSpeed:
     """A pass without gradients takes the share of its operations in the stated time."""
-    stated, share = survey.config.simulate.costs, passes_by_operations(survey, survey.config).forward_share
+    stated, share = survey.config.simulate.costs, passes_by_operations(survey).forward_share
     return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=share)
 
 

@@ -112,7 +112,7 @@ def test_each_copy_of_the_learner_holds_all_state_and_ranks_are_planned_in_whole
     held = {part.what: part.num_bytes / 1e9 for part in memory_parts(survey, "learner")}
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
-    assert list(replicas_allowed(survey, step_work(survey, None))["learner"]) == [4, 8]
+    assert list(replicas_allowed(survey, step_work(survey))["learner"]) == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
 
     copies = surveyed(f"{section}.parallel.dp_replicate=2")
     assert gradients(copies) == "gradients"
-    assert replicas_allowed(copies, step_work(copies, None))[role][0] == 2
+    assert replicas_allowed(copies, step_work(copies))[role][0] == 2
     assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
@@ -411,7 +411,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
         return Predicted(step_s=50.0 if len(placement.seats["grm"]) == 3 else 90.0, busy={"policy": 0.5, "grm": 0.9})
 
     config = composed(*big_run, "engine=vllm", *H100, "plan.search=true", "plan.write=found")
-    text = plan(config, lambda what, share: None, lambda survey, profile: simulate)
+    text = plan(config, lambda what, share: None, lambda survey: simulate)
     assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # with the present placement
     first = next(line for line in text.splitlines() if line.startswith("  1  "))
     assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]

@@ -46,7 +46,7 @@ def survey() -> Survey:
 
 
 def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
-    work = step_work(survey, None).engines
+    work = step_work(survey).engines
     assert list(work) == ["policy", "grm", "safety"]
     assert (work["grm"].requests, work["safety"].requests) == (128 * (1 + 3), 128 * 2)
     assert work["grm"].new_tokens == pytest.approx((1 * 64 + 3 * 16) / 4)
@@ -54,7 +54,7 @@ def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
 
 
 def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(survey: Survey) -> None:
-    work = step_work(survey, None).engines
+    work = step_work(survey).engines
     assert work["policy"].prompt_shared_by == survey.config.train.group_size == 8
     assert work["safety"].prompt_shared_by == pytest.approx(2)
     assert 1 < work["grm"].prompt_shared_by < 3, "of one judgement by judge, three by brief"
@@ -64,7 +64,7 @@ def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> Non
     said = arithmetic(survey)
     assert "judged by 3 judges, at most:" in said
     assert "brief    128 rollouts x 3 judgements = 384 judgements by grm, at most 12288 tokens" in said
-    told = times(survey, None, None)
+    told = times(survey, None)
     assert "64 tokens per judgement of judge, 16 tokens per judgement of brief" in told
     for role in ("policy", "learner", "grm", "safety"):
         assert f"  {role:<8} " in told
@@ -77,7 +77,7 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> 
     config = replace(survey.config, judges={"safety": survey.config.judges["safety"]}, reward=route)
     routed = replace(survey, config=config, data=replace(survey.data, train=mixed))
     assert shares_asked(routed) == {"safety": 0.25, "judge": 0.75}
-    work = step_work(routed, None).engines
+    work = step_work(routed).engines
     assert (work["safety"].requests, work["grm"].requests) == (128 * 2 // 4, 128 * 3 // 4)
     assert {prompt.source for prompt in prompts_judged("safety", routed)} == {"math"}
     assert "32 rollouts x 2 judgements = 64 judgements by safety, at most 8192 tokens, of 25% of" in arithmetic(routed)
@@ -89,14 +89,14 @@ def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
     placed = replace(survey.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")
     alone = replace(survey.config, placement=placed, grms={}, judges={"safety": own}, reward=reward)
-    work = step_work(survey.under(alone), None).engines
+    work = step_work(survey.under(alone)).engines
     assert list(work) == ["policy"]
     assert work["policy"].requests == 128 + 128 * 2
 
 
 def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner() -> None:
     survey = surveyed(LEARNS)
-    work, asked = step_work(survey, None), judge_lengths("safety", survey, None)
+    work, asked = step_work(survey), judge_lengths("safety", survey)
     assert "safety_learner" in work.roles
     assert work.engines["safety"].requests == 128 * 2 + 2 * 4 * 8
     trained = work.grm_learners["safety_learner"]
@@ -105,34 +105,34 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert trained.tokens == pytest.approx(prompts * asked.prompt_tokens + 2 * 4 * 8 * asked.new_tokens)
     held = {part.what for part in memory_parts(survey, "safety_learner")}
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
-    assert "safety_learner " in times(survey, None, None)
-    assert simulator(survey, None) is None, "no simulation knows its flow"
+    assert "safety_learner " in times(survey, None)
+    assert simulator(survey) is None, "no simulation knows its flow"
 
 
 def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them() -> None:
-    plain = step_work(surveyed(), None)
+    plain = step_work(surveyed())
     assert (plain.learner_forward_tokens, plain.learner_updates, plain.critic_updates) == (0.0, 1, 1)
     algorithm = ("algorithm.kl_coefficient=0.1", "algorithm.updates_per_batch=4")
     survey = surveyed(*algorithm, LEARNS.replace("enabled: true", "enabled: true, kl_coefficient: 0.1"))
-    work = step_work(survey, None)
+    work = step_work(survey)
     assert work.learner_forward_tokens == 2 * work.learner_tokens, "a reference, and pi_old"
     assert work.learner_updates == 4
     assert plain.starts_early and not work.starts_early, "the whole batch is there before its first update"
     assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
     # Both passes without gradients take a third of forward and backward.
-    assert (learner_flops(survey, None) or 0.0) == pytest.approx((learner_flops(surveyed(), None) or 0.0) * 5 / 3)
+    assert (learner_flops(survey) or 0.0) == pytest.approx((learner_flops(surveyed()) or 0.0) * 5 / 3)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
     survey = surveyed(
         "judges.safety.vote=weighted", "meta_rm.path=tiny://meta_rm", "placement.roles.meta_rm.pool=judging"
     )
-    work, asked = step_work(survey, None), judge_lengths("safety", survey, None)
+    work, asked = step_work(survey), judge_lengths("safety", survey)
     assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
     (weights,) = memory_parts(survey, "meta_rm")
     assert weights.num_bytes == memory_parts(survey, "safety")[0].num_bytes
-    assert "meta_rm  " in times(survey, None, None)
-    assert simulator(survey, None) is None
+    assert "meta_rm  " in times(survey, None)
+    assert simulator(survey) is None
 
 
 def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
@@ -140,9 +140,9 @@ def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
         "+grm@grms.scalar=tiny_reward_model", "+judge@judges.taste=scalar", "judges.taste.model=scalar",
         "reward.members=[judge,brief,safety,taste]",
     )  # fmt: skip
-    played = policy_lengths(survey, None)
-    work = step_work(survey, None)
+    played = policy_lengths(survey)
+    work = step_work(survey)
     assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
     assert [part.what for part in memory_parts(survey, "scalar")] == ["weights"]
-    assert "scalar   " in times(survey, None, None)
+    assert "scalar   " in times(survey, None)
     assert "taste    a scalar" in arithmetic(survey)
