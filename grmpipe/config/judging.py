@@ -83,11 +83,6 @@ class Judging:
         return tuple(role for role in self.models if role in asked and role != POLICY)
 
     @property
-    def role_by_judge(self) -> dict[str, str]:
-        """Judge -> the role of the model that it asks, for the judges that ask one."""
-        return {name: judge.model for name, judge in self.generative.items()}
-
-    @property
     def local_roles(self) -> tuple[str, ...]:
         """Those of them that need a place and files."""
         return tuple(role for role in self.roles if not self.engine_kind_of(role).outside)
