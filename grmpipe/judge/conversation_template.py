@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes
+from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateSyntaxError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.types import Message
 
-JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+SHARED = Path(__file__).parent / "templates" / "shared"  # the only files that a template can include
+JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, loader=FileSystemLoader(SHARED))
 MARKERS = "markers"
 MESSAGES = "messages"
 ROLES = ("user", "assistant")  # of messages that a model takes besides those of its format

@@ -254,6 +254,8 @@ def test_templates_know_the_scale() -> None:
         ("{{ response }}{{ question + 1 }}", "own.jinja"),
         ("{{ response }}{{ messages.__class__ }}", "own.jinja"),
         ("{{ response }}{% include 'other' %}", "own.jinja"),
+        ("{% with work = response %}{% include 'quoted_work.jinja' %}{% endwith %}{{ response }}", "only be printed"),
+        ("{{ response }}{% include '../pointwise.jinja' %}", "own.jinja"),
         ("{{ response", "line 1"),
     ],
 )
