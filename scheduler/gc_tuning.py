@@ -1,4 +1,4 @@
-"""Tunes Python's cyclic garbage collector for many living objects and little garbage. Frees nothing itself."""
+"""Tunes Python's cyclic garbage collector for many living objects and little garbage."""
 
 from __future__ import annotations
 

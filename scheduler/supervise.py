@@ -1,4 +1,4 @@
-"""Runs loops together; the first crash ends all of them, with its cause. Restarts nothing."""
+"""Runs loops together; the first crash ends all of them, with its cause."""
 
 from __future__ import annotations
 

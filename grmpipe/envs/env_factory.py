@@ -1,4 +1,4 @@
-"""Constructs the environment of an episode, of the class that the configuration names. Plays nothing."""
+"""Constructs the environment of an episode, of the class that the configuration names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment whose stages end in time, whose failures are sorted and whose answers are checked. Plays nothing."""
+"""An environment whose stages end in time, whose failures are sorted and whose answers are checked."""
 
 from __future__ import annotations
 

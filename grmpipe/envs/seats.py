@@ -1,4 +1,4 @@
-"""Capacity for episodes: seats, booked for a whole group at once and given back one by one. Starts no environment."""
+"""Capacity for episodes: seats, booked for a whole group at once and given back one by one."""
 
 from __future__ import annotations
 

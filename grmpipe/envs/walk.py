@@ -1,4 +1,4 @@
-"""A walk through a key-value store, as an environment of one's own: `Tom` shows the entries of Tom. Calls no model.
+"""A walk through a key-value store, as an environment of one's own: `Tom` shows the entries of Tom.
 
 env=custom env.target=grmpipe.envs.walk.Walk data.path=tiny://walk/train
 """

@@ -1,4 +1,4 @@
-"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot. Measures nothing."""
+"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The output of a policy's evaluation: tables, policy_evaluation.json, lines of eval_rollouts.jsonl. Measures
-nothing.
-"""
+"""The output of a policy's evaluation: tables, policy_evaluation.json, lines of eval_rollouts.jsonl."""
 
 from __future__ import annotations
 

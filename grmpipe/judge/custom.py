@@ -1,4 +1,4 @@
-"""A judge that the user wrote: a class by its dotted path, made with `judge.options`. Judges nothing itself."""
+"""A judge that the user wrote: a class by its dotted path, made with `judge.options`."""
 
 from __future__ import annotations
 

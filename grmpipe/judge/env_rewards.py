@@ -1,4 +1,4 @@
-"""Judges by the rewards that the environment gave for its turns. Asks no model, reads no text."""
+"""Judges by the rewards that the environment gave for its turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it. Parses no answer."""
+"""The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled judgements: sampled from a GRM, written to a file, read back. Trains nothing."""
+"""Labelled judgements: sampled from a GRM, written to a file, read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapts judges of single rollouts to groups, and judges groups outside the pipeline. Asks no model itself."""
+"""Adapts judges of single rollouts to groups, and judges groups outside the pipeline."""
 
 from __future__ import annotations
 

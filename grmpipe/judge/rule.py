@@ -1,4 +1,4 @@
-"""Judges by a rule: whether, or how well, a text gives the reference answer. Asks no model, reads no critique."""
+"""Judges by a rule: whether, or how well, a text gives the reference answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges by a scalar reward model, which reads a conversation and gives one number. Writes no critique, holds no model.
+"""Judges by a scalar reward model, which reads a conversation and gives one number.
 
 The conversation is rendered by the reward model's own chat template, in its own tokens: no text of the policy becomes
 markup.

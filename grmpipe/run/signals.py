@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption. Stops nothing itself.
+"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption.
 
 The handlers are Python's own: asyncio's wait for the event loop, which a user's code may block.
 """

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training continues: one at a time, published when complete. Begins none."""
+"""Writes checkpoints while training continues: one at a time, published when complete."""
 
 from __future__ import annotations
 

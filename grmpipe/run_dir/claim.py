@@ -1,4 +1,4 @@
-"""Claims a run's directory for this process: finds or makes it, locks it, writes its first files. Trains nothing."""
+"""Claims a run's directory for this process: finds or makes it, locks it, writes its first files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits for a save that ranks write while they train. Begins none."""
+"""Waits for a save that ranks write while they train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers keep from forward to backward: activation checkpointing, and its offload to the host. Shards nothing."""
+"""What layers keep from forward to backward: activation checkpointing, and its offload to the host."""
 
 from __future__ import annotations
 

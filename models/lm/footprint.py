@@ -1,4 +1,4 @@
-"""The memory of a model, from its sizes: weights, KV cache, learner, activations. Loads no weights."""
+"""The memory of a model, from its sizes: weights, KV cache, learner, activations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Routers of a mixture that compute in float32 while the rest is bfloat16, so that fewer near-ties fall the other way
-(Megatron's moe_router_dtype=fp32; the Switch Transformer's selective precision, arXiv 2101.03961). Chooses nothing
-itself.
+"""Routers of a mixture that compute in float32 while the rest is bfloat16, so that fewer near-ties fall the other
+way (Megatron's moe_router_dtype=fp32; the Switch Transformer's selective precision, arXiv 2101.03961).
 """
 
 from __future__ import annotations

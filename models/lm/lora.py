@@ -1,4 +1,4 @@
-"""Low-rank adapters for frozen weights (LoRA, arXiv 2106.09685). The only module that imports peft. Trains nothing.
+"""Low-rank adapters for frozen weights (LoRA, arXiv 2106.09685). The only module that imports peft.
 
     h = W x + scale * B (A x),  scale = alpha / rank
 

@@ -1,4 +1,4 @@
-"""Checks that a model sees each packed sample alone: refused by its outline, probed with its weights. Trains nothing.
+"""Checks that a model sees each packed sample alone: refused by its outline, probed with its weights.
 
 Packed attention separates samples only in attention. A recurrent or convolutional layer runs across their borders, and
 a window or a choice of keys that exists only in a mask is lost: log-probs are then wrong without any error.

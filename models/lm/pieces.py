@@ -1,6 +1,4 @@
-"""The tensors of a trained model, one by one or in parts, and whole: gathered from all ranks if it is sharded. Sends
-nothing.
-"""
+"""The tensors of a trained model, one by one or in parts, and whole: gathered from all ranks if it is sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a tiny model from its recipe on one CPU thread. Measures nothing, knows no cache."""
+"""Trains a tiny model from its recipe on one CPU thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of tiny models of comparisons on held-out ones. Trains nothing, writes nothing."""
+"""What is measured of tiny models of comparisons on held-out ones."""
 
 from __future__ import annotations
 

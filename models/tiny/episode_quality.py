@@ -1,4 +1,4 @@
-"""Measures tiny policies in episodes, and the judge of their calls, on held-out problems. Trains nothing."""
+"""Measures tiny policies in episodes, and the judge of their calls, on held-out problems."""
 
 from __future__ import annotations
 

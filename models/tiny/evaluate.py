@@ -1,4 +1,4 @@
-"""Measures tiny models on held-out problems. Trains nothing, writes nothing."""
+"""Measures tiny models on held-out problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts made from a dense tiny model, with experts that differ. Trains nothing.
+"""A mixture of experts made from a dense tiny model, with experts that differ.
 
 `python -m models.tiny.mixture runs/mixture` makes one of tiny://policy.
 """

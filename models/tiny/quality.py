@@ -1,4 +1,4 @@
-"""What is measured of each tiny model before it is shipped. Trains nothing, writes nothing."""
+"""What is measured of each tiny model before it is shipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are. Sends nothing."""
+"""Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are."""
 
 from __future__ import annotations
 

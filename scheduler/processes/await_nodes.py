@@ -1,4 +1,4 @@
-"""Waits until a running Ray has as many nodes as a script has started. Starts nothing.
+"""Waits until a running Ray has as many nodes as a script has started.
 
 python -m scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
 

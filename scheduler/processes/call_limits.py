@@ -1,4 +1,4 @@
-"""Time limits of calls to other processes: every call has one, by what it does. Calls nothing itself."""
+"""Time limits of calls to other processes: every call has one, by what it does."""
 
 from __future__ import annotations
 

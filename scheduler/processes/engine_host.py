@@ -1,4 +1,4 @@
-"""The far end of a RemoteEngine: serves any Engine to another process, in batches. Starts no process itself."""
+"""The far end of a RemoteEngine: serves any Engine to another process, in batches."""
 
 from __future__ import annotations
 

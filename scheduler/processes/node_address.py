@@ -1,4 +1,4 @@
-"""The address of this machine, in a process of Ray. Starts nothing."""
+"""The address of this machine, in a process of Ray."""
 
 from __future__ import annotations
 

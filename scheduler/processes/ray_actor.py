@@ -1,4 +1,4 @@
-"""One process under Ray: calling it, ending it, and why it died. Places nothing."""
+"""One process under Ray: calling it, ending it, and why it died."""
 
 from __future__ import annotations
 

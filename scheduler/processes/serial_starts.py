@@ -1,4 +1,4 @@
-"""A cluster that starts the processes on a GPU one at a time. Places nothing.
+"""A cluster that starts the processes on a GPU one at a time.
 
 vLLM measures free memory at its start and counts all memory that disappears meanwhile as its own: another process that
 loads a model at that moment makes it miscount, or fail.

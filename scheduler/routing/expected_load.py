@@ -1,4 +1,4 @@
-"""The expected load of each engine of a role, in tokens to prefill and to sample. Sends nothing."""
+"""The expected load of each engine of a role, in tokens to prefill and to sample."""
 
 from __future__ import annotations
 

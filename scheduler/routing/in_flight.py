@@ -1,4 +1,4 @@
-"""The requests in flight on each engine of a role, and the work left in them. Sends nothing."""
+"""The requests in flight on each engine of a role, and the work left in them."""
 
 from __future__ import annotations
 

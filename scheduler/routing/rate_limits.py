@@ -1,6 +1,4 @@
-"""Limits on requests and tokens per minute, enforced before sending: token buckets on the event loop's clock. Sends
-nothing.
-"""
+"""Limits on requests and tokens per minute, enforced before sending: token buckets on the event loop's clock."""
 
 from __future__ import annotations
 

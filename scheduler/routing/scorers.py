@@ -1,4 +1,4 @@
-"""Scorers of one role as one Scorer: sends waiting requests in batches, replaces dead members. Makes no model."""
+"""Scorers of one role as one Scorer: sends waiting requests in batches, replaces dead members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces dead engines of a role, within the run. Starts no process itself, moves no weights.
+"""Replaces dead engines of a role, within the run.
 
     HEALTHY -> (it dies) -> DEAD -> STARTING -> STALE -> HEALTHY
                              ^          |         |

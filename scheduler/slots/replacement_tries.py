@@ -1,4 +1,4 @@
-"""How often a dead member of a role may still be replaced. Replaces nothing."""
+"""How often a dead member of a role may still be replaced."""
 
 from __future__ import annotations
 

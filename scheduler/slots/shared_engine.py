@@ -1,4 +1,4 @@
-"""One engine for all roles of a slot, with a view for each role. Decides no move, loads no weights.
+"""One engine for all roles of a slot, with a view for each role.
 
     it belongs to the role whose weights it was last sent; no other role may request tokens
 

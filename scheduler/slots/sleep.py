@@ -1,4 +1,4 @@
-"""Puts engines to sleep, so that others on their device can use the memory. Decides nothing."""
+"""Puts engines to sleep, so that others on their device can use the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A time-shared pool of a learner and engines: which of them uses the memory now. Makes no step, moves no weights.
+"""A time-shared pool of a learner and engines: which of them uses the memory now.
 
     the batch is full -> the engines take no new requests, theirs are suspended -> they sleep
     -> the learner loads its whole state, steps, keeps only its weights -> the engines that it pushes to wake, paused

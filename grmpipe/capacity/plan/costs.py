@@ -1,4 +1,4 @@
-"""The costs of a planned run's processes, by roofline. Counts no work."""
+"""The costs of a planned run's processes, by roofline."""
 
 from __future__ import annotations
 

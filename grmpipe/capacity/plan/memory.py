@@ -1,4 +1,4 @@
-"""The memory of each process of a run, part by part, and the slots that it overfills. Starts nothing."""
+"""The memory of each process of a run, part by part, and the slots that it overfills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses slots that certainly can't hold the memory of their processes, before a run starts. Starts nothing.
+"""Refuses slots that certainly can't hold the memory of their processes, before a run starts.
 
 Weights, gradients and moments are certain. A plan warns of what depends on lengths (keys and values, activations).
 """

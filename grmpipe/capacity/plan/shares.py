@@ -1,4 +1,4 @@
-"""Divides a GPU between vLLM engines that share it, if the configuration leaves that open. Starts nothing.
+"""Divides a GPU between vLLM engines that share it, if the configuration leaves that open.
 
 vLLM takes `gpu_memory_utilization` of a whole device, including weights, and needs that much free at its start. An
 engine alone gets its default; engines that share get the same number of cached tokens each.

@@ -1,4 +1,4 @@
-"""What is known of a run when it is planned: places, data, models by file or by shape. Starts nothing."""
+"""What is known of a run when it is planned: places, data, models by file or by shape."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The hosts of a run's environments, on the slots of a role: each episode goes to the host with the fewest, and a dead
-host is replaced. Plays nothing.
+"""The hosts of a run's environments, on the slots of a role: each episode goes to the host with the fewest, and a
+dead host is replaced.
 """
 
 from __future__ import annotations

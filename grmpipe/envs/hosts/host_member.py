@@ -1,6 +1,4 @@
-"""A host of environments in a process of its own: opens, steps and closes them by number, as it is asked. Places
-nothing, plays nothing.
-"""
+"""A host of environments in a process of its own: opens, steps and closes them by number, as it is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's end of one host of environments: asks it, counts its seats, knows whether it lives. Replaces none.
+"""The run's end of one host of environments: asks it, counts its seats, knows whether it lives.
 
 A host that dies, or doesn't answer within limits that it keeps itself, fails all its episodes: an EnvFault `died` each.
 """

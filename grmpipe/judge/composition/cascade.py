@@ -1,6 +1,4 @@
-"""A cheap judge before a better one: where the first is unsure, what is escalated, what the audit finds. Asks no
-judge.
-"""
+"""A cheap judge before a better one: where the first is unsure, what is escalated, what the audit finds."""
 
 from __future__ import annotations
 

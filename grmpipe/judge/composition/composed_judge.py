@@ -1,4 +1,4 @@
-"""From the settings of the reward to the judge of a run. Asks no model, starts nothing."""
+"""From the settings of the reward to the judge of a run."""
 
 from __future__ import annotations
 

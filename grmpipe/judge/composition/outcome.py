@@ -1,4 +1,4 @@
-"""What is known of a group's verdicts, and the outcome of a part of the composition. Asks no judge, decides nothing."""
+"""What is known of a group's verdicts, and the outcome of a part of the composition."""
 
 from __future__ import annotations
 

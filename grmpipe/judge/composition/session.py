@@ -1,4 +1,4 @@
-"""The judge session of several judges: asks those that the composition needs, when it needs them. Decides no reward."""
+"""The judge session of several judges: asks those that the composition needs, when it needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much cascades have escalated of what they decided on, and the bounds on it. Asks no judge."""
+"""How much cascades have escalated of what they decided on, and the bounds on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each judge was right on held-out prompts, for a jury that weighs its members by it. Judges nothing."""
+"""How often each judge was right on held-out prompts, for a jury that weighs its members by it."""
 
 from __future__ import annotations
 

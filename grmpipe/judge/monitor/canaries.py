@@ -1,4 +1,4 @@
-"""Canaries: fixed responses, judged repeatedly under the same seeds, to see whether the judge drifts. Opens no file."""
+"""Canaries: fixed responses, judged repeatedly under the same seeds, to see whether the judge drifts."""
 
 from __future__ import annotations
 

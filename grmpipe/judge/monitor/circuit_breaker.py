@@ -1,4 +1,4 @@
-"""Whether the judge is fit: a gate that pauses, then stops the run. Judges nothing."""
+"""Whether the judge is fit: a gate that pauses, then stops the run."""
 
 from __future__ import annotations
 

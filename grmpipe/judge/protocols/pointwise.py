@@ -1,4 +1,4 @@
-"""The judge session of single rollouts, each judged as a whole. Compares no siblings."""
+"""The judge session of single rollouts, each judged as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Started components -> the components of the pipeline and the evaluations. Starts nothing, runs no loop."""
+"""Started components -> the components of the pipeline and the evaluations."""
 
 from __future__ import annotations
 

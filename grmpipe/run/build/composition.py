@@ -1,4 +1,4 @@
-"""Composes the policy's pipeline: every part with its wrappers, from the inside out. Starts nothing, runs nothing.
+"""Composes the policy's pipeline: every part with its wrappers, from the inside out.
 
 play:         the episode                   <- its end becomes a judging task          (a GRM in training)
 trainer:      batches on the learner        <- has its device for the step             (time-shared pool)

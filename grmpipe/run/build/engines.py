@@ -1,4 +1,4 @@
-"""The engines of a run behind their routers, and its elastic pools. Decides no move."""
+"""The engines of a run behind their routers, and its elastic pools."""
 
 from __future__ import annotations
 

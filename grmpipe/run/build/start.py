@@ -1,4 +1,4 @@
-"""Prepared run -> started components: processes, loaded models, maintenance of engines. Runs no loop."""
+"""Prepared run -> started components: processes, loaded models, maintenance of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of the critic. Runs no loop."""
+"""Starts the ranks of the critic."""
 
 from __future__ import annotations
 

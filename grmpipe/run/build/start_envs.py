@@ -1,4 +1,4 @@
-"""Prepared run -> its environments: where they live, how many at once, within which limits. Plays nothing."""
+"""Prepared run -> its environments: where they live, how many at once, within which limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Starts the ranks of a trained model, and makes the sync of its weights to its engines. Runs no loop, trains
-nothing.
-"""
+"""Starts the ranks of a trained model, and makes the sync of its weights to its engines."""
 
 from __future__ import annotations
 

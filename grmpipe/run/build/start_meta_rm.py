@@ -1,4 +1,4 @@
-"""Starts the processes of the meta-RM, as one scorer. Trains nothing, votes nothing."""
+"""Starts the processes of the meta-RM, as one scorer."""
 
 from __future__ import annotations
 

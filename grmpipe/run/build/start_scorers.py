@@ -1,4 +1,4 @@
-"""Starts the scorers of roles that have a scalar model, or connects their endpoints. Judges nothing, votes nothing."""
+"""Starts the scorers of roles that have a scalar model, or connects their endpoints."""
 
 from __future__ import annotations
 

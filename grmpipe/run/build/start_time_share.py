@@ -1,4 +1,4 @@
-"""Makes the time-shared pool of a run's learner and engines. Decides no phase."""
+"""Makes the time-shared pool of a run's learner and engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task=doctor on every machine of a joined cluster: one line per machine and check. Changes nothing.
+"""task=doctor on every machine of a joined cluster: one line per machine and check.
 
 A process on each machine reports what it has; machines with GPUs have a second one, on a GPU. The driver compares.
 """

@@ -1,4 +1,4 @@
-"""Reports what is installed, what is missing, and what to type. Changes nothing."""
+"""Reports what is installed, what is missing, and what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The alarm on each of several judges that fails too often: a composition may go on without it. Pauses nothing."""
+"""The alarm on each of several judges that fails too often: a composition may go on without it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Models that judge as the policy was after some step (iterative self-rewarding, arXiv 2401.10020): the policy is
-written to a folder after that step, and their engines read it there. Trains nothing.
+written to a folder after that step, and their engines read it there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""task=evaluate: a judge against labelled work, a policy on prompts, or both. Trains nothing."""
+"""task=evaluate: a judge against labelled work, a policy on prompts, or both."""
 
 from __future__ import annotations
 

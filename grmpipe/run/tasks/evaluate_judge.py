@@ -1,4 +1,4 @@
-"""A judge against labelled work: asks it, writes and prints what came of it. Starts nothing, plays nothing."""
+"""A judge against labelled work: asks it, writes and prints what came of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task=report: writes the report of an existing run, also of a crashed or running one. Starts nothing."""
+"""task=report: writes the report of an existing run, also of a crashed or running one."""
 
 from __future__ import annotations
 

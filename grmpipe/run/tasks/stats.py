@@ -1,4 +1,4 @@
-"""The statistics of a run, including before resumes: time by role, and the summary. Changes nothing."""
+"""The statistics of a run, including before resumes: time by role, and the summary."""
 
 from __future__ import annotations
 

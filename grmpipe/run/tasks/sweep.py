@@ -1,4 +1,4 @@
-"""How the runs of a sweep ended, and the table at its end. Starts no run."""
+"""How the runs of a sweep ended, and the table at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks of a critic, as the driver sees them: one critic. Does no arithmetic."""
+"""All ranks of a critic, as the driver sees them: one critic."""
 
 from __future__ import annotations
 

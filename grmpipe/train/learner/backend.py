@@ -1,4 +1,4 @@
-"""What a training backend must offer: one rank of a learner, as the driver calls it. Implements none."""
+"""What a training backend must offer: one rank of a learner, as the driver calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch takes of the device of a rank: operations, memory, utilisation. Changes nothing."""
+"""What a batch takes of the device of a rank: operations, memory, utilisation."""
 
 from __future__ import annotations
 

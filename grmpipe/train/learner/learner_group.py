@@ -1,4 +1,4 @@
-"""All ranks of a learner, as the driver sees them: one learner. Does no arithmetic."""
+"""All ranks of a learner, as the driver sees them: one learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner of a time-shared pool, on the driver: it trains while it has the device. Decides no phase."""
+"""The learner of a time-shared pool, on the driver: it trains while it has the device."""
 
 from __future__ import annotations
 

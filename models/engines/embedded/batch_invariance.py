@@ -1,4 +1,4 @@
-"""Batch-invariant decoding: a row's logits don't depend, to the last bit, on the other rows. Samples nothing.
+"""Batch-invariant decoding: a row's logits don't depend, to the last bit, on the other rows.
 
 Matrix products choose their kernels by the number of rows, and attention sums by the number of positions. So both are
 rounded up to whole blocks, within which the kernels add in one order (He et al., Defeating Nondeterminism in LLM

@@ -1,4 +1,4 @@
-"""The decoder of a running batch: prefills prompts, decodes one token per row. Samples nothing.
+"""The decoder of a running batch: prefills prompts, decodes one token per row.
 
 B: rows that decode, N: prompts, T: positions, Q: query positions, G: KV heads, D: head, V: vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Parked rows: finished requests whose keys and values stay in their slots for later turns. Copies nothing.
+"""Parked rows: finished requests whose keys and values stay in their slots for later turns.
 
 A row is parked for its trajectory. The trajectory's next turn begins with the parked tokens and takes the slot over. A
 request that shares only a part, such as a sibling or a branch, gets a copy of that part.

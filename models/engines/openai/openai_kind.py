@@ -1,4 +1,4 @@
-"""The kind of a judge behind an OpenAI-compatible endpoint. Sends nothing itself."""
+"""The kind of a judge behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 

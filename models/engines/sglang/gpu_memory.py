@@ -1,4 +1,4 @@
-"""The used memory of this process's GPUs, by all processes: SGLang doesn't report it. Changes nothing."""
+"""The used memory of this process's GPUs, by all processes: SGLang doesn't report it."""
 
 from __future__ import annotations
 

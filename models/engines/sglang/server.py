@@ -1,4 +1,4 @@
-"""Starts an SGLang server: a process group that ends with this process. Requests no token."""
+"""Starts an SGLang server: a process group that ends with this process."""
 
 from __future__ import annotations
 
