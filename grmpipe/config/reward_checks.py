@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.config.judging import JUDGE, first_apart, key_of_judge
 from grmpipe.config.reward import (
     REWARD_KINDS,
     ROOT,
@@ -26,8 +26,10 @@ def check_rewards(
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """
-    if ROOT in judges or ROOT in rewards:
-        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
+    if ROOT in rewards:
+        raise ValueError(first_apart("rewards", ROOT))
+    if ROOT in judges:
+        raise ValueError(f"{ROOT}: names the whole; type another name for the judge")
     for name in rewards:
         if name in judges:
             raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")

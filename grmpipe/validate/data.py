@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
+from grmpipe.config.judging import JUDGE, key_of_judge, key_of_model
 from grmpipe.config.reward import idle_routes, judges_of
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -110,7 +110,7 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
     """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
     references.
     """
-    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), key_of_cotrain(role)
+    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), f"{key_of_model(role)}.train"
     with section(f"{key_of_judge(name)}."):
         JudgingTasks.under(config.judging.judges[name], config.labels)
     if cotrain.data_path is not None:

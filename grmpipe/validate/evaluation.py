@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
@@ -33,6 +34,7 @@ from models.settings import LoraConfig, ModelConfig
 from scheduler.placement import Placement, place
 
 log = logging.getLogger(__name__)
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 
@@ -132,11 +134,11 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
 def without_adapters(config: RunConfig) -> RunConfig:
     """The same models without adapters to train: their files are whole."""
 
-    def whole(model: ModelConfig) -> ModelConfig:
+    def whole(model: AnyModel) -> AnyModel:
         return replace(model, lora=LoraConfig())
 
-    grms = {name: whole(model) for name, model in config.grms.items()}
-    return replace(config, policy=whole(config.policy), grm=whole(config.grm), grms=grms)
+    models = {name: whole(model) for name, model in config.models.items()}
+    return replace(config, policy=whole(config.policy), grm=whole(config.grm), models=models)
 
 
 def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
