@@ -80,29 +80,29 @@ def test_a_conversation_that_goes_on_is_one_segment_of_recorded_ids(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "new"),
     [
-        lambda messages, reply: [messages[0], Message(role="assistant", content=reply.content + "!"), user("b")],
-        lambda messages, reply: [user("summary"), user("b")],
-        lambda messages, reply: [user("?"), user("b")],
-        lambda messages, reply: [messages[0], Message(role="user", content=reply.content), user("b")],
+        (lambda reply: [user("?"), Message(role="assistant", content="a!"), user("b")], ["a!", "b"]),
+        (lambda reply: [user("summary"), reply, user("b")], ["summary", "b"]),
+        (lambda reply: [user("?"), user("b")], ["b"]),
+        (lambda reply: [user("?"), user(reply.content), user("b")], ["a", "b"]),
     ],
     ids=["an edited reply", "compaction", "a dropped reply", "another role"],
 )
 def test_a_history_that_was_rewritten_opens_a_segment(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable, new: list[str]
 ) -> None:
     engine = make_engine(["a", "c"])
 
     async def talk(session: Session) -> None:
         reply = await session.chat([user("?")])
-        await session.chat(change([user("?")], reply))
+        await session.chat(change(reply))
 
     rollout = recorded(make_recorder(engine), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, True]
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
-    assert rollout.turns[0].replies[-1].content == "b"
-    assert all(message.role != "assistant" for message in rollout.turns[0].replies)
+    assert [message.content for message in rollout.turns[0].replies] == new
+    assert [turn.completion.text for turn in rollout.turns] == ["a", "c"], "only what the policy sampled is trained"
 
 
 def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids(

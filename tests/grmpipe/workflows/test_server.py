@@ -190,6 +190,28 @@ def test_only_the_episodes_own_key_opens_its_session(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [("", b""), ("X-Never: ends", b""), ("Authorization: Bearer {key}\r\nContent-Length: 9\r\n\r\n{{", b" 408 ")],
+    ids=["no header", "half a header", "half a body"],
+)
+def test_a_request_that_never_ends_is_closed_after_its_limit(
+    make_engine: Callable, asked: Callable, monkeypatch: pytest.MonkeyPatch, sent: str, got: bytes
+) -> None:
+    monkeypatch.setattr("grmpipe.workflows.server.REQUEST_S", 0.2)
+
+    async def talk(policy: Policy) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(policy.base_url).port)
+        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{sent.format(key=policy.api_key)}".encode())
+        async with asyncio.timeout(20):
+            answer = await reader.read(4096)
+        assert got in answer and bool(answer) == bool(got)
+        writer.close()
+        assert (await post(policy, {"messages": [USER]})).status_code == 200
+
+    assert len(asked(make_engine(), talk).turns) == 1
+
+
 def test_a_client_that_hangs_up_ends_its_request(make_engine: Callable, asked: Callable) -> None:
     engine = make_engine(["lost", "kept"])
 
