@@ -15,7 +15,6 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import weighed_by_accuracy
 from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
@@ -115,14 +114,14 @@ def check_env_hosts(config: RunSections) -> None:
 def check_reward(config: RunSections) -> None:
     """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
     kind = config.algorithm.estimator_kind
-    check_rewards(config.reward, config.rewards, config.all_judges, group_baseline=kind.has_zero_groups)
-    check_normalised_units(config.reward, config.rewards, config.algorithm)
-    check_doubts(config.reward, config.rewards, config.all_judges)
+    check_rewards(config.reward_tree, config.all_judges, group_baseline=kind.has_zero_groups)
+    check_normalised_units(config.reward_tree, config.algorithm)
+    check_doubts(config.reward_tree, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
         check_all_used(config.judging, config.judges, config.models)
-        check_rewards_used(config.reward, config.rewards)
+        check_rewards_used(config.reward_tree)
     if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 
@@ -184,7 +183,7 @@ def check_labels(config: RunSections) -> None:
     labelled = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
         name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
     }
-    if weighed_by_accuracy(config.reward, config.rewards):
+    if config.reward_tree.weighed_by_accuracy():
         labelled[config.judging.first] = config.first_judge
     for name, judge in labelled.items():
         key = key_of_judge(name)
@@ -198,7 +197,7 @@ def check_labels(config: RunSections) -> None:
 
 def check_measured(config: RunSections) -> None:
     """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
-    weighed = weighed_by_accuracy(config.reward, config.rewards)
+    weighed = config.reward_tree.weighed_by_accuracy()
     for name, judge in config.judging.generative.items():
         if name in weighed and judge.protocol_kind.compares:
             path = weighed[name]

@@ -23,7 +23,7 @@ from grmpipe.config.judging import (
     POLICY,
     Judging,
 )
-from grmpipe.config.reward import RewardConfig, judges_of
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,
@@ -111,15 +111,20 @@ class RunSections:
             return dataclasses.replace(self, judge=judge)
         return dataclasses.replace(self, judges={**self.judges, name: judge})
 
+    @property
+    def reward_tree(self) -> RewardTree:
+        """The composition that makes the reward, with those that it may name."""
+        return RewardTree(self.reward, self.rewards)
+
     @functools.cached_property
     def judging(self) -> Judging:
         """The judges that the reward uses, and the models that they may ask."""
         known = self.all_judges
-        return Judging({name: known[name] for name in judges_of(self.reward, self.rewards)}, self.models_by_role)
+        return Judging({name: known[name] for name in self.reward_tree.judges()}, self.models_by_role)
 
     def may_ask(self, role: str, source: str) -> bool:
         """Whether a model that judges may be asked about prompts of a source."""
-        return not self.judging.asking(role).keys().isdisjoint(judges_of(self.reward, self.rewards, source))
+        return not self.judging.asking(role).keys().isdisjoint(self.reward_tree.judges(source))
 
     @property
     def judged_by_model(self) -> bool:

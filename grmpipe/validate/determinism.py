@@ -53,7 +53,7 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         if judge.scalar.max_batch_tokens > 1:
             key = f"{key_of_judge(name)}.scalar.max_batch_tokens"
             yield f"a reward model scores together what arrives together; type {key}=1"
-    yield from arrival_orders(config.reward, config.rewards)
+    yield from arrival_orders(config.reward_tree)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
-from grmpipe.config.reward import idle_routes
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -162,8 +161,8 @@ def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     items = found[:count]
     with section(""):
         sources = {item.prompt.source for item in items}
-        check_sources(config.reward, config.rewards, sources)
-        for key, source in idle_routes(config.reward, config.rewards, sources):
+        check_sources(config.reward_tree, sources)
+        for key, source in config.reward_tree.idle_routes(sources):
             log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])
@@ -216,7 +215,7 @@ def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
                 found[str(name)] = prompts_at(config, path, config.data.num_eval_prompts)
     sources = {prompt.source for prompts in found.values() for prompt in prompts}
     with section(""):
-        check_sources(config.reward, config.rewards, sources)
+        check_sources(config.reward_tree, sources)
     return {name: with_references(config, name, prompts) for name, prompts in found.items()}
 
 
