@@ -65,6 +65,10 @@ def test_a_second_judge_and_its_model_come_from_the_same_groups() -> None:
     assert list(config.judging.asking("weak")) == ["second"]
 
 
+def test_a_model_that_judges_may_be_called_teacher() -> None:
+    assert built("+grm@models.teacher=tiny_weak", "judge.model=teacher").judging.roles == ("teacher",)
+
+
 def test_a_model_without_an_engine_of_its_own_has_that_of_all() -> None:
     config = built(*TWO_MODELS, *MIXED, "engine=vllm", "grm.engine=embedded")
     assert {role: model.engine for role, model in config.models_by_role.items()} == {
