@@ -109,7 +109,7 @@ def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) 
 
 
 def measured_alike(role: str, planned: RunConfig, measured: RunConfig) -> bool:
-    now, then = planned.models[role], measured.models[role]
+    now, then = planned.models_by_role[role], measured.models_by_role[role]
     return (now.path, now.engine, now.dtype) == (then.path, then.engine, then.dtype)
 
 
@@ -185,7 +185,7 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     footprint = sized(model, survey)
     packed = packed_group(survey, None) if model == POLICY else packed_judgement(model, survey, None)
-    return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
+    return speed_by_sheet(train, footprint, survey, where, packed, config.models_by_role[model].lora)
 
 
 def speed_by_sheet(

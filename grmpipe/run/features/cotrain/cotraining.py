@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.config.judging import key_of_cotrain
+from grmpipe.config.judging import key_of_model
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.parse import parser_named
@@ -98,7 +98,7 @@ class CoTraining:
             window=self._cotrain.rollout_window,
             seed=config.seed,
             pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
-            key=key_of_cotrain(role),
+            key=f"{key_of_model(role)}.train",
         )
         for prompt, rollout in kept:
             self._add(prompt, rollout)

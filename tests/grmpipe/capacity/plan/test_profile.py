@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from grmpipe.capacity.plan.profile import read_profile
+from grmpipe.config.grm import GrmConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import to_yaml
 from grmpipe.observe.timeline import Timeline
-from models.settings import ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig
 
 APART = PlacementConfig(
@@ -23,7 +23,7 @@ APART = PlacementConfig(
     roles={name: RoleConfig(pool=name) for name in ("policy", "grm", "learner")},
 )
 SECOND_JUDGE = {
-    "grms": {"safety": ModelConfig(path="tiny://grm", engine="embedded")},
+    "models": {"safety": GrmConfig(path="tiny://grm", engine="embedded")},
     "judges": {"safety": JudgeConfig(model="safety")},
     "reward": RewardConfig(kind="mix", mix={"judge": 0.5, "safety": 0.5}),
     "placement": replace(

@@ -9,7 +9,7 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
@@ -26,7 +26,7 @@ ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),)
 
 def composed(judges: dict[str, ByLength], reward: RewardConfig) -> ComposedJudge:
     adapted = {name: PointwiseAdapter(judge) for name, judge in judges.items()}
-    judge = compose_judge(reward, {}, adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
+    judge = compose_judge(RewardTree(reward), adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
     assert isinstance(judge, ComposedJudge)
     return judge
 

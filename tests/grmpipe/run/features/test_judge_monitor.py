@@ -13,7 +13,7 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
@@ -64,7 +64,7 @@ class Scene:
         judge: Judge = PointwiseAdapter(self.judge)
         if self.second is not None:
             judges = {"judge": judge, "second": PointwiseAdapter(self.second)}
-            judge = compose_judge(self.reward, {}, judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
+            judge = compose_judge(RewardTree(self.reward), judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
             judge=judge,
             members=members_of(judge),
