@@ -175,7 +175,7 @@ class TrainingRun(Run[Prepared]):
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._stats.engines_replaced.items()}
         metrics |= self._stats.slot_metrics() | self._stats.driver_metrics() | learnt
         metrics |= await periodic_eval.after_step(report.step, last)
-        metrics |= await running.policy_updates.after_step(report.step, pipeline.producer.change_judge)
+        metrics |= await running.policy_updates.after_step(report.step, pipeline.change_judge)
         if periodic_eval.readings:
             metrics["alarm/hacking"] = float(periodic_eval.ringing)
         for alarm in self._cascade_alarm.check(pipeline.counters.total.cascades):
