@@ -12,11 +12,10 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
-from grmpipe.pipeline.env_gate import EnvFitness
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
-from grmpipe.pipeline.rollout_gate import PolicyFitness
+from grmpipe.pipeline.service_health import EnvFitness, PolicyFitness
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 from models.seeds import derive_seed, first_name

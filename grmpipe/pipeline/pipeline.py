@@ -54,8 +54,6 @@ from scheduler.clock import ActiveClock
 from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import SyncReport
 
-Push = Callable[[int], Awaitable[SyncReport]]  # version -> the report of its push
-
 
 class Pipeline:
     """Runs the flow from a given state until `num_steps` are done, the prompts are over, or it is interrupted."""
@@ -90,7 +88,8 @@ class Pipeline:
             self._valuer.watch(self.buffer.rolled_out)
         playing = self._producer.playing.meter
         if config.policy_judges:
-            parts = replace(parts, push_weights=self._also_to_the_judge(parts.push_weights))
+            push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
+            parts = replace(parts, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
         self._consumer = Consumer(parts, config, self.buffer, self._stalls, self.clock, playing, self._stepped)
 
     @property
@@ -146,10 +145,6 @@ class Pipeline:
         self._stalls.groups_changed(supply)
         if self._valuer is not None:
             self._valuer.groups_changed()
-
-    def _also_to_the_judge(self, push: Push) -> Push:
-        """The push of a policy that judges itself: no group is judged by two versions."""
-        return lambda version: self._producer.change_judge(1, lambda: push(version))
 
     async def _stepped(self, report: StepReport) -> None:
         self.counters.waited(report.stalls)

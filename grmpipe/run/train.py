@@ -12,7 +12,6 @@ from grmpipe.config.reward import max_errors, varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.cascade_counts import CascadeAlarm
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, skill_of, with_own_bounds
-from grmpipe.judge.monitor.circuit_breaker import JudgeFitness
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.judge.purpose import asking_for
@@ -22,6 +21,7 @@ from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.service_health import JudgeFitness
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
