@@ -33,10 +33,10 @@ from grmpipe.config.redact import USERINFO, environment_secrets, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.secrets import may_be_secret
 from grmpipe.config.yaml_io import build, interpolated_keys, schema
-from grmpipe.run.doctor import doctor
+from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
-from grmpipe.run.sweep import SweepRun, exit_code_of, sweep_table
+from grmpipe.run.tasks.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
 from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
 
@@ -136,7 +136,7 @@ def run_task(config: RunConfig) -> float | None:
         return None
     # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
     if config.task == "report":
-        from grmpipe.run.report_task import make_report
+        from grmpipe.run.tasks.report_task import make_report
 
         print(make_report(config))
         return None
@@ -148,7 +148,7 @@ def run_task(config: RunConfig) -> float | None:
 
 def examine(config: RunConfig, address: str) -> None:
     """Print the findings on the machines of a joined cluster. Raises RunFailed if there is a problem."""
-    from grmpipe.run.cluster_doctor import examine_cluster, report
+    from grmpipe.run.doctor.cluster_doctor import examine_cluster, report
 
     findings = examine_cluster(config)
     print(report(address, findings), flush=True)

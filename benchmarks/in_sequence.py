@@ -19,9 +19,9 @@ from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.run.components import make_parts
+from grmpipe.run.build.components import make_parts
+from grmpipe.run.build.start import start
 from grmpipe.run.observers import Observers
-from grmpipe.run.start import start
 from grmpipe.types import Rollout
 from grmpipe.validate.prepare import prepare
 from models.seeds import derive_seed

@@ -104,26 +104,26 @@ def prepare_training(config: RunConfig, progress: Progress) -> Prepared:
 
 
 def training() -> RunTask[Prepared]:
-    from grmpipe.run.train import TrainingRun
+    from grmpipe.run.tasks.train import TrainingRun
 
     return RunTask(prepare=prepare_training, make_run=TrainingRun, notes=notes)
 
 
 def rft() -> RunTask[Prepared]:
-    from grmpipe.run.rft import RftRun
+    from grmpipe.run.tasks.rft import RftRun
 
     return RunTask(prepare=prepare_training, make_run=RftRun, notes=notes)
 
 
 def retraining() -> RunTask[PreparedRetraining]:
-    from grmpipe.run.retrain import RetrainRun
+    from grmpipe.run.tasks.retrain import RetrainRun
     from grmpipe.validate.retraining import prepare_retraining
 
     return RunTask(prepare=prepare_retraining, make_run=RetrainRun)
 
 
 def meta_rm_training() -> RunTask[MetaRmTraining]:
-    from grmpipe.run.train_meta_rm import MetaRmRun
+    from grmpipe.run.tasks.train_meta_rm import MetaRmRun
     from grmpipe.validate.meta_rm_training import prepare_meta_training
 
     continued = "once {run_dir}/judgements.jsonl exists, a new run can read it with meta_rm.judgements=..."
@@ -138,7 +138,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
 
 
 def evaluation() -> RunTask[PreparedEvaluation]:
-    from grmpipe.run.evaluate import EvaluationRun
+    from grmpipe.run.tasks.evaluate import EvaluationRun
     from grmpipe.validate.evaluation import PreparedEvaluation
 
     return RunTask(

@@ -50,7 +50,8 @@ class Turn:
                 first turn, and after a rewritten history.
     rewritten:  whether the history was rewritten, so that the prompt doesn't continue the turn before.
     tool_calls: calls in the completion, as the environment got them.
-    replies:    messages of the environment after it. Those at the end of an episode are only judged and shown.
+    replies:    messages of the environment after it. Those at the end of an episode are only judged and shown. Before
+                a rewritten history: what is new in it, with the assistant's messages that the policy didn't write so.
     rewards:    of the environment, for this turn, by name.
     state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
     faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.

@@ -127,17 +127,20 @@ class Renderer:
         before, *rest = self._markup_of(tuple(message.role for message in messages), asks_next=False)
         return before + self._filled(messages, rest)
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
         """The token ids after the stop token of the assistant's turn: the replies, up to its next turn.
 
         tools: those that the conversation was rendered with.
+        ended: whether the stop token was sampled; otherwise (a stop string ended the turn) it comes first.
         """
         if tools or _has_calls(replies):
             shapes, texts = _shapes_of(replies)
-            return self._fill(*self._reply_layout(shapes, self._tools.texts_of(tools)), texts)
+            return self._fill(*self._reply_layout(shapes, self._tools.texts_of(tools), ended), texts)
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
-        return after_turn[self._after_stop(after_turn) :] + self._filled(replies, rest)
+        return after_turn[self._place_after(after_turn, ended) :] + self._filled(replies, rest)
 
     @property
     def takes_tools(self) -> bool:
@@ -251,10 +254,10 @@ class Renderer:
             pieces.append(before)
         return [*pieces, rest]
 
-    def _after_stop(self, token_ids: Sequence[int]) -> int:
-        """The place after the first stop token; 0 if there is none."""
+    def _place_after(self, token_ids: Sequence[int], ended: bool) -> int:
+        """The place after the first stop token, or, if the turn hasn't ended, its own; 0 if there is none."""
         ends = [place for place, token_id in enumerate(token_ids) if token_id in self.stop_token_ids]
-        return ends[0] + 1 if ends else 0
+        return ends[0] + ended if ends else 0
 
     def _render_with_tools(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, asks_next: bool
@@ -281,13 +284,15 @@ class Renderer:
         layout = self._tools.layout(shapes, tools, asks_next=asks_next)
         return tuple(self.encode_markup(piece) for piece in layout.pieces), layout
 
-    def _lay_out_replies(self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...]) -> tuple[Pieces, Layout]:
-        """The layout of replies, after the stop token of an assistant's turn."""
+    def _lay_out_replies(
+        self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], ended: bool
+    ) -> tuple[Pieces, Layout]:
+        """The layout of replies, after the stop token of an assistant's turn, or with it if the turn hasn't ended."""
         for layout in self._tools.reply_layouts(shapes, tools):
             after_turn, *rest = (self.encode_markup(piece) for piece in layout.pieces)
-            if place := self._after_stop(after_turn):
+            if not set(self.stop_token_ids).isdisjoint(after_turn):
                 break
-        return (after_turn[place:], *rest), layout
+        return (after_turn[self._place_after(after_turn, ended) :], *rest), layout
 
     def _spells_markup(self, text: str) -> bool:
         return not self._markup_ids.isdisjoint(self.encode_markup(text))

@@ -114,6 +114,7 @@ class Completion:
     cached_tokens: tokens of the prompt that the engine had cached, and didn't compute; of the first engine, if the
         request migrated.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
+    stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
     """
 
     token_ids: tuple[int, ...]
@@ -127,6 +128,7 @@ class Completion:
     thought_chars: int = 0
     cached_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
+    stop_text: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ IMPORTED = [
     "pytest",
     "hydra",
     "grmpipe.tasks",
-    "grmpipe.run.train",
+    "grmpipe.run.tasks.train",
     "grmpipe.train.learner.learner",
     "grmpipe.train.critic.critic_learner",
     "models.engines.embedded.embedded_engine",

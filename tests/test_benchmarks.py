@@ -233,5 +233,7 @@ def test_a_commit_is_compared_pair_by_pair() -> None:
             busy_share=0.02,
         )  # fmt: skip
 
-    lines = against_commit.report("abc", [(measured(0.5), measured(1.0)), (measured(3.0), measured(2.0))])
+    lines = against_commit.report(
+        ["abc", "runs", "--steps", "24"], "abc", [(measured(0.5), measured(1.0)), (measured(3.0), measured(2.0))]
+    )
     assert "| one step (mean), s | 1.750 | 1.500 | 1.000 | 0.500 to 1.500 |" in lines

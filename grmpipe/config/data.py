@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class RolloutConfig:
     max_new_tokens: int = 64  # Most tokens of one answer.
     # Sampling temperature. Sampling has no top-p and no top-k: the learner scores the whole distribution.
     temperature: float = 1.0
+    # Texts that end a turn, such as "</search>": their tokens are trained, the text is shown without them.
+    stop: list[str] = field(default_factory=list)
     max_turns: int = 1  # [turns] Most turns of a rollout.
     # Limit from a group's first token to its last verdict; weight pushes and pauses don't count.
     group_deadline_s: float = 900.0
@@ -55,6 +57,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.max_turns < 1 or self.max_concurrency < 1:
             raise ValueError("max_new_tokens, max_turns, max_concurrency: must be at least 1")
+        if "" in self.stop:
+            raise ValueError("stop: a text is empty, and would end every turn at once")
         if not 0 < self.max_failure_rate <= 1:
             raise ValueError(
                 f"max_failure_rate: must be above 0 and at most 1 (a share of groups), got {self.max_failure_rate}"

@@ -41,8 +41,10 @@ class TurnRenderer(Protocol):
         """A conversation from its start, up to the policy's turn."""
         ...
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        """The text after the policy's turn: its end, the replies, up to the policy's next turn."""
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        """The text after the policy's turn: its end if that wasn't sampled, the replies, up to its next turn."""
         ...
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
@@ -185,7 +187,7 @@ class _Episode:
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
             with self._rendering("step"):
-                new_ids = self.renderer.extend(turn.replies, self.tools)
+                new_ids = self.renderer.extend(turn.replies, self.tools, ended=not completion.stop_text)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
@@ -224,7 +226,7 @@ class _Episode:
     async def _stepped(self, turn: Turn, is_last: bool) -> tuple[Observation, Turn]:
         """The environment's answer to a turn, and the turn with it."""
         text = turn.completion.answer
-        parsed = self.renderer.parse(text, self.tools) if self.tools else ParsedTurn(content=text)
+        parsed = read_completion(self.renderer, turn.completion, self.tools)
         action = Action(
             text=text,
             content=parsed.content,
@@ -250,6 +252,16 @@ class _Episode:
             faults=tuple(observation.faults),
             env_s=round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0,
         )
+
+
+def read_completion(renderer: TurnRenderer, completion: Completion, tools: Sequence[ToolSpec]) -> ParsedTurn:
+    """The calls in a completion, and its text without them. A stop string may be a part of a call, and isn't shown."""
+    if not tools:
+        return ParsedTurn(content=completion.answer)
+    parsed = renderer.parse(completion.answer + completion.stop_text, tools)
+    return (
+        replace(parsed, content=parsed.content.removesuffix(completion.stop_text)) if completion.stop_text else parsed
+    )
 
 
 def after_fault(action: Action, fault: PolicyFault) -> Observation:

@@ -98,7 +98,8 @@ def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterato
     for number, turn in enumerate(rollout.turns, start=1):
         yield Message(role="assistant", content=turn.completion.text if thoughts else turn.completion.answer)
         if number < len(rollout.turns):  # a reward model scores a conversation that ends with the assistant
-            yield from turn.replies
+            # A chat has no place for an assistant's message that the policy didn't write: it would be scored as its.
+            yield from (reply for reply in turn.replies if reply.role != "assistant")
 
 
 def failure(failed: Failed) -> JudgeReport:

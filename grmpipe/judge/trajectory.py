@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.types import Prompt, Rollout
+from models.types import Message
 
 Voice = Literal["policy", "environment", "note"]
 
@@ -66,12 +68,13 @@ def opening_of(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:
     return tuple(Passage(voice="environment", text=message.content) for message in new)
 
 
+EDITED = "[The next message is the assistant's in the history that the agent wrote: the policy did not write it so.]"
 BRANCH = "[Here the agent goes on in another conversation: a sub-agent's, or one with a rewritten history.]"
 
 
 def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]:
-    """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies. A note where the turn
-    doesn't continue the one before.
+    """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies. Before it, where the
+    turn doesn't continue the one before: a note, and what is new in its history.
     """
     yield from branch_at(rollout, turn)
     completion = rollout.turns[turn].completion
@@ -80,12 +83,26 @@ def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]
 
 
 def branch_at(rollout: Rollout, turn: int) -> Iterator[Passage]:
-    """The note in front of a turn that doesn't continue the one before; none in front of others."""
+    """The note in front of a turn that doesn't continue the one before, and what is new in its history; nothing in
+    front of others.
+    """
     if rollout.turns[turn].rewritten:
         yield Passage(voice="note", text=BRANCH, turn=turn)
+        for message in rollout.turns[turn - 1].replies if turn else ():
+            yield from history_of(message, turn)
+
+
+def history_of(message: Message, turn: int) -> Iterator[Passage]:
+    """A message of a history that the agent wrote. It is never the policy's voice."""
+    if message.role == "assistant":
+        yield Passage(voice="note", text=EDITED, turn=turn)
+    calls = (f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls)
+    yield Passage(voice="environment", text="\n".join(filter(None, (message.content, *calls))), turn=turn)
 
 
 def replies_of(rollout: Rollout, turn: int) -> Iterator[Passage]:
-    """The environment's replies to a turn."""
+    """The environment's replies to a turn; none in front of a branch, to which they belong."""
+    if turn + 1 < len(rollout.turns) and rollout.turns[turn + 1].rewritten:
+        return
     for message in rollout.turns[turn].replies:
         yield Passage(voice="environment", text=message.content, turn=turn)

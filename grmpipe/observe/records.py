@@ -30,7 +30,7 @@ POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPON
 # Left out where they are empty.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s")
 RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s")
-RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted")  # of a completion; left out if empty
+RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "stop_text")  # of a completion; as above
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
@@ -96,6 +96,7 @@ def decode_completion(record: Record) -> Completion:
         thought_tokens=record.get("thought_tokens", 0),
         thought_chars=record.get("thought_chars", 0),
         inserted=tuple(record["inserted"]) if "inserted" in record else None,
+        stop_text=record.get("stop_text", ""),
     )
 
 

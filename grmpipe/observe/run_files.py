@@ -75,10 +75,12 @@ class Said:
 class ShownTurn:
     """A turn of an episode, and the environment's answer to it.
 
+    history: what is new before a branch, as the agent wrote it.
     calls:   of tools, as the environment got them.
     facts:   what else is known of it, in words: rewards, faults, time.
     """
 
+    history: Sequence[Said]
     text: str
     calls: Sequence[str]
     facts: Sequence[str]
@@ -396,7 +398,7 @@ def shown(why: str, pair: Pair) -> Shown:
         reference=prompt["reference"],
         answer="" if is_episode else "\n\n".join(turn["text"] for turn in turns),
         opening=opening,
-        turns=[shown_turn(turn, spans_on(verdict, place)) for place, turn in enumerate(turns)] if is_episode else [],
+        turns=[*shown_turns(turns, verdict)] if is_episode else [],
         ended=f"truncated: {pair.rollout['reason']}" if pair.rollout.get("reason") else "",
         score=pair.score,
         reward=sum(span["value"] for span in verdict["rewards"]) if verdict else None,
@@ -431,8 +433,29 @@ def said(message: Record) -> Said:
     return Said(by=" ".join(filter(None, (message["role"], message.get("name")))), text=message["content"])
 
 
-def shown_turn(turn: Record, spans: Sequence[Record]) -> ShownTurn:
-    """spans: of the verdict, on this turn."""
+def written(message: Record) -> Said:
+    """A message of a history that the agent wrote."""
+    if message["role"] != "assistant":
+        return said(message)
+    text = "\n".join(filter(None, (message["content"], *calls_of(message))))
+    return Said(by="assistant, as the agent wrote it, not the policy", text=text)
+
+
+def calls_of(record: Record) -> list[str]:
+    return [f"{call['name']}({json.dumps(call['arguments'])})" for call in record.get("tool_calls", ())]
+
+
+def shown_turns(turns: Sequence[Record], verdict: Record | None) -> Iterator[ShownTurn]:
+    """The turns of an episode. What a turn before a branch was answered is the history of the branch."""
+    for place, turn in enumerate(turns):
+        is_left = place + 1 < len(turns) and turns[place + 1].get("rewritten", False)
+        history = turns[place - 1]["replies"] if place and turn.get("rewritten") else ()
+        replies = () if is_left else turn["replies"]
+        yield shown_turn({**turn, "replies": replies}, spans_on(verdict, place), history)
+
+
+def shown_turn(turn: Record, spans: Sequence[Record], history: Sequence[Record] = ()) -> ShownTurn:
+    """spans: of the verdict, on this turn. history: new messages before a branch."""
     facts = ["a branch: it doesn't continue the turn before"] if turn.get("rewritten") else []
     facts += [f"judged {own_reward(span):.3g}" for span in spans]
     facts += [f"{name} {reward:.3g}" for name, reward in turn.get("rewards", {}).items()]
@@ -440,8 +463,9 @@ def shown_turn(turn: Record, spans: Sequence[Record]) -> ShownTurn:
     if took_s := turn.get("env_s"):
         facts.append(f"environment {took_s:.3g} s")
     return ShownTurn(
+        history=[written(message) for message in history],
         text=turn["text"],
-        calls=[f"{call['name']}({json.dumps(call['arguments'])})" for call in turn.get("tool_calls", ())],
+        calls=calls_of(turn),
         facts=facts,
         replies=[said(message) for message in turn["replies"]],
     )

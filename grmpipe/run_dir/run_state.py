@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.judge.monitor.reward_hacking import Reading
 from grmpipe.judge.verdict import only_finite
 from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
 from grmpipe.observe.recorder import (
@@ -24,7 +23,7 @@ from grmpipe.observe.recorder import (
 )
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
 from grmpipe.run_dir.uncounted_work import Counted, Key, Reports, key_of, uncounted_work
-from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
+from grmpipe.types import GroupEnd, JudgeReport, Prompt
 from models.seeds import repeated_as
 
 NOTHING_COUNTED = {ROLLOUTS: Mark(), JUDGEMENTS: Mark()}  # the marks of a run without a checkpoint
@@ -47,20 +46,15 @@ class RunState:
 
     pipeline_state: PipelineState
     wall_s: float  # so far, including before resumes
-    eval_initial: Metrics
     totals: Mapping[str, object]  # counts of all closed steps
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
     run_id: str = ""
     wandb_run_id: str | None = None
-    hacking_readings: tuple[Reading, ...] = ()  # of held-out evaluations
-    judge_accuracy: Mapping[str, float] = field(default_factory=dict)  # on held-out prompts, by judge
-    engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
-    moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
     open_counts: Mapping[str, object] = field(default_factory=dict)  # counts of the step after these
-    held_out_envs: Mapping[str, object] = field(default_factory=dict)  # counts of the episodes of evaluations
+    features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of the run's features, by name
     counted_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> its end when the counts were taken
 
     def to_json(self) -> str:
@@ -79,7 +73,6 @@ class RunState:
         for key in ("journal_marks", "counted_marks"):
             values[key] = {name: Mark(**mark) for name, mark in values.get(key, {}).items()}
         values["alarms"] = tuple(values["alarms"])
-        values["hacking_readings"] = tuple(Reading(**one) for one in values["hacking_readings"])
         return RunState(**values)
 
 

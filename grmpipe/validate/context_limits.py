@@ -18,6 +18,7 @@ from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from grmpipe.validate.thinking import check_thinking_budget
+from models.renderer import Renderer
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
@@ -25,6 +26,7 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     with section("policy."):
         for prompt in one_of_each_kind((*data.held_out, *data.train)):
             policy.renderer.render(prompt.messages)
+    check_stop(config.rollout.stop, policy.renderer)
     check_context_limit(
         name=POLICY,
         context_tokens=policy.context_tokens,
@@ -33,6 +35,16 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
         lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
         what="prompt",
     )
+
+
+def check_stop(stop: Sequence[str], renderer: Renderer) -> None:
+    """Check that texts that end a turn can be seen in an answer, which special tokens can't."""
+    for text in stop:
+        if text in renderer.decode_special(ids := renderer.encode_markup(text)) and text not in renderer.decode(ids):
+            raise ConfigError(
+                f"rollout.stop: {text!r} has a special token of the policy's tokenizer, which no answer shows; give a "
+                "text without it, or list the token as an eos_token_id in the model's generation_config.json"
+            )
 
 
 def one_of_each_kind(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -26,10 +26,33 @@ TRUNCATES: Mapping[str, TruncationReason] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What a call of the policy may ask for besides its messages.
+
+    max_tokens: may only lower the run's.
+    stop:       texts that end the reply, besides the run's.
+    logprobs:   whether the reply lists its tokens with their log-probs.
+    """
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A sampled token's text, and its log-prob (natural log) in the distribution it was sampled from."""
+
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Message):
     """The policy's message.
 
     completion_id:     names the turn, in rewards by turn.
+    logprobs:          of all its tokens, those that end it too, if the call asked for them.
     finish_reason:     "length": it was cut, and calls in it aren't read.
     prompt_tokens, completion_tokens: their numbers.
     """
@@ -38,6 +61,7 @@ class Reply(Message):
     finish_reason: FinishReason = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ChatRefused(Exception):

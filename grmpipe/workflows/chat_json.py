@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from grmpipe.workflows.chat import ChatRefused, RefusalCode, Reply
+from grmpipe.workflows.chat import CallOptions, ChatRefused, RefusalCode, Reply, TokenLogprob
 from models.types import Message, ToolCall, ToolSpec
 
 Json = Mapping[str, Any]  # an object of the wire; it stays in this file, the server and the client
@@ -74,10 +74,14 @@ class ChatRequest(msgspec.Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
 
     @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+    def options(self) -> CallOptions:
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return CallOptions(max_tokens=limit, stop=stop, logprobs=bool(self.logprobs))
 
     @property
     def with_usage(self) -> bool:
@@ -91,6 +95,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "function_call": ("none",),
 }
 # Fields that change no answer.
 HARMLESS = frozenset(
@@ -160,7 +167,12 @@ def tool_json(tool: ToolSpec) -> dict[str, Any]:
 
 
 def completion_json(reply: Reply, model: str, created_s: int) -> dict[str, Any]:
-    choice = {"index": 0, "message": message_json(reply), "finish_reason": _finish(reply), "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": message_json(reply),
+        "finish_reason": _finish(reply),
+        "logprobs": _logprobs(reply),
+    }
     return _head(reply, model, created_s, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
 
@@ -170,7 +182,7 @@ def chunks_json(reply: Reply, model: str, created_s: int, *, with_usage: bool) -
     delta = message_json(reply)
     for index, call in enumerate(delta.get("tool_calls", ())):
         call["index"] = index
-    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": _logprobs(reply)}]}
     yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(reply)}]}
     if with_usage:
         yield head | {"choices": [], "usage": _usage(reply)}
@@ -188,6 +200,10 @@ def reply_of(completion: Json) -> Reply:
         finish_reason="length" if choice["finish_reason"] == "length" else "stop",
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
+        logprobs=tuple(
+            TokenLogprob(token=entry["token"], logprob=entry["logprob"])
+            for entry in (choice["logprobs"] or {"content": ()})["content"]
+        ),
     )
 
 
@@ -255,6 +271,23 @@ def _tool(entry: _Tool) -> ToolSpec:
 
 def _finish(reply: Reply) -> str:
     return "tool_calls" if reply.tool_calls else reply.finish_reason
+
+
+def _logprobs(reply: Reply) -> dict[str, Any] | None:
+    if not reply.logprobs:
+        return None
+    return {
+        "content": [
+            {
+                "token": one.token,
+                "logprob": one.logprob,
+                "bytes": list(one.token.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+            for one in reply.logprobs
+        ],
+        "refusal": None,
+    }
 
 
 def _usage(reply: Reply) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply
 from grmpipe.workflows.chat_json import message_json, refusal_of, reply_of, tool_json
 from grmpipe.workflows.policy import Endpoint
 from models.types import Message, ToolSpec
@@ -25,14 +25,15 @@ class HttpChat:
             trust_env=False,
         )
 
-    async def __call__(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), max_tokens: int | None = None
-    ) -> Reply:
-        body: dict[str, object] = {"messages": [message_json(message) for message in messages]}
+    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> Reply:
+        body: dict[str, object] = {
+            "messages": [message_json(message) for message in messages],
+            "max_tokens": options.max_tokens,
+            "stop": options.stop,
+            "logprobs": options.logprobs,
+        }
         if tools:
             body["tools"] = [tool_json(tool) for tool in tools]
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
         try:
             response = await self._client.post("/chat/completions", json=body)
         except httpx.TransportError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grmpipe.workflows.chat import Reply
+from grmpipe.workflows.chat import CallOptions, Reply
 from grmpipe.workflows.chat_json import messages_of, tools_of_json
 from models.types import Message, ToolSpec
 
@@ -46,9 +46,7 @@ class Endpoint:
 class Chat(Protocol):
     """What answers one request."""
 
-    async def __call__(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), max_tokens: int | None = None
-    ) -> Reply: ...
+    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> Reply: ...
 
 
 class Workflow(Protocol):
@@ -69,12 +67,17 @@ class Policy:
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
     ) -> Reply:
-        """The policy's next message. Temperature and top_p are the run's; max_tokens may only lower the run's.
+        """The policy's next message. Temperature and top_p are the run's.
 
-        messages, tools: also in the form of OpenAI's chat completions. Raises ChatRefused.
+        messages, tools: also in the form of OpenAI's chat completions.
+        max_tokens, stop, logprobs: as in CallOptions. Raises ChatRefused.
         """
-        return await self._chat(messages_of(messages), tools_of_json(tools), max_tokens)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        options = CallOptions(max_tokens=max_tokens, stop=stops, logprobs=logprobs)
+        return await self._chat(messages_of(messages), tools_of_json(tools), options)
 
     @cached_property
     def _endpoint(self) -> Endpoint:

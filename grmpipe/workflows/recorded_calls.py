@@ -79,8 +79,8 @@ def turns_of(line: Sequence[RecordedCall], rewards: Mapping[str, Mapping[str, fl
 def _replies_before(line: Sequence[RecordedCall], place: int) -> tuple[Message, ...]:
     """What the workflow said between the call before `place` and the one there.
 
-    After a rewritten history: what no earlier call was given, without an assistant's messages, which are mostly the
-    policy's own.
+    After a rewritten history: what no earlier call was given, without the policy's own replies, which are turns
+    themselves. An assistant's message that the workflow wrote or edited is none of them.
     """
     if place == len(line):
         return ()
@@ -88,7 +88,7 @@ def _replies_before(line: Sequence[RecordedCall], place: int) -> tuple[Message, 
     if call.parent is before[-1]:
         return call.new_messages
     shared = max(num_shared(call.messages, other.conversation) for other in before)
-    return tuple(message for message in call.messages[shared:] if message.role != "assistant")
+    return tuple(message for message in call.messages[shared:] if not any(same(message, one.reply) for one in line))
 
 
 def num_shared(messages: Sequence[Message], others: Sequence[Message]) -> int:

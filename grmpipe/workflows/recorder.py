@@ -10,14 +10,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.fault_plan import FaultMoment
 from grmpipe.envs.limited_env import LANE
-from grmpipe.envs.play import DECIMALS_S, EpisodeLimits, RolloutAborted, RolloutRequest, TurnRenderer
-from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.envs.play import (
+    DECIMALS_S,
+    EpisodeLimits,
+    RolloutAborted,
+    RolloutRequest,
+    TurnRenderer,
+    read_completion,
+)
+from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply, TokenLogprob
 from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
 from models.types import (
     Completion,
@@ -35,7 +43,16 @@ from scheduler.events import EventSink, NoEvents
 log = logging.getLogger(__name__)
 
 REMEMBERED_TOOL_LISTS = 64
+AS_THE_RUN = CallOptions()
 FINAL = ("turn_limit_exceeded", "time_limit_exceeded")  # refusals that no later request of the episode escapes
+
+
+class ChatRenderer(TurnRenderer, Protocol):
+    """What a recorder needs of a tokenizer with a chat template."""
+
+    def decode_special(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, with special tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +77,7 @@ class Recorder:
     def __init__(
         self,
         engine: Generates,
-        renderer: TurnRenderer,
+        renderer: ChatRenderer,
         params: SamplingParams,
         limits: EpisodeLimits,
         events: EventSink | None = None,
@@ -115,11 +132,11 @@ class Session:
         return 0.0 if self._sampling else self._clock.time() - self._idle_since_s
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), max_tokens: int | None = None
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: CallOptions = AS_THE_RUN
     ) -> Reply:
-        """The policy's reply. max_tokens: may only lower the run's. Raises ChatRefused."""
+        """The policy's reply. Raises ChatRefused."""
         try:
-            reply = await self._answered(tuple(messages), self._recorder.same_tools(tools), max_tokens)
+            reply = await self._answered(tuple(messages), self._recorder.same_tools(tools), options)
         except ChatRefused as refused:
             self.refusal = refused
             raise
@@ -139,23 +156,22 @@ class Session:
                 self.failed.exception()  # it was read: asyncio would complain otherwise
 
     async def _answered(
-        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], max_tokens: int | None
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], options: CallOptions
     ) -> Reply:
         self._check_open()
         if self.fault is not None and self.fault.has_come(self._num_started):
             self._fail(on_purpose())
             raise ChatRefused("policy_unavailable", "the episode ends")
         prompted = self._prompted(messages, tools)
-        asked = self._recorder.params.max_new_tokens
-        if max_tokens is not None:
-            if max_tokens < 1:
-                raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {max_tokens}")
-            asked = min(asked, max_tokens)
-        room = self._room(prompted.prompt_ids, asked)
+        params = self._params(options)
+        room = self._room(prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started
         self._num_started += 1
-        completion = await self._sampled(prompted.prompt_ids, number, room)
-        return self._recorded(number, messages, tools, prompted, completion, window_is_bound=room < asked)
+        window_is_bound = room < params.max_new_tokens
+        params = replace(params, seed=self._request.seed + number, max_new_tokens=room)
+        completion = await self._sampled(prompted.prompt_ids, number, params)
+        reply = self._recorded(number, messages, tools, prompted, completion, window_is_bound=window_is_bound)
+        return replace(reply, logprobs=self._logprobs(completion)) if options.logprobs else reply
 
     def _check_open(self) -> None:
         """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
@@ -171,6 +187,18 @@ class Session:
                 "time_limit_exceeded", f"the episode has used up its time (env.episode_s = {limits.episode_s:g} s)"
             )
 
+    def _params(self, options: CallOptions) -> SamplingParams:
+        """The run's parameters, with what the call asks for. Raises ChatRefused."""
+        params = self._recorder.params
+        if "" in options.stop:
+            raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
+        if options.max_tokens is None:
+            return replace(params, stop=params.stop + options.stop)
+        if options.max_tokens < 1:
+            raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {options.max_tokens}")
+        limit = min(params.max_new_tokens, options.max_tokens)
+        return replace(params, stop=params.stop + options.stop, max_new_tokens=limit)
+
     def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
         """Raises ChatRefused for messages or tools that the chat template doesn't take."""
         renderer = self._recorder.renderer
@@ -180,7 +208,7 @@ class Session:
             if (parent := self._continued(messages, tools)) is not None:
                 new = messages[len(parent.conversation) :]
                 try:
-                    new_ids = renderer.extend(new, tools)
+                    new_ids = renderer.extend(new, tools, ended=not parent.completion.stop_text)
                 except ValueError as error:  # such as a template that moves the tools
                     log.info("%s: rendered anew, since %s", self._request.trajectory_id, error)
                 else:
@@ -223,9 +251,9 @@ class Session:
             )
         return room
 
-    async def _sampled(self, prompt_ids: tuple[int, ...], number: int, room: int) -> Completion:
+    async def _sampled(self, prompt_ids: tuple[int, ...], number: int, params: SamplingParams) -> Completion:
         """Raises ChatRefused if the session ended meanwhile, or if the engine failed: then the episode has."""
-        request, params = self._request, self._recorder.params
+        request = self._request
         context = RequestContext(
             request_id=f"{request.trajectory_id}/t{number}",
             group_id=request.group_id,
@@ -233,7 +261,6 @@ class Session:
             priority=request.priority,
             trajectory_id=request.trajectory_id if self._recorder.limits.max_turns > 1 else "",
         )
-        params = replace(params, seed=request.seed + number, max_new_tokens=room)
         if not self._sampling:
             self._add_idle_time()
         generating = self._recorder.engine.generate(prompt_ids, params, context, self._on_first_token)
@@ -314,11 +341,15 @@ class Session:
         """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
         text.
         """
-        text = completion.answer
-        if not tools or completion.finish_reason != "stop":
-            return ParsedTurn(content=text)
-        parsed = self._recorder.renderer.parse(text, tools)
-        return parsed if parsed.tool_calls else replace(parsed, content=text)
+        parsed = read_completion(
+            self._recorder.renderer, completion, tools if completion.finish_reason == "stop" else ()
+        )
+        return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
+
+    def _logprobs(self, completion: Completion) -> tuple[TokenLogprob, ...]:
+        decode = self._recorder.renderer.decode_special
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        return tuple(TokenLogprob(token=decode([token_id]), logprob=logprob) for token_id, logprob in pairs)
 
     def _with_id(self, call: ToolCall) -> ToolCall:
         self._num_tool_calls += 1

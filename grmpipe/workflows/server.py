@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 * 2**20
+REQUEST_S = 60.0  # for the headers of a request to come, then for its body; idle connections are closed after it
 SECRET_BYTES = 32
 REMEMBERED_ENDED = 4096  # keys of ended episodes, whose late requests get a clear answer
 INSTALL = "runs_in: a workflow that asks at a URL needs aiohttp; type: pip install 'grmpipe[gateway]'"
@@ -101,16 +102,18 @@ class Gateway:
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         # A client that hangs up ends its request: nothing is sampled for it.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=REQUEST_S
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
         log.info("the gateway of workflows listens at %s", self._url)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        chat, overridden = read_request(await request.read())
+        chat, overridden = read_request(await body_of(request))
         self._report(overridden)
-        reply = await session.chat(messages_of(chat.messages), tools_of_json(chat.tools), chat.limit)
+        reply = await session.chat(messages_of(chat.messages), tools_of_json(chat.tools), chat.options)
         created_s = int(time.time())
         if not chat.stream:
             return as_json(completion_json(reply, chat.model, created_s))
@@ -147,6 +150,17 @@ def bytes_of(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+async def body_of(request: web.Request) -> bytes:
+    """The body. Raises HTTPRequestTimeout if it doesn't come within REQUEST_S."""
+    from aiohttp import web
+
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+
+
 def errors_as_json() -> Callable[..., Awaitable[web.StreamResponse]]:
     """A middleware: every error in OpenAI's form."""
     from aiohttp import web
@@ -163,6 +177,11 @@ def errors_as_json() -> Callable[..., Awaitable[web.StreamResponse]]:
             return as_json(error_json("the key is none of an episode of this run", "invalid_api_key"), 401)
         except web.HTTPRequestEntityTooLarge:
             return as_json(error_json(f"the body has more than {MAX_BODY_BYTES} bytes", "request_too_large"), 413)
+        except web.HTTPRequestTimeout:
+            text = f"the body didn't come within {REQUEST_S:g} s"
+            response = as_json(error_json(text, "request_timeout"), 408)
+            response.force_close()
+            return response
         except web.HTTPException as error:
             text = f"{request.method} {request.path}: {error.reason}; known: POST /v1/chat/completions, GET /v1/models"
             return as_json(error_json(text, "not_found"), error.status)

@@ -25,11 +25,14 @@ class StopConditions:
             return "stop"
         return "length" if len(token_ids) >= params.max_new_tokens else None
 
-    def text(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
-        """The text, up to the first stop string."""
+    def cut_text(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> tuple[str, str]:
+        """The text up to the first stop string, and that string if it ended the completion, or an empty one."""
         text = self._decode(token_ids)
-        starts = [text.find(string) for string in stop]
-        return text[: min((start for start in starts if start >= 0), default=len(text))]
+        found = [(start, string) for string in stop if (start := text.find(string)) >= 0]
+        if not found:
+            return text, ""
+        start, string = min(found)
+        return text[:start], "" if token_ids[-1] in self._stop_token_ids else string
 
     def _completes_stop(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
         may_end = [string for string in stop if self._may_end_with(token_ids[-1], string)]

@@ -140,7 +140,7 @@ def test_what_breaks_stands_in_the_summary(
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 
-    monkeypatch.setattr("grmpipe.run.engines.start_engines", broken)
+    monkeypatch.setattr("grmpipe.run.build.engines.start_engines", broken)
     with pytest.raises(RunFailed, match="out of memory"):
         small_run(*EVALUATE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -63,7 +63,10 @@ class Renderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    extend = render
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        return (1, 2, 3)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe.run.errors import RunInterrupted
-from grmpipe.run.retrain import RetrainRun
+from grmpipe.run.tasks.retrain import RetrainRun
 from grmpipe.train.batching import packer
 from grmpipe.train.learner.learner import Learner
 from grmpipe.types import Metrics, MicroBatch

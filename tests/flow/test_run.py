@@ -129,7 +129,7 @@ def test_a_resume_that_fails_to_start_keeps_what_the_run_had_come_to(
     async def no_start(*_: object) -> None:
         raise OSError("no process could be started")
 
-    monkeypatch.setattr("grmpipe.run.train.start", no_start)
+    monkeypatch.setattr("grmpipe.run.tasks.train.start", no_start)
     with pytest.raises(RunFailed, match="no process could be started"):
         small_run("train.checkpoint_every=2", "resume=auto")
     summary = files.summary

@@ -17,7 +17,7 @@ from transformers import AutoConfig, Qwen3ForSequenceClassification
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
-from grmpipe.run.start_scorers import start_scalar_models
+from grmpipe.run.build.start_scorers import start_scalar_models
 from grmpipe.tasks import run_task
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.scalar_model import find_scalar_models

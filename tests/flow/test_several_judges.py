@@ -77,7 +77,7 @@ def test_only_the_model_that_learns_has_a_version_a_checkpoint_and_an_export(jud
 
 def test_a_checkpoint_has_the_accuracy_that_an_evaluation_measured_of_each_judge(judged_by_several: Any) -> None:
     newest = judged_by_several.run_dir / "checkpoints" / "step_3" / "run_state.json"
-    measured = RunState.from_json(newest.read_text()).judge_accuracy
+    measured = RunState.from_json(newest.read_text()).features["evaluation"]["judge_accuracy"]
     assert list(measured) == ["judge", "second", "short"]
     assert all(0 <= accuracy <= 1 for accuracy in measured.values())
 
@@ -136,7 +136,7 @@ def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
     asked = [one["judging"]["by_judge"]["second"]["asked"] for one in (first, again.summary)]
     assert asked[1] > asked[0]
     saved = (files.run_dir / "checkpoints" / "step_2" / "run_state.json").read_text()
-    assert taken[0] == RunState.from_json(saved).judge_accuracy
+    assert taken[0] == RunState.from_json(saved).features["evaluation"]["judge_accuracy"]
 
 
 @pytest.mark.long

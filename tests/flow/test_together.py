@@ -257,7 +257,10 @@ class Renderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return PROMPT_IDS
 
-    extend = render
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        return PROMPT_IDS
 
 
 class Run:

@@ -67,9 +67,9 @@ def users_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
-    files = small_run(*WORKFLOW, "env.target=users_flow.solve", "train.num_steps=2")
+    files = small_run(*WORKFLOW, "env.target=users_flow.solve", "train.num_steps=2", "rollout.stop=[e,' ']")
     files.check_complete(groups=8)
-    ended_by_it = 0
+    ended_by_it = num_stopped = 0
     for line in load_rollouts(files.run_dir / "rollouts.jsonl"):
         first, *rest = line.rollout.turns
         assert len(rest) <= 1 and not any(turn.rewritten for turn in rest)
@@ -79,9 +79,14 @@ def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
         elif line.rollout.status == "finished":
             assert dict(rest[0].rewards) == {"length": len(first.completion.text)}
             assert first.replies[0].content == "Again."
+        for turn in line.rollout.turns:
+            assert len(turn.completion.logprobs) == len(turn.completion.token_ids)
+            assert "e" not in turn.completion.text and turn.completion.stop_text in ("", "e", " ")
+            num_stopped += bool(turn.completion.stop_text)
     envs = files.summary["envs"]
     assert (envs["episodes"], envs["faults"], envs["policy_faults"]) == (32, {}, {"MaxTurnsExceeded": ended_by_it})
     assert ended_by_it > 0, "episodes of any length are trained"
+    assert num_stopped > 0
     timeline = json.loads((files.run_dir / "timeline.json").read_text())
     assert sum(event["name"] == "step" for event in timeline) >= files.summary["envs"]["turns"]
     assert max(step.get("env/time_share", 0) for step in files.steps()) > 0
@@ -107,6 +112,8 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("rollout.stop=['']", r"^rollout\.stop: a text is empty"),
+        ("rollout.stop=['<|im_end|>']", r"^rollout\.stop: .* has a special token of the policy's tokenizer, which no"),
         ("env=workflow", r"^env\.target: is empty; for kind=workflow"),
         ("env=workflow env.target=users_flow.nothing", r"^env\.target: the module users_flow has no nothing"),
         ("env=workflow env.target=users_flow.no_policy", r"^env\.target: .* takes \(task, policy\)"),

@@ -16,7 +16,7 @@ from forks import Forked
 
 import launch as entry
 from grmpipe.config.run_config import RunConfig
-from grmpipe.run.doctor import cuda_mismatch, doctor, driver_version, line_of
+from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, line_of
 from grmpipe.run.errors import RunFailed, RunInterrupted
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_the_doctor_tells_a_driver_that_is_too_old_for_torch(
 
 def test_the_doctor_reads_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
-    monkeypatch.setattr("grmpipe.run.doctor.DRIVER_FILE", file)
+    monkeypatch.setattr("grmpipe.run.doctor.doctor.DRIVER_FILE", file)
     assert driver_version() is None
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
     assert driver_version() == "580.95.05"
@@ -187,7 +187,7 @@ def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
 
 def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
-    monkeypatch.setattr("grmpipe.run.doctor.version_of", lambda package: None)
+    monkeypatch.setattr("grmpipe.run.doctor.doctor.version_of", lambda package: None)
     assert 'peft            not installed; for adapters (LoRA) type `pip install -e ".[lora]"`\n' in doctor()
 
 

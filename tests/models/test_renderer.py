@@ -105,6 +105,7 @@ def test_extending_a_conversation_equals_rendering_the_whole(
     sampled = (*tokenizer.encode("5", add_special_tokens=False), *renderer.stop_token_ids)
     whole = renderer.render([prompt, Message(role="assistant", content="5"), reply])
     assert renderer.render([prompt]) + sampled + renderer.extend([reply]) == whole
+    assert renderer.render([prompt]) + sampled[:-1] + renderer.extend([reply], ended=False) == whole
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(path: Path, tmp_path: Path) -> None:

@@ -181,6 +181,8 @@ def test_prompt_then_sampled_then_replies_is_what_the_template_makes_of_the_whol
             assert whole.startswith(begun)
             sampled = whole[len(begun) : whole.index(stop, len(begun))]
             ids += renderer.encode_markup(sampled + stop) + renderer.extend(results, TOOLS)
+            unended = renderer.encode_markup(stop) + renderer.extend(results, TOOLS)
+            assert renderer.extend(results, TOOLS, ended=False) == unended
         assert renderer.decode_special(ids) == templated(family, so_far)
 
 

@@ -17,7 +17,7 @@ from grmpipe.config.reward import asked_of_source, asked_shares
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.run.cotrain.grm_settings import grm_algorithm
+from grmpipe.run.features.cotrain.grm_settings import grm_algorithm
 from grmpipe.types import Prompt
 from models.lm.flops import PackedSizes
 from models.types import Message

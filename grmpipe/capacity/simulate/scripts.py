@@ -177,7 +177,9 @@ class CountingRenderer:
         count = sampled + math.ceil((len(text) - sampled) / self._chars_per_token)
         return (PROMPT_ID + zlib.crc32(text.encode()), *zeros(max(0, count - 1)))
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
         return self.render(replies, tools)
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:

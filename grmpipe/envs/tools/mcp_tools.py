@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import tempfile
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -26,6 +27,7 @@ from models.types import ToolCall, ToolSpec
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
     from mcp import Client
+    from mcp.client.session import MessageHandlerFnT
     from mcp.types import CallToolResult
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,10 @@ async def listed_in(servers: McpServers, name: str, limit_s: float) -> list[str]
     except EnvFault as fault:
         raise ValueError(f"mcp.{name}: {fault}") from fault
     except TimeoutError:
-        raise ValueError(f"mcp.{name}: it lists no tools within env.boot_s = {limit_s:g} s") from None
+        text = f"mcp.{name}: it lists no tools within env.boot_s = {limit_s:g} s"
+        if wrote := servers.malformed.get(name):
+            text += f"; it wrote what is no message of MCP (JSON-RPC 2.0, one message per line): {wrote}"
+        raise ValueError(text) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +94,13 @@ class McpTool:
 class McpServers:
     """The servers of a run, by name. Those that are shared are connected once, others once per episode: a program or a
     session of its own, so that no episode reads what another one left.
+
+    malformed: name -> the last that a server wrote that is no message of MCP, shortened, without what it was given.
     """
 
     def __init__(self, configs: Mapping[str, McpServerConfig]) -> None:
         self._configs = dict(configs)
+        self.malformed: dict[str, str] = {}
         self._https: dict[str, AsyncClient] = {}  # one for all sessions at a URL: it takes long to make
         self._specs: dict[str, tuple[ToolSpec, ...]] = {}  # read once per run
         self._shared: dict[str, Connection] = {}
@@ -133,7 +141,13 @@ class McpServers:
         config = self._configs[name]
         if config.url and name not in self._https:
             self._https[name] = http_client(config)
-        return await Connection.open(name, config, self._https.get(name))
+
+        def note(wrote: str) -> None:
+            if name not in self.malformed:
+                log.warning("the MCP server %s wrote what is no message of MCP: %s", name, wrote)
+            self.malformed[name] = wrote
+
+        return await Connection.open(name, config, self._https.get(name), note)
 
     async def _shared_connection(self, name: str) -> Connection:
         """The run's connection, made anew if it broke."""
@@ -165,8 +179,11 @@ class OpenServers:
 class Connection:
     """A connection to a server, in a task of its own: the library wants it opened and closed by the same one."""
 
-    def __init__(self, name: str, config: McpServerConfig, http: AsyncClient | None) -> None:
+    def __init__(
+        self, name: str, config: McpServerConfig, http: AsyncClient | None, on_malformed: Callable[[str], None]
+    ) -> None:
         self._name = name
+        self._on_malformed = on_malformed
         self._config = config
         self._http = http
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -176,9 +193,11 @@ class Connection:
         self._task = asyncio.create_task(self._run())
 
     @staticmethod
-    async def open(name: str, config: McpServerConfig, http: AsyncClient | None = None) -> Connection:
-        """http: sends the requests to a URL."""
-        connection = Connection(name, config, http)
+    async def open(
+        name: str, config: McpServerConfig, http: AsyncClient | None, on_malformed: Callable[[str], None]
+    ) -> Connection:
+        """http: sends the requests to a URL. on_malformed: gets what came and is no message of MCP."""
+        connection = Connection(name, config, http, on_malformed)
         try:
             await asyncio.shield(connection._ready)
         except asyncio.CancelledError:
@@ -238,7 +257,7 @@ class Connection:
     async def _run(self) -> None:
         try:
             async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(client_of(self._config, self._http, self._errors))
+                client = await stack.enter_async_context(client_of(self._config, self._http, self._errors, self._read))
                 self._ready.set_result(client)
                 await self._end.wait()
         except Exception as error:  # the library's transports raise what their own libraries do
@@ -247,6 +266,11 @@ class Connection:
                 self._ready.set_exception(error)
             else:
                 log.info("the connection to the MCP server %s ended: %s", self._name, self.cause_of(error))
+
+    async def _read(self, message: object) -> None:
+        """Notes an error of the transport: the library hands over what it couldn't read among the messages."""
+        if isinstance(message, Exception):
+            self._on_malformed(mask(unread(message), self._config.secrets)[:SHOWN_ERROR_CHARS])
 
     async def _asked(self, asking: Coroutine[object, object, T]) -> T:
         """The answer. Raises PolicyFault if it is an error, EnvFault if the server fails, or the way to it."""
@@ -283,7 +307,12 @@ class Connection:
         return answers
 
 
-def client_of(config: McpServerConfig, http: AsyncClient | None, errors: TextIO) -> Client:
+def client_of(
+    config: McpServerConfig,
+    http: AsyncClient | None,
+    errors: TextIO,
+    on_message: MessageHandlerFnT,
+) -> Client:
     """A client, still without a connection. errors: the file for what a program writes to stderr.
 
     A session of its own at a URL needs the protocol's versions up to 2025: later ones have none.
@@ -292,11 +321,12 @@ def client_of(config: McpServerConfig, http: AsyncClient | None, errors: TextIO)
     from mcp.client.streamable_http import streamable_http_client
 
     if config.url:
+        mode = "auto" if config.shared else "legacy"
         transport = streamable_http_client(config.url, http_client=http)
-        return Client(transport, mode="auto" if config.shared else "legacy", cache=None)
+        return Client(transport, mode=mode, cache=None, message_handler=on_message)
     program, *arguments = supervised(config.command)
     parameters = StdioServerParameters(command=program, args=arguments, env=dict(config.env))
-    return Client(stdio_client(parameters, errlog=errors), cache=None)
+    return Client(stdio_client(parameters, errlog=errors), cache=None, message_handler=on_message)
 
 
 def http_client(config: McpServerConfig) -> AsyncClient:
@@ -318,6 +348,16 @@ def allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, 
 def text_of(result: CallToolResult) -> str:
     """The result's texts. What isn't text is only named."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+
+
+def unread(error: Exception) -> str:
+    """What the library couldn't read as a message; its error if that doesn't hold it."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return cause_of(error)
+    inputs = (found if isinstance(found := one["input"], str) else json.dumps(found) for one in error.errors())
+    return max(inputs, key=len)
 
 
 def cause_of(error: BaseException) -> str:

@@ -1,12 +1,11 @@
-"""Counts of a cascade, the error that its audit estimates from them, and the alarm on it. Pure arithmetic."""
+"""Counts of a cascade, the error that its audit estimates from them, and when it is too large. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from grmpipe.types import CascadeEvent, Metrics
+from grmpipe.types import CascadeEvent
 
 ONE_SIDED_95 = 1.645  # standard normal quantile
 FEWEST_AUDITS = 10  # audits below which the error of an estimate isn't known well enough for an alarm
@@ -74,29 +73,6 @@ class CascadeCounts:
     def flipped_share(self) -> float | None:
         """The share of audited rollouts that only one of the judges passes."""
         return self.flipped / self.audited if self.audited else None
-
-
-class CascadeAlarm:
-    """Says once that a cheap judge is wrong where it is sure: when the lower 95 % bound of its mean absolute error is
-    above its limit. Says it again only after the bound was below.
-    """
-
-    def __init__(self, limits: Mapping[str, float]) -> None:
-        """limits: cascade -> `max_error`, in reward units."""
-        self._limits = limits
-        self._ringing: set[str] = set()
-        self._has_checked = False
-
-    def check(self, counts: Mapping[str, CascadeCounts]) -> list[str]:
-        """New alarms, in words. counts: of the whole run, by cascade."""
-        self._has_checked |= any(name in self._limits and is_known(one) for name, one in counts.items())
-        exceeded = {name for name, one in counts.items() if exceeds(one, self._limits.get(name, math.inf))}
-        new, self._ringing = exceeded - self._ringing, exceeded
-        return [alarm_text(name, counts[name], self._limits[name]) for name in sorted(new)]
-
-    def metrics(self) -> Metrics:
-        """Whether the alarm is on; empty as long as no cascade has enough audits to know its error."""
-        return {"alarm/cascade": float(bool(self._ringing))} if self._has_checked else {}
 
 
 def is_known(counts: CascadeCounts) -> bool:

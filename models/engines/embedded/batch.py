@@ -222,10 +222,12 @@ class RunningBatch:
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
+        text, stop_text = self._endings.cut_text(row.token_ids, row.params.stop)
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
-            text=self._endings.text(row.token_ids, row.params.stop),
+            text=text,
+            stop_text=stop_text,
             finish_reason=row.finish_reason,
             versions=self._version_spans(row),
             experts_TLK=row.experts_TLK,

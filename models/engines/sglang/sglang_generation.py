@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,8 +125,8 @@ class SglangGeneration:
             if self._tickets.get(request_id) is ticket:
                 del self._tickets[request_id]
         self.num_prefilled += ticket.sampled.num_prefilled
-        text = self._endings.text(ticket.sampled.token_ids, ticket.params.stop)
-        return completion_of(ticket, text, self._model_name, self._versions)
+        text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
+        return replace(completion_of(ticket, text, self._model_name, self._versions), stop_text=stop_text)
 
     async def _way_clear(self, ticket: SglangRequest) -> None:
         await self._going.pass_through(ticket.priority)

@@ -301,10 +301,12 @@ class VllmEngine:
         return sampled
 
     def _completion(self, ticket: VllmRequest, sampled: VllmSample) -> Completion:
+        text, stop_text = self._endings.cut_text(sampled.token_ids, ticket.params.stop)
         return Completion(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
-            text=self._endings.text(sampled.token_ids, ticket.params.stop),
+            text=text,
+            stop_text=stop_text,
             finish_reason=finish_reason_of(sampled),
             versions=spans_of(sampled, self.model_name, self.version),
             experts_TLK=experts_of(sampled, self._expert_layers),

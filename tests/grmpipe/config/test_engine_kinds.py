@@ -13,7 +13,7 @@ import pytest
 from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.run.engines import engine_factory
+from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from models.engines.embedded.embedded_engine import EmbeddedEngine

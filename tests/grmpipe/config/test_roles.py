@@ -18,7 +18,7 @@ from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.run.engines import engine_factory
+from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
@@ -166,7 +166,7 @@ def test_the_factory_of_an_engine_travels(kind: str) -> None:
 
 def test_making_a_factory_imports_no_engine_of_another_maker() -> None:
     code = (
-        "import sys, grmpipe.run.components, grmpipe.capacity.plan.plan_report\n"
+        "import sys, grmpipe.run.build.components, grmpipe.capacity.plan.plan_report\n"
         "assert not {'vllm', 'sglang'} & {name.split('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

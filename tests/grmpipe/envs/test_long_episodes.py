@@ -23,7 +23,9 @@ class Renderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (1,) * 20
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
         return (2,) * 12
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:

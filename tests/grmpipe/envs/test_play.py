@@ -38,8 +38,10 @@ class Characters:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return (*(-1 for _ in tools), *(ord(one) for message in messages for one in message.content), 0)
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        return (0, *(ord(one) for message in replies for one in message.content), 0)
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        return (0, *(() if ended else (9,)), *(ord(one) for message in replies for one in message.content), 0)
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         assert tools
@@ -53,6 +55,7 @@ class Policy:
 
     texts: list[str]
     finish_reason: FinishReason = "stop"
+    stop_text: str = ""
     asked: list[tuple[tuple[int, ...], SamplingParams, RequestContext]] = field(default_factory=list)
 
     async def generate(
@@ -69,7 +72,8 @@ class Policy:
         return Completion(
             token_ids=ids,
             logprobs=(-0.5,) * len(ids),
-            text=text[: params.max_new_tokens],
+            text=text[: params.max_new_tokens].removesuffix(self.stop_text),
+            stop_text=self.stop_text,
             finish_reason="length" if cut else self.finish_reason,
             versions=(VersionSpan(model="policy", version=0, start=0, end=len(ids)),),
         )
@@ -222,6 +226,15 @@ def test_a_fault_of_the_policy_is_shown_to_it_counted_and_not_the_end(text: str,
     assert rollout.status == "finished"
 
 
+def test_the_next_prompt_ends_a_turn_that_a_stop_text_ended_and_its_call_is_read_whole() -> None:
+    env = Scripted(answers("!"), tools=[TOOL])
+    rollout = played(env, Policy(["call it", "so be it"], stop_text="it"))
+    assert [action.text for action in env.actions] == ["call ", "so be "]
+    assert env.actions[0].tool_calls[0].arguments == {"a": "call it"}
+    assert rollout.turns[0].completion.token_ids == tuple(map(ord, "call it"))
+    assert rollout.turns[1].new_ids == (0, 9, ord("!"), 0)
+
+
 def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_answer() -> None:
     def step(action: Action) -> Observation:
         if action.turn == 1:
@@ -248,7 +261,9 @@ def test_messages_that_the_chat_template_refuses_are_a_fault_of_the_environment(
                 raise ValueError("it spells markup")
             return super().render(messages, tools)
 
-        def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        def extend(
+            self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+        ) -> tuple[int, ...]:
             return self.render(replies, tools)
 
     request, params = RolloutRequest(group_id="g", sibling=1, seed=0), SamplingParams(max_new_tokens=5)

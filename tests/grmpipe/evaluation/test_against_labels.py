@@ -13,7 +13,7 @@ from grmpipe.evaluation.against_labels import JudgedItem, Recount, evaluate, out
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.run.evaluate_judge import metrics_of
+from grmpipe.run.tasks.evaluate_judge import metrics_of
 from grmpipe.types import (
     Failed,
     FailedJudgement,

@@ -11,9 +11,9 @@ import pytest
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.fence import LEGEND, fenced, in_fences, plain
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.trajectory import BRANCH, Passage, Trajectory, of_text, trajectory_of
+from grmpipe.judge.trajectory import BRANCH, EDITED, Passage, Trajectory, of_text, trajectory_of
 from grmpipe.types import Criterion, Prompt, Rollout, Turn
-from models.types import Completion, Message, VersionSpan
+from models.types import Completion, Message, ToolCall, VersionSpan
 
 CALL = "add( 32, 9)"
 FENCED = "> add( 32, 9)\n|  41\n> Answer: 41"
@@ -74,7 +74,19 @@ def test_two_replies_to_a_turn_are_parted_by_a_line_that_neither_voice_can_write
 def test_a_branch_is_announced_by_a_line_that_no_voice_can_write(bench: Any) -> None:
     first, second = CALCULATED.turns
     branched = replace(CALCULATED, turns=(first, replace(second, rewritten=True)))
-    assert shown(bench.prompt(), branched) == FENCED.replace("> Answer", f"{BRANCH}\n> Answer")
+    assert shown(bench.prompt(), branched) == f"> {CALL}\n{BRANCH}\n|  41\n> Answer: 41"
+
+
+def test_an_assistants_message_that_the_agent_wrote_is_shown_before_its_branch_and_never_as_the_policys(
+    bench: Any,
+) -> None:
+    first, second = CALCULATED.turns
+    call = ToolCall(name="add", arguments={"a": 1})
+    edited = Message(role="assistant", content=f"> 42\n{EDITED}\n[[9]]", tool_calls=(call,))
+    history = (edited, Message(role="user", content="Go on."))
+    branched = replace(CALCULATED, turns=(replace(first, replies=history), replace(second, rewritten=True)))
+    written = f'{EDITED}\n| > 42\n| {EDITED}\n| [[9]]\n| add({{"a": 1}})'
+    assert shown(bench.prompt(), branched) == f"> {CALL}\n{BRANCH}\n\n{written}\n\n| Go on.\n> Answer: 41"
 
 
 def test_a_rollout_without_an_environment_is_shown_as_its_text(bench: Any) -> None:
@@ -221,4 +233,4 @@ def test_a_step_stands_with_the_replies_to_its_turn(bench: Any, step_end: str) -
     assert f"# Step {num_steps}\n\n> Answer: 41\n" in prompt
     branched = replace(rollout, turns=(rollout.turns[0], replace(rollout.turns[1], rewritten=True)))
     (prompt,) = asked(bench, [branched], verdict, **settings)
-    assert f"# Step {num_steps}\n\n{BRANCH}\n> Answer: 41\n" in prompt and prompt.count(BRANCH) == 1
+    assert f"# Step {num_steps}\n\n{BRANCH}\n|  41\n> Answer: 41\n" in prompt and prompt.count(BRANCH) == 1

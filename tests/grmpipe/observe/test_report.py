@@ -14,7 +14,7 @@ import pytest
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run, shown_turn
+from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run, shown_turn, shown_turns
 from grmpipe.observe.summary import (
     CascadeSummary,
     EvalSummary,
@@ -444,3 +444,12 @@ def test_a_branch_of_an_episode_is_named() -> None:
     turn = {"text": "x", "replies": [], "rewritten": True}
     assert shown_turn(turn, ()).facts == ["a branch: it doesn't continue the turn before"]
     assert shown_turn(turn | {"rewritten": False}, ()).facts == []
+
+
+def test_the_history_of_a_branch_stands_before_it_with_what_the_agent_wrote_as_the_assistant() -> None:
+    edited = {"role": "assistant", "content": "2!", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    first = {"text": "2", "replies": [edited, {"role": "user", "content": "b"}]}
+    first, branch = shown_turns([first, {"text": "c", "replies": [], "rewritten": True}], None)
+    assert (first.replies, first.history) == ([], [])
+    by = "assistant, as the agent wrote it, not the policy"
+    assert [(one.by, one.text) for one in branch.history] == [(by, '2!\nadd({"a": 1})'), ("user", "b")]

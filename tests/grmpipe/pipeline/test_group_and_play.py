@@ -115,7 +115,9 @@ class Letters:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         return tuple(ord(letter) for message in messages for letter in message.content)
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
         return (0, *self.render(replies), 0)
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:

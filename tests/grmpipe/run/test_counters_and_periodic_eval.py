@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -21,9 +22,11 @@ from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
+from grmpipe.observe.tracker import Tracker
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
-from grmpipe.run.periodic_eval import PeriodicEval
+from grmpipe.run.features.periodic_eval import PeriodicEval
+from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -118,6 +121,10 @@ def test_truth_needs_references() -> None:
     assert truth_metrics([group(verdict(5), verdict(5))], is_right) == {}
     known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
     assert truth_metrics([known], is_right) == {"train/true_accuracy": 1.0}
+
+
+def end_of(step: int, *, is_last: bool) -> StepEnd:
+    return cast(StepEnd, SimpleNamespace(step=step, is_last=is_last))
 
 
 class Judge:
@@ -229,12 +236,11 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
     looker = dataclasses.replace(
         evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
     )
-    observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
     alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=4, every=10)  # type: ignore[arg-type]
+    periodic_eval = PeriodicEval(looker, alarm, Tracker([]), NOWHERE, anchors=4, every=10)
 
     async def end() -> None:
-        assert await periodic_eval.after_step(2, last=True) == {}
+        assert await periodic_eval.after_step(end_of(2, is_last=True)) == {}
         await periodic_eval.last(2)
 
     with caplog.at_level(logging.INFO):
@@ -250,17 +256,16 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         looker = dataclasses.replace(
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
         )
-        observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
         periodic_eval = PeriodicEval(
             looker,
             RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
-            observers,
+            Tracker([]),
             NOWHERE,
             anchors=4,
             every=10,
-        )  # type: ignore[arg-type]
+        )
         asyncio.get_running_loop().call_later(30.0, periodic_eval.interrupt)
-        assert await periodic_eval.after_step(10, last=True) == {}
+        assert await periodic_eval.after_step(end_of(10, is_last=True)) == {}
         assert asyncio.get_running_loop().time() == pytest.approx(30.0)
         assert (periodic_eval.final, periodic_eval.rows) == ({}, [])
 
@@ -333,7 +338,6 @@ def test_without_references_there_is_no_accuracy() -> None:
 
 def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() -> None:
     rung: list[str] = []
-    observers = SimpleNamespace(alarm=rung.append, tracker=SimpleNamespace(log=lambda step, metrics: None))
     looks = [(4.0, "Answer: 1"), (9.0, "Answer: 5"), (9.5, "Answer: 5"), (4.0, "Answer: 1"), (9.0, "Answer: 5")]
     now = SimpleNamespace(score=0.0, text="")
 
@@ -350,17 +354,18 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         seed=0,
     )
     alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, observers, NOWHERE, anchors=8, every=10)  # type: ignore[arg-type]
+    periodic_eval = PeriodicEval(looker, alarm, Tracker([]), NOWHERE, anchors=8, every=10)
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
-        asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(step * 10, last=False))
+        asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(end_of(step * 10, is_last=False)))
         ringing.append(periodic_eval.ringing)
+        rung += periodic_eval.alarms(is_last=False)
     assert ringing == [False, True, True, False, True]
-    assert len(rung) == len(periodic_eval.alarms) == 2
+    assert len(rung) == 2
     again = PeriodicEval(
-        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), observers, NOWHERE, anchors=8, every=10
-    )  # type: ignore[arg-type]
-    again.restore(periodic_eval.initial, tuple(periodic_eval.alarms), tuple(periodic_eval.readings))
+        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), Tracker([]), NOWHERE, anchors=8, every=10
+    )
+    again.restore(periodic_eval.state())
     assert again.ringing
     assert again.initial["grm_score"] == 4
 
@@ -391,8 +396,6 @@ class PairsSession:
 
 
 def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_after_a_resume(tmp_path: Path) -> None:
-    rung: list[str] = []
-    observers = SimpleNamespace(alarm=rung.append, tracker=SimpleNamespace(log=lambda step, metrics: None))
     now = SimpleNamespace(text="Answer: 1")
 
     async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
@@ -404,16 +407,17 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
             play_sampled=play, play_greedy=play, judge=Pairs(), is_right=is_right, seed=0, compares=True,
         )  # fmt: skip
         alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-        return PeriodicEval(looker, alarm, observers, tmp_path / "anchors.jsonl", anchors=8, every=10)  # type: ignore[arg-type]
+        return PeriodicEval(looker, alarm, Tracker([]), tmp_path / "anchors.jsonl", anchors=8, every=10)
 
     begun = periodic()
     asyncio.run(begun.first(0))
     assert begun.readings[0].rewards == {REWARD: 0.5}
     resumed = periodic()
-    resumed.restore(begun.initial, (), tuple(begun.readings))
+    resumed.restore(begun.state())
     now.text = "So long. Answer: 5"
-    asyncio.run(resumed.after_step(10, last=False))
+    asyncio.run(resumed.after_step(end_of(10, is_last=False)))
     assert resumed.readings[1].rewards == {REWARD: 1.0} and resumed.readings[1].gold == 0.0
+    rung = resumed.alarms(is_last=False)
     assert len(rung) == 1 and "the reward is 1.00 (0.50 at step 0)" in rung[0]
 
 

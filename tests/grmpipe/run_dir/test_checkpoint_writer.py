@@ -31,7 +31,7 @@ class Learner:
 
 
 def state(step: int) -> RunState:
-    return RunState(pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
+    return RunState(pipeline_state=PipelineState(version=step), wall_s=1.0, totals={}, busy_s={})
 
 
 def begin(writer: CheckpointWriter, checkpoints: Checkpoints, step: int) -> tuple[Learner, Learner]:

@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 
 def state(version: int, wall_s: float = 1.0) -> RunState:
-    return RunState(pipeline_state=PipelineState(version=version), wall_s=wall_s, eval_initial={}, totals={}, busy_s={})
+    return RunState(pipeline_state=PipelineState(version=version), wall_s=wall_s, totals={}, busy_s={})
 
 
 def publish(checkpoints: Checkpoints, step: int, wall_s: float = 1.0) -> Path:

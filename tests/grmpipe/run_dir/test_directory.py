@@ -191,9 +191,7 @@ def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
 
 def leave_checkpoint(run_dir: Path, step: int, run_id: str = "") -> Path:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=9)
-    state = RunState(
-        pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={}, run_id=run_id
-    )
+    state = RunState(pipeline_state=PipelineState(version=step), wall_s=1.0, totals={}, busy_s={}, run_id=run_id)
     return checkpoints.publish(checkpoints.draft(step), state, ())
 
 

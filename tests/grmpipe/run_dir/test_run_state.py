@@ -51,14 +51,12 @@ def state(version: int = 2) -> RunState:
         journal_marks=marks,
         pipeline_state=pipeline_state,
         wall_s=1.0,
-        eval_initial={"a": 0.5},
         totals={},
         open_counts={"rollouts": 3},
-        held_out_envs={"episodes": 2},
         counted_marks=marks,
         busy_s={"policy": 1.0},
         alarms=("x",),
-        judge_accuracy={"judge": 0.75},
+        features={"evaluation": {"initial": {"a": 0.5}, "judge_accuracy": {"judge": 0.75}}},
     )
 
 

@@ -82,7 +82,7 @@ def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path
         f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
         "    config = launch.build(compose('config', ['+experiment=quickstart']))\n"
         "from grmpipe import tasks\n"
-        "import grmpipe.run.train\n"
+        "import grmpipe.run.tasks.train\n"
         "from grmpipe.validate.prepare import prepare\n"
         "tasks.check_memory(tasks.divide_gpus(prepare(config, lambda name, done: None)))\n"
         "print(sorted({'torch', 'transformers.modeling_utils'} & set(sys.modules)))\n"

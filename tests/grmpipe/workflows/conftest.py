@@ -36,8 +36,13 @@ class Characters:
                 raise ValueError("chat_template: it takes no markup")
         return (*(TOOLS for _ in tools), *self._rest(messages))
 
-    def extend(self, replies: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        return self._rest(replies)
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        return (*(() if ended else (END,)), *self._rest(replies))
+
+    def decode_special(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         """`add 1 2` is a call, `bad` is one that can't be read."""
@@ -89,14 +94,18 @@ class FakeEngine:
             raise self.error
         on_first_token()
         whole = self.texts[number] if number < len(self.texts) else "over"
-        text = whole[: params.max_new_tokens]
-        ids = tuple(map(ord, text))
+        stop_text = next((string for string in params.stop if string in whole), "")
+        shown, ended, _ = whole.partition(stop_text) if stop_text else (whole, "", "")
+        whole = shown + ended
+        ids = tuple(map(ord, whole))[: params.max_new_tokens]
+        text = shown[: params.max_new_tokens]
         self.said.append((tuple(prompt_ids), ids))
         return Completion(
             token_ids=ids,
             logprobs=(-0.5,) * len(ids),
             text=text,
-            finish_reason="stop" if text == whole else "length",
+            finish_reason="stop" if len(ids) == len(whole) else "length",
+            stop_text=stop_text,
             versions=(VersionSpan(model="policy", version=0, start=0, end=len(ids)),),
         )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat import ChatRefused, Reply
+from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.recorder import Recorder, Session
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
@@ -80,29 +80,29 @@ def test_a_conversation_that_goes_on_is_one_segment_of_recorded_ids(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "new"),
     [
-        lambda messages, reply: [messages[0], Message(role="assistant", content=reply.content + "!"), user("b")],
-        lambda messages, reply: [user("summary"), user("b")],
-        lambda messages, reply: [user("?"), user("b")],
-        lambda messages, reply: [messages[0], Message(role="user", content=reply.content), user("b")],
+        (lambda reply: [user("?"), Message(role="assistant", content="a!"), user("b")], ["a!", "b"]),
+        (lambda reply: [user("summary"), reply, user("b")], ["summary", "b"]),
+        (lambda reply: [user("?"), user("b")], ["b"]),
+        (lambda reply: [user("?"), user(reply.content), user("b")], ["a", "b"]),
     ],
     ids=["an edited reply", "compaction", "a dropped reply", "another role"],
 )
 def test_a_history_that_was_rewritten_opens_a_segment(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable, new: list[str]
 ) -> None:
     engine = make_engine(["a", "c"])
 
     async def talk(session: Session) -> None:
         reply = await session.chat([user("?")])
-        await session.chat(change([user("?")], reply))
+        await session.chat(change(reply))
 
     rollout = recorded(make_recorder(engine), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, True]
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
-    assert rollout.turns[0].replies[-1].content == "b"
-    assert all(message.role != "assistant" for message in rollout.turns[0].replies)
+    assert [message.content for message in rollout.turns[0].replies] == new
+    assert [turn.completion.text for turn in rollout.turns] == ["a", "c"], "only what the policy sampled is trained"
 
 
 def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids(
@@ -117,6 +117,39 @@ def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids
     rollout = recorded(make_recorder(engine), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, False]
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+
+
+def test_a_stop_text_is_kept_as_tokens_and_the_end_of_its_turn_comes_with_the_next_prompt(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    engine = make_engine(["find <a>b</a> invented", "add 1 2; and more", "c"])
+
+    async def talk(session: Session) -> None:
+        messages = [user("?")]
+        reply = await session.chat(messages, options=CallOptions(stop=("</a>",), logprobs=True))
+        assert (reply.content, reply.finish_reason) == ("find <a>b", "stop")
+        assert "".join(one.token for one in reply.logprobs) == "find <a>b</a>"
+        assert {one.logprob for one in reply.logprobs} == {-0.5}
+        assert not (await session.chat([*messages, reply, user("found")], options=CallOptions(stop=(";",)))).logprobs
+        with pytest.raises(ChatRefused, match="stop: a text is empty"):
+            await session.chat(messages, options=CallOptions(stop=("",)))
+
+    rollout = recorded(make_recorder(engine), request_of, talk)
+    first, second = rollout.turns
+    assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
+    assert first.completion.token_ids == tuple(map(ord, "find <a>b</a>"))
+    assert not second.rewritten and second.new_ids[:2] == (-9, -2)  # the end of a turn, a user's message
+    assert second.completion.answer == "add 1 2"
+
+
+def test_a_stop_text_that_ends_a_call_belongs_to_the_call(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+) -> None:
+    async def talk(session: Session) -> None:
+        reply = await session.chat([user("?")], [ADD], CallOptions(stop=(" 2",)))
+        assert reply.content == "" and reply.tool_calls[0].arguments == {"a": 1, "b": 2}
+
+    recorded(make_recorder(make_engine(["add 1 2 invented"])), request_of, talk)
 
 
 def test_other_tools_open_a_segment(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> None:
@@ -210,11 +243,11 @@ def test_max_tokens_may_only_lower_the_runs(
     engine = make_engine(["a long text", "a"])
 
     async def talk(session: Session) -> None:
-        cut = await session.chat([user("?")], max_tokens=3)
+        cut = await session.chat([user("?")], options=CallOptions(max_tokens=3))
         assert (cut.content, cut.finish_reason) == ("a l", "length")
-        await session.chat([user("?"), cut, user("go on")], max_tokens=1000)
+        await session.chat([user("?"), cut, user("go on")], options=CallOptions(max_tokens=1000))
         with pytest.raises(ChatRefused, match="max_tokens"):
-            await session.chat([user("?")], max_tokens=0)
+            await session.chat([user("?")], options=CallOptions(max_tokens=0))
 
     rollout = recorded(make_recorder(engine), request_of, talk)
     assert [params.max_new_tokens for _, params, _ in engine.asked] == [3, 50]

@@ -190,6 +190,28 @@ def test_only_the_episodes_own_key_opens_its_session(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [("", b""), ("X-Never: ends", b""), ("Authorization: Bearer {key}\r\nContent-Length: 9\r\n\r\n{{", b" 408 ")],
+    ids=["no header", "half a header", "half a body"],
+)
+def test_a_request_that_never_ends_is_closed_after_its_limit(
+    make_engine: Callable, asked: Callable, monkeypatch: pytest.MonkeyPatch, sent: str, got: bytes
+) -> None:
+    monkeypatch.setattr("grmpipe.workflows.server.REQUEST_S", 0.2)
+
+    async def talk(policy: Policy) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(policy.base_url).port)
+        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{sent.format(key=policy.api_key)}".encode())
+        async with asyncio.timeout(20):
+            answer = await reader.read(4096)
+        assert got in answer and bool(answer) == bool(got)
+        writer.close()
+        assert (await post(policy, {"messages": [USER]})).status_code == 200
+
+    assert len(asked(make_engine(), talk).turns) == 1
+
+
 def test_a_client_that_hangs_up_ends_its_request(make_engine: Callable, asked: Callable) -> None:
     engine = make_engine(["lost", "kept"])
 
@@ -209,7 +231,7 @@ def test_a_client_that_hangs_up_ends_its_request(make_engine: Callable, asked: C
 HARMLESS = {
     "user": "me", "store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "tool_choice": "auto",
     "response_format": {"type": "text"}, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {},
-    "logprobs": False,
+    "logprobs": False, "top_logprobs": 0, "stop": [], "functions": [], "function_call": "none",
 }  # fmt: skip
 
 
@@ -217,7 +239,8 @@ def test_what_would_change_an_answer_and_can_not_is_refused_by_its_name(make_eng
     async def talk(policy: Policy) -> None:
         for name, value in (
             ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("presence_penalty", 0.5),
-            ("frequency_penalty", -1), ("logit_bias", {"7": 100}),
+            ("frequency_penalty", -1), ("logit_bias", {"7": 100}), ("top_logprobs", 3),
+            ("functions", [{"name": "add"}]), ("function_call", "auto"),
         ):  # fmt: skip
             response = await post(policy, {"messages": [USER], name: value})
             assert code_of(response) == (400, "invalid_request")
@@ -243,10 +266,17 @@ def test_what_is_asked_in_vain_is_said_once(
 
     async def talk(policy: Policy) -> None:
         for _ in range(2):
-            body = {"messages": [USER], "temperature": 0.1, "stop": ["x"], "top_p": None, "seed": 0, **HARMLESS}
+            body = {
+                "messages": [USER],
+                "temperature": 0.1,
+                "reasoning_effort": "low",
+                "top_p": None,
+                "seed": 0,
+                **HARMLESS,
+            }
             assert (await post(policy, body)).status_code == 200
 
     asked(engine, talk)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "seed, stop, temperature" in said and "top_p" not in said and "user" not in said
+    assert "reasoning_effort, seed, temperature" in said and "top_p" not in said and "user" not in said
     assert {params.temperature for _, params, _ in engine.asked} == {0.7}

@@ -251,6 +251,22 @@ def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
 
 
 @pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('{"id": 1, "result": {}, "note": "hush-hush"}', '{"id": 1, "result": {}, "note": "<redacted>"}'),
+        ('{"jsonrpc": "1.0", "id": 1, "result": {}}', '{"jsonrpc": "1.0", "id": 1, "result": {}}'),
+        ("Welcome!", "Welcome!"),
+    ],
+)
+def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(answer: str, said: str) -> None:
+    code = f"import sys\nfor line in sys.stdin: print({answer!r}, flush=True)"
+    server = {"command": [sys.executable, "-S", "-c", code], "env": {"KEY": "hush-hush"}}
+    with pytest.raises(ValueError, match="^mcp.calc: it lists no tools within env.boot_s = 0.5 s; it wrote") as error:
+        asyncio.run(check_servers(EnvConfig(kind="tools", mcp={"calc": server}, boot_s=0.5)))
+    assert str(error.value).endswith(f"no message of MCP (JSON-RPC 2.0, one message per line): {said}")
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({}, "^command: give either a command"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grmpipe.judge.composition.cascade import Audit
-from grmpipe.judge.composition.cascade_counts import CascadeAlarm, CascadeCounts
+from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.composition.composed_judge import bounds_of, with_own_bounds
 from grmpipe.judge.composition.share_bound import ShareBound
 from grmpipe.types import CascadeEvent, Failed, Verdict
@@ -223,24 +223,6 @@ def audits(errors: list[float]) -> CascadeCounts:
     for error in errors:
         counts.count(CascadeEvent(cascade="reward", audited=4, error=4 * error, flipped=1))
     return counts
-
-
-def test_the_alarm_needs_an_error_that_is_surely_above_its_limit() -> None:
-    alarm = CascadeAlarm({"reward": 0.1})
-    assert alarm.check({"reward": audits([0.2] * 9)}) == [], "too few audits"
-    assert alarm.metrics() == {}, "nothing is known of the error"
-    assert alarm.check({"reward": audits([0.0, 0.25] * 8)}) == [], "the mean is above, but not surely"
-    (text,) = alarm.check({"reward": audits([0.2, 0.3] * 8)})
-    assert "cascade reward" in text and "0.250 on average" in text and "25%" in text
-    assert alarm.check({"reward": audits([0.2, 0.3] * 9)}) == [], "it was said"
-    assert alarm.metrics() == {"alarm/cascade": 1.0}
-    assert alarm.check({"reward": audits([0.0] * 20)}) == []
-    assert alarm.metrics() == {"alarm/cascade": 0.0}
-    assert len(alarm.check({"reward": audits([0.3] * 20)})) == 1, "it is news again"
-
-
-def test_without_a_cascade_there_is_no_alarm() -> None:
-    assert CascadeAlarm({}).metrics() == {}
 
 
 def test_counts_add_up() -> None:

@@ -95,7 +95,7 @@ def test_the_text_ends_before_a_stop_string_and_the_ids_with_it(
     completion = run(ask(engine, prompt_of(12), "again", max_new_tokens=60, stop=(letter,), seed=2))
     assert completion.token_ids == whole.token_ids[: first + 1]
     assert completion.finish_reason == "stop"
-    assert letter not in completion.text
+    assert letter not in completion.text and (completion.stop_text, whole.stop_text) == (letter, "")
     assert whole.text.startswith(completion.text)
 
 

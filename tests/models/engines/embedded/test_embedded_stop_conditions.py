@@ -50,8 +50,9 @@ def test_a_stop_string_of_spaces_is_seen_where_decoding_strips_them() -> None:
 
 def test_the_text_ends_before_the_earliest_stop_string() -> None:
     endings = StopConditions(of_bytes, stop_token_ids=())
-    assert endings.text(list(b"ab;cd.ef"), (".", ";")) == "ab"
-    assert endings.text(list(b"ab;cd.ef"), ()) == "ab;cd.ef"
+    assert endings.cut_text(list(b"ab;cd.ef"), (".", ";")) == ("ab", ";")
+    assert endings.cut_text(list(b"ab;cd.ef"), ()) == ("ab;cd.ef", "")
+    assert StopConditions(of_bytes, stop_token_ids=(102,)).cut_text(list(b"ab;cd.ef"), (";",)) == ("ab", "")
 
 
 def test_a_stop_token_at_the_last_place_is_a_stop() -> None:

@@ -1,0 +1,107 @@
+"""Composes the policy's pipeline: every part with its wrappers, from the inside out. Starts nothing, runs nothing.
+
+play:         the episode                   <- its end becomes a judging task          (a GRM in training)
+trainer:      batches on the learner        <- has its device for the step             (time-shared pool)
+                                            <- waits for the GRM's steps               (a GRM in training)
+push_weights: to the living engines         <- ends the learner's phase                (time-shared pool)
+journal:      the run's files               <- a finished rollout asks for its values  (critic)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.play import Play
+from grmpipe.envs.seats import Seats
+from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
+from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
+from grmpipe.types import Judge, Prompt
+from scheduler.events import EventSink
+from scheduler.routing.router import Router
+from scheduler.slots.health import push_to_living
+from scheduler.slots.time_share import TimeShare
+from scheduler.weights.weight_sync import SyncReport, WeightSync
+
+PushWeights = Callable[[int], Awaitable[SyncReport]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learners:
+    """The trainers of the policy, and the sync of its weights.
+
+    critic:     for estimators that need values, or None.
+    share:      the time-shared pool of learner and engines, or None.
+    cotrainings: the flows of the GRMs that are trained.
+    """
+
+    policy: LearnerGroup
+    sync: WeightSync
+    engines: Router
+    critic: Critic | None = None
+    share: TimeShare | None = None
+    cotrainings: CoTrainings = field(default_factory=CoTrainings)
+
+
+def compose(
+    config: RunConfig,
+    learners: Learners,
+    *,
+    prompts: Prompts,
+    too_long: Callable[[Prompt], bool],
+    play: Play,
+    seats: Seats,
+    judge: Judge,
+    journal: GroupJournal,
+    events: EventSink,
+) -> PipelineComponents:
+    """The components of the policy's pipeline, in a real run and in a simulated one."""
+    critic = learners.critic
+    return PipelineComponents(
+        prompts=prompts,
+        too_long=too_long,
+        play=learners.cotrainings.recorded(play),
+        judge=judge,
+        judge_guard=JudgeFitness(compose_breaker(config)),
+        trainer=compose_trainer(config, learners),
+        push_weights=compose_push(learners.sync, learners.engines, learners.share),
+        journal=journal,
+        events=events,
+        seats=seats,
+        valuer=None if critic is None else critic.value_cache,
+    )
+
+
+def compose_breaker(config: RunConfig) -> CircuitBreaker:
+    """The breaker on the verdicts that are trained on: by the settings of the only judge, or of the first one."""
+    name = JUDGE if len(config.judging.judges) > 1 else next(iter(config.judging.judges))
+    judge = config.all_judges[name]
+    return CircuitBreaker(
+        max_failure_rate=judge.max_failure_rate,
+        window=judge.failure_window,
+        pause_s=config.judge.pause_s,
+        key=f"{key_of_judge(name)}.max_failure_rate",
+    )
+
+
+def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
+    trainer: Trainer = BatchTrainer(
+        learners.policy, config.train, config.algorithm, config.rollout.max_new_tokens, learners.critic, config.seed
+    )
+    if learners.share is not None:
+        trainer = TimeSharedTrainer(trainer, begin_learner_phase(learners.share))
+    return learners.cotrainings.in_lockstep(trainer)
+
+
+def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> PushWeights:
+    """A push of the learner's weights to every living engine of the policy, with confirmation."""
+    push = functools.partial(push_to_living, sync, engines)
+    return push if share is None else lambda version: share.push(lambda: push(version))

@@ -1,0 +1,73 @@
+"""Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Coroutine, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from grmpipe.run.build.engines import ServingEngines, elastic_pools
+from grmpipe.run.build.start_time_share import time_share_of
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.validate.prepare import Prepared
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.slots.elastic import ElasticPool
+from scheduler.slots.health import RoleHealth
+from scheduler.slots.time_share import TimeShare
+from scheduler.weights.weight_sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maintenance:
+    """The maintenance of a run's engines. health: of roles with engines here. share: the time-shared pool of the
+    learner.
+    """
+
+    health: tuple[RoleHealth, ...]
+    elastic: tuple[ElasticPool, ...]
+    share: TimeShare | None
+
+    def stops(self, clock: ActiveClock, role: str | None = None) -> None:
+        """Let this clock stand still while engines can't answer: those of a role, or of any."""
+        for health in self.health:
+            if role in (None, health.role):
+                health.stops(clock)
+        for pool in self.elastic:
+            if role is not None and role in pool.slots_by_role:
+                pool.stops(role, clock)
+        if self.share is not None and (role is None or self.share.serves(role)):
+            self.share.stops(clock)
+
+    def loops(self) -> dict[str, Coroutine[object, object, object]]:
+        """Name in errors -> what runs next to the flow."""
+        loops: dict[str, Coroutine[object, object, object]] = {}
+        loops |= {f"the health of {health.role}": health.run() for health in self.health}
+        return loops | {f"the balance of {pool.name}": pool.run() for pool in self.elastic}
+
+
+def make_maintenance(
+    prepared: Prepared,
+    served: ServingEngines,
+    learner: LearnerGroup | None,
+    syncs: Mapping[str, WeightSync],
+    events: EventSink,
+) -> Maintenance:
+    """learner: None in an evaluation. syncs: of trained roles."""
+    bring_current = served.bring_current(syncs)
+    memory_still = nullcontext if learner is None else learner.still
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events, memory_still)
+    for pool in elastic:
+        bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
+    share = None
+    if isinstance(learner, TimeSharedLearnerGroup):
+        share = time_share_of(prepared, served.routers, bring_current, learner, events)
+        time_shared = prepared.placement.time_sharing_roles
+        bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
+    health = tuple(
+        RoleHealth(role, router, served.restart[role], prepared.config.health, bring_current[role], events)
+        for role, router in served.routers.items()
+    )
+    return Maintenance(health=health, elastic=elastic, share=share)

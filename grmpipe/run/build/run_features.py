@@ -1,0 +1,102 @@
+"""The features of a training run, in the order in which they look at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grmpipe.config.judging import POLICY
+from grmpipe.config.reward import max_errors
+from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
+from grmpipe.pipeline.interfaces import PipelineComponents
+from grmpipe.pipeline.service_health import JudgeFitness
+from grmpipe.run.build.components import make_evaluator
+from grmpipe.run.build.start import RunComponents
+from grmpipe.run.features.cascade_alarm import CascadeAlarm
+from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cpu_seconds import CpuSeconds
+from grmpipe.run.features.engine_counts import EngineCounts
+from grmpipe.run.features.failing_judges import FailingJudges
+from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
+from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
+from grmpipe.run.features.run_feature import RunFeature
+from grmpipe.run.observers import Observers
+from grmpipe.validate.prepare import Prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFeatures:
+    """All features of a run; those that it asks for more than its steps by name too."""
+
+    each: tuple[RunFeature, ...]
+    periodic_eval: PeriodicEval
+    judge_monitor: JudgeMonitor
+
+    @property
+    def states(self) -> dict[str, Mapping[str, Any]]:
+        """Name -> state, of those that keep one."""
+        return {feature.name: feature.state() for feature in self.each if feature.name}
+
+
+def make_features(
+    prepared: Prepared,
+    running: RunComponents,
+    parts: PipelineComponents,
+    cotrainings: CoTrainings,
+    observers: Observers,
+    run_dir: Path,
+) -> RunFeatures:
+    config, hosts = prepared.config, running.envs.hosts
+    replacing = (*running.maintenance.health, *running.scorers, *(() if hosts is None else (hosts,)))
+    periodic_eval = make_periodic_eval(prepared, running, observers, run_dir)
+    judge_monitor = make_judge_monitor(prepared, running, parts, observers, run_dir)
+    return RunFeatures(
+        each=(
+            cotrainings,
+            EngineCounts(replacing, running.maintenance.elastic),
+            CpuSeconds(running.cluster, config.roles),
+            periodic_eval,
+            running.policy_updates,
+            CascadeAlarm(max_errors(config.reward, config.rewards)),
+            FailingJudges(config.judging.judges),
+            judge_monitor,  # the last: its limits are on any metric
+        ),
+        periodic_eval=periodic_eval,
+        judge_monitor=judge_monitor,
+    )
+
+
+def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:
+    judge = prepared.config.judge
+    return PeriodicEval(
+        make_evaluator(prepared, running),
+        RewardHackingDetector(min_reward_rise=judge.anchor_min_reward_rise, min_gold_fall=judge.anchor_min_gold_fall),
+        observers.tracker,
+        run_dir / ANCHORS,
+        anchors=judge.anchors,
+        every=judge.anchor_every,
+    )
+
+
+def make_judge_monitor(
+    prepared: Prepared, running: RunComponents, parts: PipelineComponents, observers: Observers, run_dir: Path
+) -> JudgeMonitor:
+    config, first = prepared.config, prepared.config.first_judge
+    assert isinstance(parts.judge_guard, JudgeFitness)
+    generative, members = config.judging.generative, members_of(running.judge)
+    learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
+    changing = {name for name, one in generative.items() if one.model in learning}
+    monitored = MonitoredJudge(
+        judge=running.judge,
+        members=members,
+        frozen=members.keys() - changing if members else () if changing else ("",),
+        fitness=parts.judge_guard,
+        compares=config.judging.compares,
+        scale=(first.score_min, first.score_max),
+        show_thoughts=first.show_thoughts,
+    )
+    watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
+    return JudgeMonitor(monitored, watch, run_dir, observers.note)

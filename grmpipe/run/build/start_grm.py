@@ -1,0 +1,92 @@
+"""The GRMs that judges ask: the engines of this run, which may take over the policy's weights, or models behind
+endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from grmpipe.config.roles import Model, Roles
+from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
+from grmpipe.judge.markup import Markup
+from grmpipe.run.build.engines import ServingEngines, read_by
+from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedGrm
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.prepare import Prepared
+from models.engines.endpoint_use import EndpointUse
+from models.types import ChatEngine, Engine, RequestLog
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.routing.rate_limits import RateLimits
+from scheduler.weights.weight_sync import WeightSync
+
+LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
+Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
+
+
+def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
+    """Role -> client, for models behind endpoints. Each has limits of its own."""
+    clients: dict[str, ChatEngine] = {}
+    for role in roles.served.values():
+        if (endpoint := role.engine.endpoint) is not None:
+            limits = RateLimits(
+                requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
+            )
+            use = EndpointUse(
+                model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name)
+            )
+            clients[role.name] = role.engine.connect(role.name, role.model, use)
+    return clients
+
+
+def find_grms(
+    prepared: Prepared,
+    local: Mapping[str, Engine],
+    remote: Mapping[str, ChatEngine],
+    events: EventSink,
+    requests: LogOf,
+    stops: Stops | None = None,
+) -> dict[str, Grm]:
+    """Role -> the GRM that generative judges ask. local: routers by role. remote: clients by role."""
+    grms: dict[str, Grm] = {role: remote_grm(prepared.roles, role, client, events) for role, client in remote.items()}
+    for role in {judge.model for judge in prepared.config.judging.generative.values()} - grms.keys():
+        model, answering = prepared.model[role], ActiveClock()
+        if stops is not None:
+            stops(answering, role)
+        grms[role] = local_grm(model, local[role], answering, requests(role))
+    return grms
+
+
+def local_grm(
+    grm: Model, engine: Engine, answering: ActiveClock | None = None, requests: RequestLog | None = None
+) -> LocalGrm:
+    """A GRM on this run's engines, whose thoughts are marked."""
+    sampler = ReasoningEngine(engine, grm.renderer)
+    thinking = grm.renderer.thinking
+    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, thinking, requests)
+
+
+def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -> RemoteGrm:
+    served = roles.served[role]
+    assert served.engine.endpoint is not None
+    markup = Markup(served.engine.endpoint.chat_markup)
+    return RemoteGrm(role, client, context_limit_of(served, 0), events, markup, served.model.thinking_markers)
+
+
+async def make_policy_updates(
+    prepared: Prepared, served: ServingEngines, learner: LearnerGroup, run_dir: Path
+) -> PolicyUpdates:
+    """The models of a run that take over the policy's weights."""
+    settings = prepared.config.models
+    grms = []
+    for model in prepared.grms:
+        if after := tuple(settings[model.name].policy_updates):
+            engines = served.routers[model.name]
+            first = await read_by(next(iter(engines.alive.values())), model, prepared)
+            sync = WeightSync(first, first.probe_ids, replace(first.config, delta=False), transport="files")
+            grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
+    return PolicyUpdates(grms, learner, settings[prepared.policy.name], run_dir)

@@ -1,0 +1,126 @@
+"""Starts the scorers of roles that have a scalar model, or connects their endpoints. Judges nothing, votes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+
+from grmpipe.config.judging import key_of_model
+from grmpipe.config.roles import option_key_of
+from grmpipe.judge.logged_scorer import LoggedScorer
+from grmpipe.judge.scalar import ScalarModel
+from grmpipe.run.build.start_grm import LogOf
+from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.scalar_model import FoundScalarModel
+from models.engines.endpoint_use import EndpointUse
+from models.types import RemoteScorer, Scorer
+from scheduler.events import EventSink
+from scheduler.processes.actors import Cluster
+from scheduler.routing.rate_limits import RateLimits
+from scheduler.routing.scorers import ScorerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarModels:
+    """The started reward models of scalar judges.
+
+    by_role: all of them.  pools: those with scorers here.  endpoints: clients of the others.
+    """
+
+    by_role: dict[str, ScalarModel]
+    pools: tuple[ScorerPool, ...]
+    endpoints: tuple[RemoteScorer, ...]
+
+    async def close(self) -> None:
+        for endpoint in self.endpoints:
+            await endpoint.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerRole:
+    """A role of scorers, and the model that each of them loads.
+
+    max_replacements: dead scorers that the run replaces.  max_batch_tokens: of one forward pass.
+    """
+
+    name: str
+    path: str
+    dtype: str
+    device: str
+    max_batch_tokens: int
+    max_replacements: int
+
+
+async def start_scorer_pool(cluster: Cluster, role: ScorerRole, events: EventSink) -> ScorerPool:
+    """Start a process on each seat of the role, as one scorer."""
+    from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
+
+    spec = ScorerSpec(path=role.path, dtype=role.dtype, device=role.device, max_batch_tokens=role.max_batch_tokens)
+    group = await cluster.start_group(role.name, functools.partial(ScalarScorer, spec), meet=False)
+    return ScorerPool(
+        role.name,
+        group,
+        restart=functools.partial(cluster.restart_member, role.name),
+        max_replacements=role.max_replacements,
+        max_batch_tokens=role.max_batch_tokens,
+        events=events,
+    )
+
+
+async def start_scalar_models(
+    cluster: Cluster | None, prepared: Prepared, events: EventSink, requests: LogOf
+) -> ScalarModels:
+    """Start the scorers of all reward models that judges ask. cluster: None if all are behind endpoints."""
+    found = prepared.scalars
+    here = [one for one in found if one.engine.endpoint is None]
+    endpoints = {one.model.name: connect_scorer(one, prepared, requests) for one in found if one not in here}
+    pools: dict[str, ScorerPool] = {}
+    if cluster is not None:
+        started = await asyncio.gather(
+            *(start_scorer_pool(cluster, scorer_role(one, prepared), events) for one in here)
+        )
+        pools = {pool.role: pool for pool in started}
+    scorers: dict[str, Scorer] = {name: LoggedScorer(pool, requests(name)) for name, pool in pools.items()}
+    scorers |= endpoints
+    return ScalarModels(
+        by_role={
+            one.model.name: ScalarModel(
+                scorer=scorers[one.model.name],
+                renderer=one.model.renderer,
+                context_tokens=one.model.context_tokens,
+            )
+            for one in found
+        },
+        pools=tuple(pools.values()),
+        endpoints=tuple(endpoints.values()),
+    )
+
+
+def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
+    """The role of a reward model with scorers here. Of several judges that ask it the largest batch counts."""
+    config, name = prepared.config, one.model.name
+    asking = [judge for judge in config.judging.scalar.values() if judge.model == name]
+    return ScorerRole(
+        name=name,
+        path=one.model.path,
+        dtype=config.models[name].dtype,
+        device=prepared.roles[name].device,
+        max_batch_tokens=max(judge.scalar.max_batch_tokens for judge in asking),
+        max_replacements=config.health.max_replacements,
+    )
+
+
+def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -> RemoteScorer:
+    """The client of a reward model behind an endpoint."""
+    name, endpoint = one.model.name, one.engine.endpoint
+    assert endpoint is not None
+    limits = RateLimits(requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute)
+    model, key = prepared.config.models[name], key_of_model(name)
+    use = EndpointUse(
+        model_key=key,
+        option_key=option_key_of(key, model, one.engine),
+        limits=limits,
+        requests=requests(name),
+    )
+    return one.engine.connect_scorer(model, use)

@@ -1,0 +1,274 @@
+"""A GRM trained next to the policy: its flow is a second pipeline, whose policy is the judge of the first.
+
+    policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
+                                |        ^
+                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again
+                                v        |
+    GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
+
+Owns neither flow: it connects the two, and keeps them in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from grmpipe.config.judging import key_of_cotrain
+from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
+from grmpipe.judge.parse import parser_named
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.rule import rule_named
+from grmpipe.observe.recorder import Recorder
+from grmpipe.pipeline.counters import batch_metrics
+from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
+from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.training import Interrupted
+from grmpipe.run.features.cotrain.grm_settings import (
+    TrainableGrm,
+    grm_algorithm,
+    grm_flow,
+    grm_play,
+    grm_too_long,
+    grm_train,
+)
+from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.features.cotrain.pacing import StepPacer
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.validate.prepare import Prepared
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.slots.health import RoleHealth, push_to_living
+from scheduler.supervise import run_until
+from scheduler.weights.weight_sync import SyncReport
+
+FOLDER = "cotrain"  # of the judging tasks' journals
+T = TypeVar("T")
+
+
+class CoTraining:
+    """The GRM's training in a run of the policy. Compose the policy's pipeline with it, then run both by
+    `run_alongside`.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        grm: TrainableGrm,
+        run_dir: Path,
+        events: EventSink,
+        health: Sequence[RoleHealth],
+        pipeline_state: PipelineState | None,
+        kept: Sequence[tuple[Prompt, Rollout]],
+    ) -> None:
+        """health: of all engines. pipeline_state: state to continue from; the learner is loaded already. kept: the
+        policy's rollouts that a resume found.
+        """
+        config, role = prepared.config, grm.model.name
+        self.role, self.learner_role = role, grm.learner_role
+        self.learner_busy_s = 0.0
+        self._cotrain, self._judge = config.trained_grms[role], config.judge_training(role)
+        self._health = health
+        self._config = config
+        self._grm = grm
+        # Its judging tasks in flight are void: they were the run's own rollouts, and there are newer ones.
+        self._pipeline_state = dataclasses.replace(
+            pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
+        )
+        self._events = events
+        self._recorder = Recorder(run_dir / FOLDER / role)
+        self._pacer = StepPacer(
+            warmup_steps=self._cotrain.warmup_steps,
+            grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
+        )
+        self._pacer.grm_stepped(self._pipeline_state.version)
+        pass_reward = config.first_judge.scale.reward_of(config.labels.pass_score)
+        self._judging_tasks = JudgingTaskStream(
+            JudgingTasks.under(self._judge, config.labels),
+            rule_named(config.judge.rule),
+            prepared.judging_tasks[role],
+            rollout_share=self._cotrain.rollout_share,
+            window=self._cotrain.rollout_window,
+            seed=config.seed,
+            pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
+            key=key_of_cotrain(role),
+        )
+        for prompt, rollout in kept:
+            self._add(prompt, rollout)
+        self._judging_version = self._pipeline_state.version  # of its engines
+        self._flow: Pipeline | None = None
+        self._metrics: Metrics = {}
+
+    @property
+    def version(self) -> int:
+        """The version of the GRM that judges: its completed optimizer steps."""
+        return self._flow.version if self._flow is not None else self._pipeline_state.version
+
+    def recorded(self, play: Play) -> Play:
+        """The policy's episodes, whose ends become judging tasks."""
+
+        async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+            rollout = await play(request, prompt, on_first_token)
+            self._add(prompt, rollout)
+            return rollout
+
+        return played
+
+    def _add(self, prompt: Prompt, rollout: Rollout) -> None:
+        """Add a judging task, if the GRM may be asked about the prompt: not on prompts that a route sends elsewhere."""
+        if self._config.may_ask(self.role, prompt.source):
+            self._judging_tasks.add(prompt, rollout)
+
+    def in_lockstep(self, trainer: Trainer) -> Trainer:
+        """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""
+        return LockstepTrainer(trainer, self._pacer)
+
+    async def push(self, version: int) -> SyncReport:
+        """Push the GRM's weights to all its living engines, with confirmation."""
+        return await push_to_living(self._grm.sync, self._grm.engines, version)
+
+    async def _push_to_judge(self, version: int) -> SyncReport:
+        self._judging_version = version
+        return await self.push(version)
+
+    async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
+        """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
+        self._pacer.policy_stepped(policy.version)
+        self._flow = flow = self._make_flow(policy)
+        ended = asyncio.Event()
+
+        async def learn() -> None:
+            try:
+                await flow.run()
+            except Interrupted:
+                await self._grm.learner.discard()
+            finally:
+                ended.set()
+
+        async def judge_for_the_policy() -> T:
+            try:
+                return await work()
+            finally:
+                flow.interrupt()
+                await ended.wait()
+
+        try:
+            return await run_until(judge_for_the_policy(), learn=learn(), warm_up=self._warm_up(policy))
+        finally:
+            self._recorder.close()
+
+    def after_policy_step(self, version: int) -> Metrics:
+        """Call after each step of the policy. Returns further metrics of the step."""
+        self._pacer.policy_stepped(version)
+        return {**self._metrics, f"{self.role}/version": float(self.version)}
+
+    async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
+        """Save the GRM's learner, and return the state of its flow, between two of its steps."""
+        flow = self._flow
+        async with self._grm.learner.held() as version:
+            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), aside=aside)
+            return dataclasses.replace(
+                flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
+            )
+
+    async def _warm_up(self, policy: Pipeline) -> None:
+        """Train the GRM before it judges: the policy rolls out meanwhile, and nothing is judged for it."""
+        with policy.hold_judging():
+            await self._pacer.until_warm()
+
+    def _rollouts_may_come(self, policy: Pipeline) -> bool:
+        """Whether the policy may get further rollouts before the GRM's next step, or needs none."""
+        if not self._pacer.is_warm:
+            return not policy.buffer.is_rolled_out
+        is_over = policy.version >= self._config.train.num_steps
+        return is_over or self._pacer.policy_may_step or not policy.buffer.is_settled
+
+    def _make_flow(self, policy: Pipeline) -> Pipeline:
+        config, cotrain, judge = self._config, self._cotrain, self._judge
+        parts = PipelineComponents(
+            prompts=self._judging_tasks,
+            too_long=grm_too_long(judge, self._grm.model),
+            play=grm_play(judge, self._grm),
+            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
+            judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
+            trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),
+            push_weights=lambda version: policy.change_judge(
+                version - self._judging_version, lambda: self._push_to_judge(version)
+            ),
+            journal=self._recorder,
+            events=GrmLanes(self._events, self.role),
+        )
+        flow = Pipeline(parts, grm_flow(config, cotrain, judge), self._after_step, self._pipeline_state)
+        for health in self._health:
+            health.stops(flow.clock)
+        return flow
+
+    async def _after_step(self, report: StepReport) -> None:
+        self.learner_busy_s += report.learner_busy_s
+        self._pacer.grm_stepped(report.step)
+        paced = with_pace(report.learner, report.learner_busy_s)
+        learnt = {name.removeprefix("train/"): value for name, value in paced.items()}
+        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._cotrain))
+        learnt |= {
+            "right_share": (1 + batch["train/reward"]) / 2,
+            "zero_advantage_share": batch["train/zero_advantage_share"],
+            "step_s": report.stalls.steps_s,
+            "push_s": report.sync.seconds,
+        }
+        self._metrics = {f"{self.role}/{name}": value for name, value in learnt.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LockstepTrainer:
+    """The policy's trainer, which waits for the GRM's steps that are due before its own."""
+
+    trainer: Trainer
+    pacer: StepPacer
+
+    async def take(self, group: JudgedGroup) -> None:
+        await self.trainer.take(group)
+
+    async def while_waiting(self) -> bool:
+        return await self.trainer.while_waiting()
+
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        await self.pacer.until_policy_may_step()
+        return await self.trainer.step(batch)
+
+    async def discard(self) -> None:
+        await self.trainer.discard()
+
+
+@dataclass(frozen=True, slots=True)
+class GrmStepGate:
+    """Admits judging tasks when the GRM may step. The rule that judges is always fit."""
+
+    pacer: StepPacer
+    judging_tasks: JudgingTaskStream
+    may_come: Callable[[], bool]  # whether further rollouts may come before the GRM's next step
+
+    def verdict(self, report: JudgeReport) -> None:
+        return None
+
+    async def until_fit(self, clock: ActiveClock) -> None:
+        with clock.paused():
+            await self.judging_tasks.until_usable(may_come=self.may_come, warm=lambda: self.pacer.is_warm)
+            await self.pacer.until_grm_may_step()
+
+
+@dataclass(frozen=True, slots=True)
+class GrmLanes:
+    """Puts events of a GRM's learner and weight sync on their own lanes."""
+
+    events: EventSink
+    role: str
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        self.events.span(f"{self.role} {lane}", name, start_s, end_s, **args)

@@ -1,0 +1,77 @@
+"""The alarm on each of several judges that fails too often: a composition may go on without it. Pauses nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import key_of_judge
+from grmpipe.pipeline.counters import JudgeCounts
+from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.types import Metrics
+
+
+class FailingJudges(RunFeature):
+    """Says once that a judge fails, when more than its `max_failure_rate` of its latest verdicts have failed; says it
+    again only after the rate was lower. An abstention is no failure: cascades ask another judge then.
+
+    The latest verdicts are those of whole steps, at least `failure_window` if there are as many. A quarter of it is
+    enough for an alarm.
+    """
+
+    def __init__(self, judges: Mapping[str, JudgeConfig]) -> None:
+        self._judges = judges if len(judges) > 1 else {}
+        self._recent: dict[str, deque[JudgeCounts]] = {name: deque() for name in self._judges}
+        self._ringing: set[str] = set()
+        self._new: list[str] = []
+
+    async def after_step(self, end: StepEnd) -> Metrics:
+        self._new = self.check(end.counts.by_judge)
+        return self.metrics()
+
+    def alarms(self, *, is_last: bool) -> list[str]:
+        new, self._new = self._new, []
+        return new
+
+    def check(self, step: Mapping[str, JudgeCounts]) -> list[str]:
+        """New alarms, in words. step: the counts of a step, by judge."""
+        failing = set()
+        for name, recent in self._recent.items():
+            recent.append(step.get(name, JudgeCounts()))
+            while sum(map(num_verdicts, recent)) - num_verdicts(recent[0]) >= self._judges[name].failure_window:
+                recent.popleft()
+            if self._exceeds(name):
+                failing.add(name)
+        new, self._ringing = failing - self._ringing, failing
+        return [self._text(name) for name in sorted(new)]
+
+    def metrics(self) -> Metrics:
+        """Whether an alarm is on; empty with a single judge."""
+        return {"alarm/failing_judge": float(bool(self._ringing))} if self._judges else {}
+
+    def _latest(self, name: str) -> JudgeCounts:
+        latest = JudgeCounts()
+        for one in self._recent[name]:
+            latest.add(one)
+        return latest
+
+    def _exceeds(self, name: str) -> bool:
+        judge, latest = self._judges[name], self._latest(name)
+        seen = num_verdicts(latest)
+        return seen >= max(1, judge.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
+
+    def _text(self, name: str) -> str:
+        latest = self._latest(name)
+        seen, failed = num_verdicts(latest), latest.failed_verdicts
+        why = ", ".join(f"{count} {cause}" for cause, count in latest.failed.most_common())
+        return (
+            f"The judge {name} fails: {failed} of its last {seen} verdicts ({failed / seen:.0%}; "
+            f"{key_of_judge(name)}.max_failure_rate={self._judges[name].max_failure_rate:g}), its judgements by cause: "
+            f"{why or 'none asked'}; the reward goes on without it where it can"
+        )
+
+
+def num_verdicts(counts: JudgeCounts) -> int:
+    """The rollouts that a judge was asked about and did not abstain from."""
+    return counts.verdicts + counts.failed_verdicts

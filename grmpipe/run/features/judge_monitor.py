@@ -1,0 +1,273 @@
+"""Monitors the judges during a run: canaries, adversarial replies, biases, the fit against KL, limits on any metric.
+
+Its results are metrics and alarms; a limit may pause judging or stop the run. It trains on nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
+from grmpipe.data.labelled import load_labelled
+from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
+from grmpipe.judge.monitor.limits import Exceeded, Limits
+from grmpipe.judge.monitor.overoptimization import fit
+from grmpipe.judge.purpose import asking_for
+from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
+from grmpipe.observe.records import decode_messages
+from grmpipe.pipeline.service_health import JudgeFitness, JudgeUnfit
+from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
+
+log = logging.getLogger(__name__)
+
+CANARIES = "canaries.jsonl"
+DRIFT = "canary_drift"
+NO_CHECKS = (
+    "there are no held-out rollouts to take canaries and adversarial replies from; set data.eval_path, or "
+    "judge_monitor.canaries_path to labelled responses"
+)
+NO_CHECKS_COMPARING = (
+    "a judge that compares needs labelled responses as canaries and beside adversarial replies; set "
+    "judge_monitor.canaries_path to them"
+)
+SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitoredJudge:
+    """The judge as the judge monitor knows it: the one that makes the reward, and each of several by its name.
+
+    frozen:   judges whose models aren't trained, so that any drift is an alarm; a single judge has no name.
+    compares: whether one of them needs several responses.
+    """
+
+    judge: Judge
+    members: Mapping[str, Judge] = field(default_factory=dict)
+    frozen: Collection[str] = ("",)
+    fitness: JudgeFitness
+    compares: bool
+    scale: tuple[int, int]
+    show_thoughts: bool = False
+
+
+class JudgeMonitor(RunFeature):
+    """The monitor of a run's judges, after all features whose metrics it reads. Its state for a resume is in the run's
+    files.
+
+    `note` receives what a user should know at the start.
+    """
+
+    def __init__(
+        self,
+        monitored: MonitoredJudge,
+        config: JudgeMonitorConfig,
+        run_dir: Path,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        past = list(read_what_can_be(run_dir / "metrics.jsonl"))
+        self._monitored = replace(monitored, judge=without_bounds(monitored.judge))
+        self._config = config
+        self._path = run_dir / CANARIES
+        self._note = note
+        self._why_unchecked = ""
+        self._canaries = read_canaries(self._path)
+        self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
+        defaults = LIMITS_OF_COMPARING if monitored.compares else {}
+        known = {**defaults, **config.limits}
+        self._limits = Limits(
+            config.limits,
+            exceeded=[name for name in known if was_ringing(past, name)],
+            read_before=[name for name in known if any(f"alarm/{name}" in line for line in past)],
+            defaults=defaults,
+        )
+        names = ("", *monitored.members)
+        self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
+        self._exceeded: list[Exceeded] = []
+        self._new_drifts: list[str] = []
+
+    async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
+        """Measure before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there
+        are some.
+        """
+        if not self._config.every:
+            return {}
+        if not self._canaries and (found := self._find_canaries(seen)):
+            self._canaries = (await self._judge_canaries(found)).as_first(found)
+            write_canaries(self._path, self._canaries)
+        metrics = await self._check(step)
+        self._exceeded = self._limits.read(step, metrics)
+        return metrics | self._limits.metrics()
+
+    async def after_step(self, end: StepEnd) -> Metrics:
+        return await self.measure(end.step, end.metrics)
+
+    async def measure(self, step: int, metrics: Metrics) -> Metrics:
+        """Returns further metrics of a step. `metrics`: all its other metrics."""
+        monitor_metrics = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
+        if self._config.every and step % self._config.every == 0:
+            monitor_metrics |= await self._check(step)
+        self._exceeded = self._limits.read(step, metrics | monitor_metrics)
+        return monitor_metrics | self._limits.metrics()
+
+    def alarms(self, *, is_last: bool) -> Iterator[str]:
+        """Drifts and exceeded limits. Raises JudgeUnfit to stop the run."""
+        drifts, self._new_drifts = self._new_drifts, []
+        exceeded, self._exceeded = self._exceeded, []
+        yield from drifts
+        for one in exceeded:
+            if one.new:
+                yield one.text
+            if one.action == "stop":
+                raise JudgeUnfit(one.text)
+            if one.action == "pause":
+                self._monitored.fitness.trip(one.text)
+        if is_last:
+            yield from self._limits.never_read(checks=self._config.every > 0, why_unchecked=self._why_unchecked)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    async def _check(self, step: int) -> Metrics:
+        with asking_for("monitoring"):
+            metrics = await probe_judge(self._monitored.judge, self._probes())
+        if self._canaries:
+            metrics |= await self._check_canaries(step)
+        if metrics:
+            log.info("the judge at step %d: %s", step, metrics)
+        return metrics
+
+    async def _check_canaries(self, step: int) -> Metrics:
+        metrics: Metrics = {}
+        for name, drift in (await self._judge_canaries(self._canaries)).drifts(self._canaries).items():
+            metrics |= drift.metrics(name)
+            if name in self._monitored.frozen and drift.differences:
+                self._sound_drift(step, name, drift)
+                metrics[f"alarm/{drift_alarm(name)}"] = float(name in self._drifting)
+        if any(f"alarm/{drift_alarm(name)}" in metrics for name in self._monitored.frozen):
+            metrics[f"alarm/{DRIFT}"] = float(bool(self._drifting))
+        return metrics
+
+    async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
+        with asking_for("monitoring"):
+            return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
+
+    def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
+        if drift.is_sure and name not in self._drifting:
+            judge, count = f"judge {name}" if name else "judge", len(drift.differences)
+            self._new_drifts.append(
+                f"The {judge} has changed: at step {step} its scores of {count} fixed responses differ by "
+                f"{drift.mean:+.2f} on average, under the same seeds, although it isn't trained; is another model "
+                "behind it?"
+            )
+        self._drifting = self._drifting | {name} if drift.is_sure else self._drifting - {name}
+
+    def _probes(self) -> list[AdversarialProbe]:
+        """The first prompts; a comparing judge gets a real response next to the reply."""
+        canaries = self._canaries[: self._config.adversarial_prompts]
+        return [
+            AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
+            for one in canaries
+        ]
+
+    def _fitted(self, metrics: Metrics) -> Metrics:
+        """The fit of the score against KL; empty without a reference model, which gives no KL."""
+        if (point := point_of(metrics)) is None:
+            return {}
+        self._points.append(point)
+        start = self._points[0][1]
+        found = fit([(d, score - start) for d, score in self._points])
+        fit_metrics = {"judge_monitor/sqrt_kl": point[0]}
+        if found is None:
+            return fit_metrics
+        fit_metrics |= {"judge_monitor/fit_alpha": found.alpha, "judge_monitor/fit_beta": found.beta}
+        return fit_metrics if found.peak is None else fit_metrics | {"judge_monitor/peak_sqrt_kl": found.peak}
+
+    def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
+        count = self._config.canaries
+        if (path := self._config.canaries_path) is not None:
+            items = load_labelled(path, scale=self._monitored.scale, num_tiny=2 * count)
+            found = [
+                Canary(prompt=item.prompt, texts=item.responses) for item in items if isinstance(item, RankedResponses)
+            ]
+        elif self._monitored.compares:
+            found = []
+        else:
+            found = [canary_of_rollout(*one, thoughts=self._monitored.show_thoughts) for one in seen]
+        if count and not found:
+            self._why_unchecked = NO_CHECKS_COMPARING if self._monitored.compares else NO_CHECKS
+            log.info("%s", self._why_unchecked)
+            self._note(f"the judge is not checked for drift and attacks: {self._why_unchecked}")
+        return tuple(found[:count])
+
+
+def canary_of_rollout(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Canary:
+    """A held-out rollout as a canary: its text, or in an environment the whole episode."""
+    if len(rollout.turns) == 1 and not rollout.opening and not rollout.turns[0].replies:
+        return Canary(prompt=prompt, texts=(rollout.shown(thoughts=thoughts),))
+    episode = [(message.role, message.content) for message in rollout.opening]
+    for turn in rollout.turns:
+        episode.append(("assistant", turn.completion.text if thoughts else turn.completion.answer))
+        episode += [(reply.role, reply.content) for reply in turn.replies if reply.role != "assistant"]
+    return Canary(prompt=prompt, episode=tuple(episode))
+
+
+def drift_alarm(judge: str) -> str:
+    """The name of the alarm on the drift of a judge; a single one has no name."""
+    return f"{judge}/{DRIFT}" if judge else DRIFT
+
+
+def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
+    """Whether an alarm was on at its last reading: not every line of the metrics has one."""
+    return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
+
+
+def point_of(metrics: Metrics) -> tuple[float, float] | None:
+    """(sqrt(KL) of a whole response, the judge's score). The KL metric is a mean over tokens."""
+    kl, tokens, score = metrics.get(KL), metrics.get(TOKENS), metrics.get(SCORE)
+    if kl is None or tokens is None or score is None:
+        return None
+    return math.sqrt(max(kl, 0.0) * tokens), score
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
+    """Write one line per canary, once: a resume compares with the beginning of the run."""
+    replace_journal(path, map(canary_record, canaries))
+
+
+def canary_record(canary: Canary) -> dict[str, Any]:
+    """The line of a canary. With a single judge it has no scores by judge."""
+    rare = {"by_judge": canary.by_judge, "episode": canary.episode}
+    return {key: value for key, value in asdict(canary).items() if rare.get(key, True)}
+
+
+def read_canaries(path: Path) -> tuple[Canary, ...]:
+    return tuple(read_records(path, canary_of))
+
+
+def canary_of(record: dict[str, Any]) -> Canary:
+    asked = record["prompt"]
+    prompt = Prompt(
+        prompt_id=asked["prompt_id"],
+        messages=decode_messages(asked["messages"]),
+        source=asked["source"],
+        reference=asked["reference"],
+        rubric=tuple(Criterion(**criterion) for criterion in asked["rubric"]),
+    )
+    by_judge = {name: tuple(scores) for name, scores in record.get("by_judge", {}).items()}
+    return Canary(
+        prompt=prompt,
+        texts=tuple(record["texts"]),
+        episode=tuple((role, content) for role, content in record.get("episode", ())),
+        scores=tuple(record["scores"]),
+        by_judge=by_judge,
+    )

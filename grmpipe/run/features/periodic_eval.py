@@ -1,0 +1,178 @@
+"""Held-out evaluations before, during and after the steps; raises the reward-hacking alarm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, reading
+from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.observe.journal import read_records, replace_journal
+from grmpipe.observe.records import decode_rollout, encode_rollout
+from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.observe.tracker import Tracker
+from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.types import Metrics, Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+ANCHORS = "anchors.jsonl"
+
+
+class PeriodicEval(RunFeature):
+    """Runs held-out evaluations: the first and the last on all problems, those between only on the anchors; none
+    without problems.
+
+    start: file of the first evaluation's answers, beside which a judge that compares is shown later ones.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        alarm: RewardHackingDetector,
+        tracker: Tracker,
+        start: Path,
+        *,
+        anchors: int,
+        every: int,
+    ) -> None:
+        self.initial: Metrics = {}
+        self.final: Metrics = {}
+        self.readings: list[Reading] = []
+        self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
+        self.seen: list[tuple[Prompt, Rollout]] = []  # the same
+        self._evaluator = evaluator
+        self._alarm = alarm
+        self._tracker = tracker
+        self._new_alarms: list[str] = []
+        self._start = start
+        self._anchors = anchors
+        self._every = every
+        self._has_ended = False  # the last evaluation took place
+        self.interrupted = False
+        self._evaluating: asyncio.Task[HeldOutEvaluation] | None = None
+        self.ringing = False  # reported once, until an evaluation finds nothing
+
+    async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
+        """Evaluate before the first step. `beside`: what else is measured then, afterwards; it is in the same line of
+        metrics.
+        """
+        self.initial = await self._evaluate(step, None)
+        self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
+
+    async def after_step(self, end: StepEnd) -> Metrics:
+        """The metrics of an evaluation after a step, if one is due, and whether the alarm is on."""
+        metrics: Metrics = {}
+        if end.is_last:
+            metrics = named(await self._evaluate_at_the_end(end.step))
+        elif end.step % self._every == 0:
+            metrics = named(await self._evaluate(end.step, self._anchors))
+        return metrics | {"alarm/hacking": float(self.ringing)} if self.readings else metrics
+
+    async def last(self, step: int) -> None:
+        """Evaluate a run that ended before its last step."""
+        if not self._has_ended:
+            self._log(step, named(await self._evaluate_at_the_end(step)))
+
+    def interrupt(self) -> None:
+        """Stop evaluations; one in progress ends now and isn't counted."""
+        self.interrupted = True
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        """Log an evaluation that belongs to no step on its own line. Does nothing without held-out problems."""
+        if metrics:
+            self._tracker.log(step, metrics)
+
+    def alarms(self, *, is_last: bool) -> list[str]:
+        new, self._new_alarms = self._new_alarms, []
+        return new
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "initial": self.initial,
+            "readings": [asdict(one) for one in self.readings],
+            "episodes": self._evaluator.episodes.saved(),
+            "judge_accuracy": self._evaluator.skill.accuracy,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint: the alarm compares with the start of the run, not of its resumption."""
+        self.initial = state.get("initial", {})
+        self.readings = [Reading(**one) for one in state.get("readings", ())]
+        for one in self.readings:
+            self.ringing = self._alarm.record(one) is not None
+        self._evaluator.episodes.add(EnvCounts.restored(state.get("episodes", {})))
+        self._evaluator.skill.measured(state.get("judge_accuracy", {}))
+        if self._evaluator.compares and self._start.exists():
+            self._evaluator.start.update(read_records(self._start, answer_of))
+
+    async def _evaluate_at_the_end(self, step: int) -> Metrics:
+        self.final = await self._evaluate(step, None)
+        self._has_ended = not self.interrupted
+        return self.final
+
+    async def _evaluate(self, step: int, limit: int | None) -> Metrics:
+        if not self._evaluator.prompts or self.interrupted:
+            return {}
+        self._evaluating = asyncio.create_task(self._evaluator.evaluate(f"held-out-{step}", limit))
+        try:
+            await asyncio.wait([self._evaluating])
+        finally:
+            self._evaluating.cancel()
+        if self.interrupted:
+            return {}
+        evaluated = self._evaluating.result()
+        firsts = [one for one in evaluated.rollouts if one.sample == 0]
+        self.rows = [
+            sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
+            for one in firsts
+        ]
+        self.seen = [(one.prompt, one.rollout) for one in firsts]
+        log.info("held-out at step %d: %s", step, evaluated.metrics)
+        on_anchors = self._on_anchors(evaluated.rollouts)
+        if self._evaluator.compares and not self._evaluator.start:
+            on_anchors = self._keep_start(on_anchors)
+        if (found := reading(step, on_anchors)) is not None:
+            self._sound_alarm(found)
+        return evaluated.metrics
+
+    def _on_anchors(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
+        """The answers to the anchors, which every evaluation asks for."""
+        anchors = {prompt.prompt_id for prompt in self._evaluator.prompts[: self._anchors]}
+        return [one for one in judged if one.prompt.prompt_id in anchors]
+
+    def _keep_start(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
+        """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
+        alike = dict.fromkeys((REWARD, *members_of(self._evaluator.judge)), 0.5)
+        self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
+        replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
+        return [replace(one, rewards=alike) for one in judged]
+
+    def _sound_alarm(self, found: Reading) -> None:
+        self.readings.append(found)
+        alarm = self._alarm.record(found)
+        if alarm is not None and not self.ringing:
+            self._new_alarms.append(alarm)
+        self.ringing = alarm is not None
+
+
+def answer_record(prompt_id: str, rollout: Rollout) -> dict[str, Any]:
+    return {"prompt_id": prompt_id, **encode_rollout(rollout)}
+
+
+def answer_of(record: dict[str, Any]) -> tuple[str, Rollout]:
+    return record["prompt_id"], decode_rollout(record)
+
+
+def named(metrics: Metrics) -> Metrics:
+    return {f"eval/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,91 @@
+"""task=evaluate: a judge against labelled work, a policy on prompts, or both. Trains nothing."""
+
+from __future__ import annotations
+
+import time
+
+from grmpipe.config.judging import POLICY
+from grmpipe.config.run_config import ConfigError
+from grmpipe.evaluation.against_labels import JudgeEvaluation
+from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.summary import EvalSummary, Status, Summary
+from grmpipe.pipeline.counters import Counters
+from grmpipe.run.build.start_evaluation import EvaluationComponents, start_evaluation
+from grmpipe.run.session import Run, Session
+from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
+from grmpipe.run.tasks.evaluate_policy import AnswerLog, evaluate_policy
+from grmpipe.run.tasks.stats import env_summary, judging
+from grmpipe.types import Metrics
+from grmpipe.validate.evaluation import PreparedEvaluation
+from models.types import EngineDenied
+from scheduler.supervise import run_until
+
+
+class EvaluationRun(Run[PreparedEvaluation]):
+    """A judge's accuracy on labelled work, and a policy's figures on prompts."""
+
+    is_policy_run = False
+
+    def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
+        super().__init__(prepared, session)
+        self._began_s = time.monotonic()
+        self._running: EvaluationComponents | None = None
+        self._judge: JudgeEvaluation | None = None
+        self._policies: dict[str, PolicyEvaluation] = {}
+        self._rows: list[SampleRow] = []
+        self._counters = Counters()
+
+    @property
+    def rows(self) -> list[SampleRow]:
+        return self._rows
+
+    async def run(self) -> Status:
+        """Evaluate all that is asked for; write evaluation.json, print the tables."""
+        self._running = running = await start_evaluation(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
+        try:
+            return await run_until(self._evaluate(running), **running.background())
+        except EngineDenied as error:
+            if error.has_served:
+                raise
+            raise ConfigError(str(error)) from error
+
+    async def _evaluate(self, running: EvaluationComponents) -> Status:
+        ready = self._prepared
+        if ready.items:
+            self._observers.note(f"the judge judges {len(ready.items)} labelled items")
+            self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters)
+        if ready.prompt_sets:
+            answers = AnswerLog(self._run_dir, self._counters)
+            await evaluate_policy(ready, running, answers, self._policies, self._rows, self._observers.note)
+        metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
+        for prompts, one in self._policies.items():
+            metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}
+        self._observers.tracker.log(0, metrics)
+        return "completed"
+
+    async def close(self) -> None:
+        if self._running is not None:
+            await self._running.close()
+
+    @property
+    def _judge_metrics(self) -> Metrics:
+        return {} if self._judge is None else metrics_of(self._judge, self._config.judging.first)
+
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        evaluated = self._judge is not None or bool(self._policies)
+        roles = (*((POLICY,) if self._policies else ()), *self._config.judging.roles)
+        return Summary(
+            status=status,
+            steps=0,
+            versions=dict.fromkeys(roles, 0) if evaluated else {},
+            wall_s=round(time.monotonic() - self._began_s, 3),
+            eval=EvalSummary(
+                final=self._judge_metrics, by_prompts={name: one.metrics() for name, one in self._policies.items()}
+            ),
+            judging=judging(self._counters),
+            envs=env_summary(self._counters.envs),
+            failure=failure,
+        )

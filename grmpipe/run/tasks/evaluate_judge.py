@@ -1,0 +1,128 @@
+"""A judge against labelled work: asks it, writes and prints what came of it. Starts nothing, plays nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.judging import GRM
+from grmpipe.config.run_config import RunConfig
+from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
+from grmpipe.evaluation.evaluation_files import show, write_files
+from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
+from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.verdict import mean, vote_named
+from grmpipe.pipeline.counters import Counters
+from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
+from grmpipe.validate.evaluation import PreparedEvaluation
+from models.types import EngineDied, EngineRefused
+from scheduler.supervise import raising_first
+
+log = logging.getLogger(__name__)
+
+
+async def evaluate_judge(
+    ready: PreparedEvaluation, running: EvaluationComponents, run_dir: Path, counters: Counters
+) -> JudgeEvaluation:
+    """Judge all items, write evaluation.json and its picture, print the table. counters: get the reports."""
+    config = ready.measured
+    with asking_for("evaluation"):
+        judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
+    for report in (report for one in judged for report in one.reports):
+        counters.report(report)
+    result = evaluate(judged, config.first_judge.scale, recount_of(config))
+    scales = {name: judge.scale for name, judge in config.judging.judges.items()}
+    is_drawn = write_files(run_dir, judged, result, config.first_judge.scale, scales)
+    show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
+    return result
+
+
+async def judge_items(
+    judge: Judge, meta_rm: MetaRmScorer | None, items: Sequence[Labelled], config: RunConfig
+) -> list[JudgedItem]:
+    """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
+    places = asyncio.Semaphore(config.evaluate.max_concurrency)
+    first, *others = config.judging.judges.values()
+
+    async def judged(index: int, item: Labelled) -> JudgedItem:
+        async with places:
+            reports = await judge_together(judge, item.prompt, f"e{index}", responses_of(item), priority=index)
+            one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
+            return (
+                one
+                if meta_rm is None or others
+                else replace(one, meta_rm_weights=await weights_of(meta_rm, one, index))
+            )
+
+    async with raising_first() as tasks:
+        running = [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
+    return [task.result() for task in running]
+
+
+async def weights_of(meta_rm: MetaRmScorer, one: JudgedItem, priority: int) -> tuple[float, ...]:
+    """The meta-RM's weight of each judgement; empty if it could not read them."""
+    responses = responses_of(one.item)
+    judged = [
+        JudgedResponses(
+            prompt=one.item.prompt, responses=tuple(responses[i] for i in judgement.siblings), judgement=judgement
+        )
+        for judgement in one.judgements
+    ]
+    try:
+        return tuple(await meta_rm.scores(judged, priority))
+    except (EngineDied, EngineRefused) as error:
+        log.warning("the meta-RM gave no weights for item %s: %s", one.item.item_id, error)
+        return ()
+
+
+def responses_of(item: Labelled) -> tuple[str, ...]:
+    return item.responses if isinstance(item, RankedResponses) else (item.response,)
+
+
+def recount_of(config: RunConfig) -> Recount:
+    """How to recount smaller votes. A composition isn't recounted: a smaller k would change only a part of it."""
+    name, *others = config.judging.judges
+    judge = config.judging.judges[name]
+    recounts = name in config.judging.generative and not others
+    return Recount(
+        ks=tuple(config.evaluate.ks) if recounts else (),
+        vote=mean if judge.vote in VOTES_WITH_META_RM else vote_named(judge.vote),
+        most=config.evaluate.max_subsets,
+        seed=config.seed,
+        pairwise=judge.protocol_kind.about == "pair",
+    )
+
+
+def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
+    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8. Those of each of
+    several judges are named as in the evaluations of a training: grm_accuracy is the first judge's, safety_accuracy
+    that of the judge safety. first: the first judge's name.
+    """
+    overall = result.overall
+    metrics = {
+        "accuracy": overall.judged.accuracy,
+        "accuracy_low": overall.judged.low,
+        "accuracy_high": overall.judged.high,
+        "tied_share": overall.judged.tied_share,
+        "failed_share": overall.judged.failed_share,
+        **at_k("accuracy", overall.by_k),
+        **at_k("accuracy_with_meta_rm", overall.with_meta_rm),
+        **result.bias,
+    }
+    for name, own in result.by_judge.items():
+        if not own.overall.judged.num_items:
+            continue
+        shown = GRM if name == first else name
+        metrics[f"{shown}_accuracy"] = own.overall.judged.accuracy
+        metrics[f"{shown}_failed_share"] = own.overall.judged.failed_share
+    return metrics if result.score_error is None else metrics | {"score_error": result.score_error}
+
+
+def at_k(name: str, by_k: Mapping[int, Accuracy]) -> Metrics:
+    return {f"{name}_at_{k}": one.accuracy for k, one in by_k.items()}

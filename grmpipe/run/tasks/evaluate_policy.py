@@ -1,0 +1,114 @@
+"""A policy on prompts: plays and judges its answers as a run does, writes and prints what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from grmpipe.config.evaluation import NUM_SAMPLES
+from grmpipe.envs.seats import seated
+from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout
+from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
+from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, write_policies
+from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import Journal
+from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.pipeline.counters import Counters
+from grmpipe.run.build.components import counting_of, make_play, pass_reward_of, seed_of
+from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
+from scheduler.clock import ActiveClock
+
+
+class AnswerLog:
+    """Writes each answer to eval_rollouts.jsonl as it comes, and counts it. An error of the file fails nothing."""
+
+    def __init__(self, run_dir: Path, counters: Counters) -> None:
+        self.run_dir = run_dir
+        self.counters = counters
+        self._journal = Journal(run_dir / ANSWERS)
+        self._guard = Guard()
+
+    def add(self, prompts: str, answer: JudgedRollout) -> None:
+        self.counters.report(answer.report)
+        with self._guard.watch(ANSWERS):
+            self._journal.append(record_of(prompts, answer))
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+async def evaluate_policy(
+    ready: PreparedEvaluation,
+    running: EvaluationComponents,
+    answers: AnswerLog,
+    policies: dict[str, PolicyEvaluation],
+    rows: list[SampleRow],
+    note: Callable[[str], None],
+) -> None:
+    """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
+    scoring = scoring_of(ready)
+    try:
+        for name, found in ready.prompt_sets.items():
+            greedy = ", and a greedy one" if scoring.greedy else ""
+            note(f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}")
+            evaluator = make_policy_evaluator(ready, running, name, found, answers)
+            evaluated = await evaluator.evaluate(name)
+            check_answered(name, evaluated)
+            policies[name] = evaluate_answers(found.prompts, evaluated, scoring, found.num_left_out)
+            rows += [
+                sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
+                for one in evaluated.rollouts
+                if one.sample == 0
+            ]
+            write_policies(answers.run_dir, policies)
+    finally:
+        answers.close()
+    show_policies(policies, scoring, ready.config.labels.pass_score)
+
+
+def scoring_of(ready: PreparedEvaluation) -> Scoring:
+    config, pass_reward = ready.config, pass_reward_of(ready.config)
+    assert pass_reward is not None, "check_scoring has refused it"
+    judges = config.judging.judges.values()
+    return Scoring(
+        counting=counting_of(config.evaluate, NUM_SAMPLES),
+        pass_reward=pass_reward,
+        greedy=config.evaluate.greedy,
+        by_rule=len(judges) == 1 and all(judge.kind in ("rule", "label") for judge in judges),
+    )
+
+
+def make_policy_evaluator(
+    ready: PreparedEvaluation, running: EvaluationComponents, name: str, found: PromptSet, answers: AnswerLog
+) -> Evaluator:
+    config, prepared, envs = ready.config, ready.prepared, running.envs
+    assert envs is not None and running.maintenance is not None, "a policy that plays has engines and environments"
+    play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
+    clock, counting = ActiveClock(), counting_of(config.evaluate, NUM_SAMPLES)
+    running.maintenance.stops(clock)
+    return Evaluator(
+        prompts=found.prompts,
+        play_sampled=seated(play(config.evaluate.temperature), envs.seats),
+        play_greedy=seated(play(0.0), envs.seats),
+        judge=without_bounds(running.judge(ready, config)),
+        is_right=prepared.is_right,
+        seed=seed_of(config),
+        counting=counting,
+        greedy=config.evaluate.greedy,
+        judges_greedy=True,
+        places=asyncio.Semaphore(config.evaluate.max_concurrency * (counting.num_samples + config.evaluate.greedy)),
+        on_answer=functools.partial(answers.add, name),
+        deadline_s=config.rollout.group_deadline_s,
+        clock=clock,
+        episodes=answers.counters.envs,
+    )
+
+
+def check_answered(name: str, evaluated: HeldOutEvaluation) -> None:
+    """Raises ValueError if the policy answered no prompt: there is nothing to report."""
+    if not evaluated.rollouts and not evaluated.greedy:
+        raise ValueError(f"no prompt of {name} was answered; the causes are above, and in run.log")

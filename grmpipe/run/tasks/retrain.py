@@ -1,0 +1,178 @@
+"""Trains a recorded run again: its batches in its order, with only the learner. No engine, no judge, no waiting.
+
+    rollouts.jsonl, judgements.jsonl, groups.jsonl -> batch of step n -> train: take .. take, step -> step n + 1
+
+The same configuration gives bit-identical weights; another algorithm trains on the same data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Sequence
+
+from grmpipe.judge.labels import rule_of
+from grmpipe.observe.journal import read_journal, replace_journal
+from grmpipe.observe.summary import GroupsSummary, Status, Summary
+from grmpipe.pipeline.counters import batch_metrics, truth_metrics
+from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.run.build.registry import CLUSTERS
+from grmpipe.run.build.start_learner import learner_spec, policy_learning
+from grmpipe.run.export import export
+from grmpipe.run.session import Run, Session
+from grmpipe.run.signals import asked_to_stop
+from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.identity import check_is_there, run_id_of
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.make_learner import make_learner
+from grmpipe.types import JudgedGroup, Metrics
+from grmpipe.validate.retraining import PreparedRetraining
+from grmpipe.validate.shared_folder import check_shared
+from scheduler.processes.actors import Cluster
+
+log = logging.getLogger(__name__)
+
+
+class RetrainRun(Run[PreparedRetraining]):
+    """Makes the steps of a recorded run with a learner."""
+
+    def __init__(self, prepared: PreparedRetraining, session: Session) -> None:
+        super().__init__(prepared, session)
+        state = session.state
+        self._recorded = prepared.recorded
+        self._run_id = run_id_of(session.run_dir)
+        self._writer = CheckpointWriter(session.checkpoints)
+        self._cluster: Cluster | None = None
+        self._steps_done = state.pipeline_state.version if state else 0
+        self._oldest = state.pipeline_state.max_staleness_trained if state else 0
+        self._busy_s = state.busy_s["learner"] if state else 0.0
+        self._wall_before_s = state.wall_s if state else 0.0
+        self._began_s = time.monotonic()
+        self._interrupted = False
+
+    async def run(self) -> Status:
+        self._cluster = cluster = await CLUSTERS[self._config.cluster.kind](self._config, self._prepared.placement)
+        await check_shared(cluster, self._run_dir)
+        learner = await self._start_learner(cluster)
+        if (resumed := self._session.resumed) is not None:
+            await learner.load(str(resumed / "learner"))
+        self._void_after_checkpoint()
+        return await self._train(learner)
+
+    async def after_failure(self, error: Exception) -> str:
+        await self._writer.close(wait=True)
+        return ""
+
+    async def close(self) -> None:
+        await self._writer.close(wait=False)
+        if self._cluster is not None:
+            await self._cluster.shutdown()
+
+    async def _start_learner(self, cluster: Cluster) -> LearnerGroup:
+        prepared = self._prepared
+        learning = policy_learning(self._config, prepared.policy, prepared.roles)
+        # Its weights aren't sent anywhere.
+        spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
+        ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+        learner = LearnerGroup(ranks, learning.train.parallel.cp)
+        self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
+        return learner
+
+    @property
+    def _num_steps(self) -> int:
+        return min(self._config.train.num_steps, len(self._recorded.steps))
+
+    async def _train(self, learner: LearnerGroup) -> Status:
+        config = self._config
+        trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens, seed=config.seed)
+        if self._num_steps < config.train.num_steps:
+            log.warning("%s holds %d steps: the replay ends there", self._recorded.rollouts, self._num_steps)
+        with asked_to_stop(self._stop):
+            while self._steps_done < self._num_steps and not self._interrupted:
+                await self._step(trainer)
+                self._writer.check()
+                every = config.train.checkpoint_every
+                if every and self._steps_done % every == 0 and self._steps_done < self._num_steps:
+                    await self._checkpoint(learner)
+        await self._checkpoint(learner)
+        await self._writer.settled()
+        if self._steps_done < self._num_steps:
+            return "interrupted"
+        await export(learner, self._run_dir / "policy", self._config.policy)
+        return "completed"
+
+    async def _step(self, trainer: BatchTrainer) -> None:
+        began_s = time.monotonic()
+        groups = self._recorded.batch(self._steps_done + 1)
+        read_s = time.monotonic()
+        for group, end in zip(groups, self._recorded.steps[self._steps_done], strict=True):
+            await trainer.take(group)
+            if end.early:
+                await trainer.while_waiting()
+        learnt = await trainer.step(groups)
+        ended_s = time.monotonic()
+        self._steps_done += 1
+        self._busy_s += ended_s - read_s
+        times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
+        self._record(groups, with_pace(learnt, ended_s - read_s) | times)
+
+    def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
+        """Write the metrics of a step, and how its groups ended."""
+        step = self._steps_done
+        group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
+        self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
+        group_metrics |= truth_metrics(groups, rule_of(self._config.judge))
+        self._observers.tracker.log(step, group_metrics | metrics)
+        for end in self._recorded.steps[step - 1]:
+            self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
+
+    # -- checkpoints and ends ------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        self._interrupted = True
+
+    def _void_after_checkpoint(self) -> None:
+        done, groups = self._steps_done, self._run_dir / "groups.jsonl"
+        self._observers.metrics.truncate_after(done if done else -1)
+        if groups.exists():
+            replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= done])
+
+    async def _checkpoint(self, learner: LearnerGroup) -> None:
+        await self._writer.settled()
+        check_is_there(self._run_dir, self._run_id)
+        draft, aside = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
+        await learner.begin_save(str(draft / "learner"), aside=aside)
+        state = RunState(
+            pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),
+            wall_s=self._wall_s,
+            totals={},
+            busy_s={"learner": self._busy_s},
+            run_id=self._run_id,
+            wandb_run_id=self._observers.wandb.run_id,
+        )
+        self._writer.publish_when_written(draft, state, {"learner": learner})
+        if not aside:
+            await self._writer.settled()
+
+    @property
+    def _wall_s(self) -> float:
+        return round(self._wall_before_s + time.monotonic() - self._began_s, 3)
+
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        trained = self._steps_done * self._recorded.groups_per_batch
+        return Summary(
+            status=status,
+            steps=self._steps_done,
+            versions={"policy": self._steps_done},
+            wall_s=self._wall_s,
+            busy_s={"learner": round(self._busy_s, 3)},
+            groups=GroupsSummary(submitted=trained, trained=trained),
+            max_staleness_trained=self._oldest,
+            failure=failure,
+        )

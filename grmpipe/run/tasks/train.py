@@ -1,0 +1,302 @@
+"""task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from grmpipe.config.reward import varies_by_group
+from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.composition.composed_judge import bounds_of, members_of, with_own_bounds
+from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
+from grmpipe.judge.purpose import asking_for
+from grmpipe.observe.recorder import GROUPS
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.summary import Status, Summary
+from grmpipe.pipeline.counters import step_metrics
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.training import Interrupted
+from grmpipe.run.build.components import make_parts
+from grmpipe.run.build.run_features import RunFeatures, make_features
+from grmpipe.run.build.start import RunComponents, start
+from grmpipe.run.export import export
+from grmpipe.run.features.cotrain.cotraining import CoTraining
+from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.run_feature import StepEnd
+from grmpipe.run.session import Run, Session
+from grmpipe.run.signals import asked_to_stop
+from grmpipe.run.tasks.stats import RunStats
+from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.identity import check_is_there, run_id_of
+from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
+from grmpipe.validate.prepare import Prepared
+from models.types import EngineDenied
+from scheduler.gc_tuning import infrequent_gc
+from scheduler.supervise import run_until
+
+log = logging.getLogger(__name__)
+
+
+class TrainingRun(Run[Prepared]):
+    """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
+
+    def __init__(self, prepared: Prepared, session: Session) -> None:
+        super().__init__(prepared, session)
+        self._state = session.state
+        self._run_id = run_id_of(session.run_dir)
+        self._writer = CheckpointWriter(session.checkpoints)
+        self._stats = RunStats(prepared.config)
+        self._running: RunComponents | None = None
+        self._pipeline: Pipeline | None = None
+        self._features: RunFeatures | None = None
+        self._alarms = list(self._state.alarms) if self._state is not None else []
+        if self._state is not None:
+            self._stats.restore(self._state, prepared.config.train.groups_per_batch)
+
+    @property
+    def rows(self) -> Sequence[SampleRow]:
+        return self._features.periodic_eval.rows if self._features is not None else ()
+
+    async def run(self) -> Status:
+        self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
+        self._running = running = await start(
+            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
+        )
+        if (resumed := self._session.resumed) is not None:
+            for model in running.trained:
+                await model.ranks.load(str(resumed / model.learner_role))
+        self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
+        self._stats.watch(running)
+        return await run_until(self._train(running), **running.background())
+
+    async def after_failure(self, error: Exception) -> str:
+        await self._writer.close(wait=True)
+        return self._save_failed_batch(error)
+
+    async def close(self) -> None:
+        await self._writer.close(wait=False)
+        if self._running is not None:
+            await self._running.close()
+
+    async def _train(self, running: RunComponents) -> Status:
+        """Make all steps, between two held-out evaluations."""
+        with asking_for("preflight"):
+            await self._try_judge(running)
+        pipeline_state, kept = self._restore()
+        cotrainings = self._make_cotrainings(running, kept)
+        parts = make_parts(self._prepared, running, self._observers, cotrainings)
+        features = make_features(self._prepared, running, parts, cotrainings, self._observers, self._run_dir)
+        self._features = features
+        for feature in features.each:
+            feature.restore(self._state.features.get(feature.name, {}) if self._state is not None else {})
+        await parts.push_weights(pipeline_state.version)
+        await cotrainings.push()
+        await running.policy_updates.begin(pipeline_state.version)
+        policy_judges = self._config.judging.by_policy
+        judging_version = cotrainings.version + running.policy_updates.count(pipeline_state.version)
+        judging_version += pipeline_state.version if policy_judges else 0
+        pipeline_state = replace(pipeline_state, judge_version=judging_version)
+
+        async def after_step(report: StepReport) -> None:
+            await self._after_step(report, running, pipeline, features)
+
+        config = self._config
+        numbers = FlowConfig.of(
+            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
+        )
+        whole = varies_by_group(config.reward, config.rewards)
+        numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
+        self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
+        running.maintenance.stops(pipeline.clock)
+        if self._state is not None:
+            pipeline.counters.restore(self._state.totals, self._state.open_counts)
+        for work in kept.values():
+            pipeline.counters.recovered(work.uncounted)
+        bounds_of(running.judge).go_on(pipeline.counters.total_so_far().cascades)
+        periodic_eval, version = features.periodic_eval, pipeline_state.version
+        if not periodic_eval.initial:
+            await periodic_eval.first(version, lambda: features.judge_monitor.first(version, periodic_eval.seen))
+            self._report_alarms(features)
+        return await self._run_pipeline(running, pipeline, features, cotrainings)
+
+    async def _run_pipeline(
+        self,
+        running: RunComponents,
+        pipeline: Pipeline,
+        features: RunFeatures,
+        cotrainings: CoTrainings,
+    ) -> Status:
+        """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
+        periodic_eval = features.periodic_eval
+
+        async def flow() -> None:
+            await pipeline.run()
+            await periodic_eval.last(pipeline.version)
+            self._report_alarms(features)
+            if periodic_eval.interrupted and not periodic_eval.final:
+                raise Interrupted
+
+        try:
+            with asked_to_stop(lambda: self._stop(pipeline)), infrequent_gc():
+                await cotrainings.run_alongside(pipeline, flow)
+        except Interrupted:
+            await running.learner.discard()
+            if running.critic is not None:
+                await running.critic.discard()
+            await self._checkpoint(running, pipeline, features)
+            await self._writer.settled()
+            return "interrupted"
+        await self._checkpoint(running, pipeline, features)
+        await self._writer.settled()
+        await self._export(running)
+        return "completed"
+
+    async def _after_step(
+        self, report: StepReport, running: RunComponents, pipeline: Pipeline, features: RunFeatures
+    ) -> None:
+        self._writer.check()
+        is_last = report.step == self._config.train.num_steps
+        self._stats.learner_busy_s += report.learner_busy_s
+        counts = pipeline.counters.close_step()
+        metrics = step_metrics(report, counts, pipeline.ledger, self._prepared.is_right, self._config.algorithm)
+        for feature in features.each:
+            end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
+            metrics = metrics | await feature.after_step(end)
+        self._observers.tracker.log(report.step, metrics)
+        self._observers.tracker.table(report.step, features.periodic_eval.rows)
+        self._report_alarms(features, is_last=is_last)
+        every = self._config.train.checkpoint_every
+        if every and report.step % every == 0 and not is_last:
+            await self._checkpoint(running, pipeline, features)
+        for feature in features.each:
+            feature.next_step()
+
+    def _report_alarms(self, features: RunFeatures, *, is_last: bool = False) -> None:
+        """Report new alarms to the summary, the log and the console. Raises JudgeUnfit if one ends the run."""
+        for alarm in (alarm for feature in features.each for alarm in feature.alarms(is_last=is_last)):
+            self._alarms.append(alarm)
+            log.info("alarm: %s", alarm)
+            self._observers.alarm(alarm)
+
+    def _make_cotrainings(self, running: RunComponents, kept: Mapping[int, RecoveredGroup]) -> CoTrainings:
+        """The training of GRMs next to the policy, with the rollouts that a resume found."""
+        prompts = self._prepared.prompts
+        rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
+        before = self._state.grm_pipeline_states if self._state is not None else {}
+        self._stats.cotrainings = CoTrainings(
+            [
+                CoTraining(
+                    self._prepared,
+                    grm,
+                    self._run_dir,
+                    self._observers.timeline,
+                    running.maintenance.health,
+                    before.get(grm.model.name),
+                    rollouts,
+                )
+                for grm in running.trainable_grms
+            ]
+        )
+        return self._stats.cotrainings
+
+    async def _try_judge(self, running: RunComponents) -> None:
+        """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one whose answers
+        can't be read.
+        """
+        config, prompts = self._config, self._prepared.prompts
+        first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
+        judge, members = with_own_bounds(running.judge), members_of(running.judge)
+        asking = {**config.judging.generative, **config.judging.scalar}
+        outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
+        try:
+            if self._state is None and config.judged_by_model:
+                if problem := await preflight_judgements(judge, members, config.judging.generative, first):
+                    raise ConfigError(problem)
+                outside = [name for name in outside if name not in config.judging.generative]
+            for name in outside:
+                await tried(members.get(name, judge), first[0])
+        except EngineDenied as error:
+            raise ConfigError(str(error)) from error
+
+    async def _export(self, running: RunComponents) -> None:
+        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
+        for model in running.trained:
+            await export(model.ranks, self._run_dir / model.name, model.settings)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
+        """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
+        pipeline_state = self._state.pipeline_state if self._state else PipelineState()
+        run_id, marks = self._run_id, self._state.journal_marks if self._state else {}
+        counted = self._state.counted_marks if self._state else NOTHING_COUNTED
+        kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
+        void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
+        self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
+        self._observers.metrics.truncate_after(pipeline_state.version if self._state else -1)
+        if self._state is not None or kept:
+            rollouts = sum(len(work.rollouts) for work in kept.values())
+            verdicts = sum(len(work.reports) for work in kept.values())
+            message = (
+                f"resumed at step {pipeline_state.version}: {rollouts} rollouts kept, {verdicts} of them with verdicts"
+            )
+            log.info("%s", message)
+            self._observers.note(message)
+        return pipeline_state, kept
+
+    async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> None:
+        """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
+        await self._writer.settled()
+        check_is_there(self._run_dir, self._run_id)
+        draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
+        state = RunState(
+            pipeline_state=pipeline.state(),
+            # Taken at the same moment as the pipeline's state:
+            journal_marks=self._observers.recorder.marks(),
+            counted_marks=self._observers.recorder.ends(),
+            totals=pipeline.counters.saved(),
+            open_counts=pipeline.counters.saved_step(),
+            grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
+            wall_s=self._stats.wall_s,
+            features=features.states,
+            busy_s=self._stats.busy_s(pipeline),
+            alarms=tuple(self._alarms),
+            run_id=self._run_id,
+            wandb_run_id=self._observers.wandb.run_id,
+        )
+        ranks = {model.learner_role: model.ranks for model in running.trained}
+        begun = {grm.learner_role for grm in running.trainable_grms}  # by their own flows
+        for role, learner in ranks.items():
+            if role not in begun:
+                await learner.begin_save(str(draft / role), aside=aside)
+        self._writer.publish_when_written(draft, state, ranks)
+        if not aside:
+            await self._writer.settled()
+
+    def _save_failed_batch(self, error: Exception) -> str:
+        """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
+        if not isinstance(error, ArithmeticError) or self._pipeline is None:
+            return ""
+        path = self._run_dir / "failed_batch.jsonl"
+        try:
+            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.buffer.batch), "utf-8")
+        except OSError as refused:  # a full disk must not hide the first cause
+            return f"\nthe batch could not be written to {path}: {refused.strerror}"
+        return f"\nthe batch is in {path}, one group per line"
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _stop(self, pipeline: Pipeline) -> None:
+        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        pipeline.interrupt()
+        if self._features is not None:
+            self._features.periodic_eval.interrupt()
+
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        states, final = self._state.features if self._state is not None else {}, {}
+        if self._features is not None:
+            states, final = self._features.states, self._features.periodic_eval.final
+        return self._stats.summary(status, failure, self._pipeline, states, final, tuple(self._alarms))

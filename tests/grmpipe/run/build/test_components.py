@@ -1,0 +1,106 @@
+"""The wrappers of an episode in a real run, and what its evaluations measure of the judges."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.config.reward import RewardConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.env import EnvFault
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.run.build.components import first_of_all_answers, freeing, pass_reward_of
+from grmpipe.types import Judge, Prompt, Rollout
+
+PROMPT = Prompt(prompt_id="p", messages=())
+MATH, CHAT = (Prompt(prompt_id=source, messages=(), source=source) for source in ("math", "chat"))
+SUM = JudgeConfig(num_judgements=4, vote="sum")
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        self.ended.append(trajectory_id)
+
+
+@pytest.mark.parametrize("end", ["finished", "fault", "cancelled"])
+def test_whatever_ends_an_episode_its_engines_free_what_they_keep_of_it(end: str) -> None:
+    engines = Engines()
+
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: object) -> Rollout:
+        assert not engines.ended
+        if end == "cancelled":
+            await asyncio.sleep(60)
+        if end == "fault":
+            raise EnvFault("gone", "died")
+        return Rollout(group_id="g", sibling=2, turns=(), status="finished")
+
+    async def main() -> None:
+        request = RolloutRequest(group_id="g", sibling=2, seed=0, attempt=1)
+        playing = asyncio.create_task(freeing(play, engines)(request, PROMPT, lambda: None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        playing.cancel() if end == "cancelled" else None
+        await asyncio.wait({playing})
+        assert engines.ended == ["g/2/a1"]
+        if not playing.cancelled():
+            playing.exception()
+
+    asyncio.run(main())
+
+
+def judged_by(reward: RewardConfig, **judges: JudgeConfig) -> tuple[RunConfig, Judge]:
+    """A run's settings and its judge, without any model behind it."""
+    first = judges.pop("judge", JudgeConfig())
+    config = RunConfig(judge=first, judges=judges, reward=reward)
+    made = {name: PointwiseAdapter(RuleJudge("exact_answer")) for name in config.all_judges}
+    return config, compose_judge(reward, {}, made, config.all_judges, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "prompts", "first"),
+    [
+        ({"kind": "mix", "mix": {"judge": 1, "rm": 1}}, [MATH], "judge"),
+        ({"kind": "jury", "members": ["rm", "judge"]}, [MATH], "judge"),
+        ({"kind": "gate", "gate": "judge", "inner": "rm"}, [MATH], "judge"),
+        ({"kind": "gate", "gate": "rm", "inner": "judge"}, [MATH], None),
+        ({"kind": "cascade", "first": "judge", "then": "rm", "unsure_band": [0.1, 0.9]}, [MATH], "judge"),
+        ({"kind": "cascade", "first": "rm", "then": "judge", "unsure_band": [0.1, 0.9]}, [MATH], None),
+        ({"kind": "route", "route": {"math": "judge", "chat": "rm"}}, [MATH], "judge"),
+        ({"kind": "route", "route": {"math": "judge", "chat": "rm"}}, [MATH, CHAT], None),
+        ({"judge": "rm"}, [MATH], None),
+    ],
+)
+def test_the_first_judges_scores_are_shown_where_it_sees_every_answer(
+    reward: dict[str, Any], prompts: list[Prompt], first: str | None
+) -> None:
+    config, judge = judged_by(RewardConfig(**reward), judge=SUM, rm=JudgeConfig(kind="rule"))
+    assert first_of_all_answers(config, judge, prompts) == first
+
+
+def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -> None:
+    jury = RewardConfig(kind="jury", members=["judge", "rm"], quorum=1)
+    listwise = JudgeConfig(protocol="listwise", template="listwise", parser="boxed")
+    config, judge = judged_by(jury, judge=listwise, rm=JudgeConfig(kind="rule"))
+    assert first_of_all_answers(config, judge, [MATH]) is None
+
+
+def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
+    """Not on that of the section `judge`, which asks nothing in such a run."""
+    five = JudgeConfig(score_max=5)
+    config, _ = judged_by(RewardConfig(judge="five"), five=five)
+    assert (config.first_judge, config.judging.by_model) == (five, True)
+    assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
+    labels = LabelConfig(pass_score=4)
+    assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75
+    mixed = RewardConfig(kind="mix", mix={"five": 1.0})
+    (config, judge) = judged_by(mixed, five=five)
+    assert isinstance(judge, ComposedJudge) and judge.composition.scale == five.scale

@@ -1,0 +1,71 @@
+"""The components of the policy's pipeline: each part has the wrappers of its run, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.seats import Seats
+from grmpipe.pipeline.interfaces import PipelineComponents
+from grmpipe.run.build.composition import Learners, compose, compose_breaker
+from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
+from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
+from grmpipe.types import Failed
+from scheduler.events import NoEvents
+
+
+class Part:
+    """Takes the place of a part that a composition only passes on."""
+
+    size, dp_size, value_cache = 1, 1, object()
+
+
+class CoTraining(Part):
+    def recorded(self, play: object) -> tuple[str, object]:
+        return "recorded", play
+
+    def in_lockstep(self, trainer: Any) -> LockstepTrainer:
+        return LockstepTrainer(trainer, cast(Any, None))
+
+
+PLAY, JOURNAL = Part(), Part()
+
+
+def composed(**learners: Any) -> PipelineComponents:
+    parts: Any = {"prompts": Part(), "play": PLAY, "seats": Seats(), "judge": Part(), "journal": JOURNAL}
+    given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
+
+    async def compose_it() -> PipelineComponents:
+        return compose(RunConfig(), Learners(**given), too_long=lambda prompt: False, events=NoEvents(), **parts)
+
+    return asyncio.run(compose_it())
+
+
+def test_a_plain_run_wraps_nothing() -> None:
+    parts = composed()
+    assert isinstance(parts.trainer, BatchTrainer)
+    assert (parts.play, parts.journal) == (PLAY, JOURNAL)
+
+
+def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
+    parts = composed(share=Part(), cotrainings=CoTrainings([cast(Any, CoTraining())]))
+    assert isinstance(parts.trainer, LockstepTrainer)
+    assert isinstance(parts.trainer.trainer, TimeSharedTrainer)
+    assert parts.play == ("recorded", PLAY)
+
+
+def test_the_breaker_has_the_settings_of_the_only_judge() -> None:
+    exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
+    breaker = compose_breaker(RunConfig(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
+    breaker.record(Failed(stage="judge", cause="died", attempts=1, detail=""), 0.0)
+    assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in breaker.stop_cause()
+
+
+def test_the_critic_values_the_groups_of_the_flow() -> None:
+    critic = Part()
+    assert composed(critic=critic).valuer is critic.value_cache

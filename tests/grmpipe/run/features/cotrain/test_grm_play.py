@@ -1,0 +1,63 @@
+"""A GRM that learns samples as it judges: within its thinking budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.roles import Model
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_play
+from grmpipe.train.batching.samples import split_rollout
+from grmpipe.types import Prompt
+from models.renderer import Renderer
+from models.tiny.resolve import SHIPPED
+from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
+
+TEMPLATE = Path(__file__).parents[4] / "models" / "templates" / "deepseek_r1.jinja"
+RENDERER = Renderer.load(str(SHIPPED / "grm"), str(TEMPLATE))
+
+
+class NeverStops:
+    """An engine that writes the same word until it is stopped."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        ids = (RENDERER.encode_markup("a")[0],) * params.max_new_tokens
+        span = VersionSpan(model="grm", version=0, start=0, end=len(ids))
+        return Completion(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            text=RENDERER.decode(ids),
+            finish_reason="length",
+            versions=(span,),
+        )
+
+
+def test_a_grm_that_learns_is_not_trained_on_the_end_of_its_thought() -> None:
+    others: Any = None
+    grm = TrainableGrm(
+        model=Model(name="grm", path="", renderer=RENDERER, context_tokens=512),
+        engines=NeverStops(),  # type: ignore[arg-type]
+        settings=others, learner=others, learner_role="grm_learner", sync=others,
+    )  # fmt: skip
+    played = grm_play(JudgeConfig(max_new_tokens=60, thinking_tokens=9, answer_start="Score:"), grm)
+    request = RolloutRequest(group_id="g", sibling=0, seed=1)
+    judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="judge it"),))
+    rollout = asyncio.run(played(request, judging_task, ignore_first_token))
+    (turn,) = rollout.turns
+    inserted = RENDERER.encode_markup("\n</think>\n\nScore:")
+    assert turn.completion.inserted == (9, 9 + len(inserted))
+    (sample,) = split_rollout(rollout, np.ones(60))
+    trained = [token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask]
+    assert len(trained) == 60 - len(inserted) and set(trained) == set(RENDERER.encode_markup("a"))
