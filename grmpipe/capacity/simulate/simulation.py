@@ -25,9 +25,9 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
-from grmpipe.judge.monitor.circuit_breaker import Unfit
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
+from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 from grmpipe.validate.models import Progress
 from models.types import Message
