@@ -29,10 +29,10 @@ import numpy as np
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine

@@ -23,7 +23,7 @@ CAPTURED: Mapping[str, tuple[str, ...]] = {
     "jury by median, the first member honest, two captured": (
         "+experiment=jury",
         "grm=tiny",
-        "grm@grms.confident=tiny_praise",
+        "grm@models.confident=tiny_praise",
         "reward.vote=median",
     ),
 }

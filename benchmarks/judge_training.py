@@ -30,7 +30,7 @@ VARIANTS = {
     "rft_grm, train_grm": ["+experiment=train_grm", "grm.path={folder}/rft_grm_{seed}/policy"],
     "reward_hacking": ["+experiment=reward_hacking"],
     "cotrain": ["+experiment=cotrain"],
-    "cotrain_soon": ["+experiment=cotrain", "cotrain.warmup_steps=20", "cotrain.dynamic_sampling_batches=0"],
+    "cotrain_soon": ["+experiment=cotrain", "grm.train.warmup_steps=20", "grm.train.dynamic_sampling_batches=0"],
 }
 
 

@@ -16,7 +16,7 @@ from scheduler.daemon_threads import DaemonThreads
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-END_S = 5.0  # for cancelled tasks to end
+END_S = 3.0  # for cancelled tasks to end
 CANCEL_S = 1.0  # for a call whose time is up to end by itself
 
 

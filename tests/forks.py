@@ -74,6 +74,11 @@ class Forked:
         self._process.start()
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process.is_alive()
 
@@ -87,8 +92,7 @@ class Forked:
         return Path(self._errors.name).read_text()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = 240.0) -> int:
         """Return the exit code; below 0 the signal that ended it."""

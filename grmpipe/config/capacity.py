@@ -88,8 +88,8 @@ class StatedCosts:
 
     policy: SpeedConfig = field(default_factory=SpeedConfig)
     grm: SpeedConfig = field(default_factory=SpeedConfig)
-    # Engines of further models that judge: `+simulate.costs.grms={<name>: {step_s: 0.02}}`.
-    grms: dict[str, SpeedConfig] = field(default_factory=dict)
+    # Engines of further models that judge: `+simulate.costs.models={<name>: {step_s: 0.02}}`.
+    models: dict[str, SpeedConfig] = field(default_factory=dict)
     # Forward and backward pass of a packed token, all ranks together. Passes without gradients (of a reference, for
     # pi_old) take their share of it.
     learner_token_s: float = 0.0
@@ -111,7 +111,7 @@ class StatedCosts:
     @property
     def engines(self) -> dict[str, SpeedConfig]:
         """Role -> speed of one of its engines."""
-        return {"policy": self.policy, "grm": self.grm, **self.grms}
+        return {"policy": self.policy, "grm": self.grm, **self.models}
 
 
 @dataclass(frozen=True)

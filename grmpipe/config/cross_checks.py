@@ -12,11 +12,9 @@ from grmpipe.config.judging import (
     POLICY,
     check_all_used,
     check_judging,
-    key_of_cotrain,
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward import weighed_by_accuracy
 from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
@@ -75,7 +73,7 @@ def check_algorithm(config: RunSections) -> None:
 
 
 def check_places(config: RunSections) -> None:
-    known = roles_with(config.grms)
+    known = roles_with(config.models)
     for role in config.placement.roles:
         if role not in known:
             raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(known)}")
@@ -116,14 +114,14 @@ def check_env_hosts(config: RunSections) -> None:
 def check_reward(config: RunSections) -> None:
     """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
     kind = config.algorithm.estimator_kind
-    check_rewards(config.reward, config.rewards, config.all_judges, group_baseline=kind.has_zero_groups)
-    check_normalised_units(config.reward, config.rewards, config.algorithm)
-    check_doubts(config.reward, config.rewards, config.all_judges)
+    check_rewards(config.reward_tree, config.all_judges, group_baseline=kind.has_zero_groups)
+    check_normalised_units(config.reward_tree, config.algorithm)
+    check_doubts(config.reward_tree, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
-        check_all_used(config.judging, config.judges, config.grms)
-        check_rewards_used(config.reward, config.rewards)
+        check_all_used(config.judging, config.judges, config.models)
+        check_rewards_used(config.reward_tree)
     if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 
@@ -156,7 +154,7 @@ def check_policy_engine(config: RunSections) -> None:
 
 def check_updated_by_policy(config: RunSections) -> None:
     """Check the models that take over the policy's weights: they judge, start as the policy, and don't learn."""
-    updated = {role: model for role, model in config.models.items() if model.policy_updates}
+    updated = {role: model for role, model in config.models_by_role.items() if model.policy_updates}
     for role, model in updated.items():
         key = f"{key_of_model(role)}.policy_updates"
         if role not in config.judging.roles:
@@ -167,7 +165,7 @@ def check_updated_by_policy(config: RunSections) -> None:
                 f"{key_of_model(role)}.path='${{policy.path}}'"
             )
         if role in config.trained_grms:
-            raise ValueError(f"{key}: {role} learns itself; type {key_of_cotrain(role)}.enabled=false")
+            raise ValueError(f"{key}: {role} learns itself; type {key_of_model(role)}.train.enabled=false")
         if not config.judging.engine_kind_of(role).reads_model_files:
             able = " or ".join(engines_that(lambda kind: kind.reads_model_files))
             raise ValueError(
@@ -185,7 +183,7 @@ def check_labels(config: RunSections) -> None:
     labelled = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
         name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
     }
-    if weighed_by_accuracy(config.reward, config.rewards):
+    if config.reward_tree.weighed_by_accuracy():
         labelled[config.judging.first] = config.first_judge
     for name, judge in labelled.items():
         key = key_of_judge(name)
@@ -199,7 +197,7 @@ def check_labels(config: RunSections) -> None:
 
 def check_measured(config: RunSections) -> None:
     """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
-    weighed = weighed_by_accuracy(config.reward, config.rewards)
+    weighed = config.reward_tree.weighed_by_accuracy()
     for name, judge in config.judging.generative.items():
         if name in weighed and judge.protocol_kind.compares:
             path = weighed[name]
@@ -219,7 +217,7 @@ def check_retrain(config: RunSections) -> None:
         )
     alone = "data.retrain_from trains only the policy"
     for role in config.trained_grms:
-        key = key_of_cotrain(role)
+        key = f"{key_of_model(role)}.train"
         raise ValueError(f"{key}.enabled: {alone}; type {key}.enabled=false")
     if config.critic.enabled:
         raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
@@ -245,7 +243,7 @@ def check_meta_rm(config: RunSections) -> None:
 
 def check_lora(config: RunSections) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
+    for role, model in config.models_by_role.items() if config.task != "evaluate" else ():  # which has no adapters
         key, kind = key_of_model(role), config.engine_kind_of(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
@@ -260,9 +258,9 @@ def check_lora(config: RunSections) -> None:
             )
         # If the policy is the judge itself, it takes its settings from the GRM's.
         if model.lora.learns and role not in config.learners and config.judge.kind != "label":
-            cotrain = key_of_cotrain(role)
             raise ValueError(
-                f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, or {cotrain}.enabled=true"
+                f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, or "
+                f"{key}.train.enabled=true"
             )
     if config.policy.lora.learns and config.task == "train_meta_rm":
         raise ValueError(
@@ -300,18 +298,12 @@ def check_simulated(config: RunSections) -> None:
 
 def check_cotrain(config: RunSections) -> None:
     """Check that GRMs that are trained are served here, sample their judgements, and are compared within groups."""
-    for role in config.cotrains:
-        if role not in config.grms:
-            raise ValueError(
-                f"cotrains.{role}: there is no model {role!r}; known: {', '.join(config.grms) or 'none in grms'}; "
-                "the settings of the first one's learner are in cotrain"
-            )
     for role in config.trained_grms:
         check_trained_grm(config, role)
 
 
 def check_trained_grm(config: RunSections, role: str) -> None:
-    cotrain, key = config.trained_grms[role], key_of_cotrain(role)
+    cotrain, key = config.trained_grms[role], f"{key_of_model(role)}.train"
     if role not in config.judging.local_roles:
         raise ValueError(
             f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
@@ -348,7 +340,7 @@ def check_critic_alone(config: RunSections) -> None:
     for role in config.trained_grms:
         raise ValueError(
             "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
-            f"type critic=none algorithm.estimator=grpo, or {key_of_cotrain(role)}.enabled=false"
+            f"type critic=none algorithm.estimator=grpo, or {key_of_model(role)}.train.enabled=false"
         )
     if config.data.retrain_from is not None:
         raise ValueError(

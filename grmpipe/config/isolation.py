@@ -22,7 +22,8 @@ class IsolationConfig:
     kind: str = INPROCESS
     # Whether a run is refused where a part of the isolation is missing; task=doctor shows what there is.
     require: bool = False
-    # [MB] Address space of each process; kind=process: beyond what the environment's code takes when it is imported.
+    # [MB] Memory of all processes of an episode together; kind=process: also the address space of each, both beyond
+    # what the environment's code takes when it is imported.
     memory_mb: int = 512
     cpu_s: int = 60  # [seconds] CPU time of each process of an episode.
     max_processes: int = 32  # [processes] Processes and threads of an episode.

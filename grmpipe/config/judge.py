@@ -67,7 +67,7 @@ class JudgeConfig:
     # Where verdicts come from: a GRM, a scalar reward model, a rule, the environment's rewards, the labels of a judge
     # in training, or your own class.
     kind: str = "generative"
-    # Model that is asked: the role grm, a name in grms, or policy, whose weights of the moment then judge.
+    # Model that is asked: the role grm, a name in models, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
     # rubric, the steps of a response, or one of its turns; or the dotted path of your own protocol.

@@ -14,7 +14,8 @@ from models.settings import ModelConfig
 
 # Sections of the first judge, of the first model that judges, and of the model in training.
 JUDGE, GRM, POLICY = "judge", "grm", "policy"
-RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "teacher", "env")
+SHORT = {"models": GRM, "judges": JUDGE, "rewards": "reward"}  # section of further ones -> that of the first one
+RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "env")
 # A judge's accuracy is the metric <name>_accuracy, and a model's metrics are <name>/...: names that would make others.
 METRICS = (
     "true", "alarm", "cascade", "driver", "engines", "eval", "experts", "groups", "judge_monitor", "memory",
@@ -133,18 +134,20 @@ def key_of_judge(name: str) -> str:
 
 def key_of_model(role: str) -> str:
     """The configuration's section of a model."""
-    return role if role in (POLICY, GRM) else f"grms.{role}"
-
-
-def key_of_cotrain(role: str) -> str:
-    """The configuration's section of the learner of a model that judges."""
-    return "cotrain" if role == GRM else f"cotrains.{role}"
+    return role if role in (POLICY, GRM) else f"models.{role}"
 
 
 def key_of_parallel(learner: str) -> str:
     """The configuration's section for how the ranks of a role that trains a model share it."""
     own = {"learner": "train", "critic": "critic"}
-    return f"{own.get(learner) or key_of_cotrain(learner.removesuffix(LEARNER))}.parallel"
+    return f"{own.get(learner) or f'{key_of_model(learner.removesuffix(LEARNER))}.train'}.parallel"
+
+
+def first_apart(section: str, key: str, value: str = "<value>") -> str:
+    """The error of a first judge, model or composition that is typed as if it were a further one."""
+    first = SHORT[section]
+    rest = key.partition(".")[2] or "<key>"
+    return f"{section}.{first}: the first one has a section of its own; type {first}.{rest}={value}"
 
 
 def check_names(section: str, names: Collection[str]) -> None:
@@ -152,6 +155,8 @@ def check_names(section: str, names: Collection[str]) -> None:
     for name in names:
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             raise ValueError(f"{section}.{name}: a name has letters, digits and '_', and begins with a letter")
+        if SHORT[section] == name:
+            raise ValueError(first_apart(section, name))
         if name in (JUDGE, *RESERVED, *METRICS) or name.endswith(LEARNER):
             raise ValueError(
                 f"{section}.{name}: the name is taken, by a role or by metrics of a run; choose another one, that "
@@ -159,7 +164,7 @@ def check_names(section: str, names: Collection[str]) -> None:
             )
 
 
-def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[str]) -> None:
+def check_all_used(judging: Judging, judges: Collection[str], models: Collection[str]) -> None:
     """Check that no judge or model was configured in vain: the run would be trained without it."""
     for name in judges:
         if name not in judging.judges:
@@ -167,9 +172,9 @@ def check_all_used(judging: Judging, judges: Collection[str], grms: Collection[s
                 f"judges.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
                 f"or reward.judge={name}"
             )
-    for role in grms:
+    for role in models:
         if role not in judging.asked_roles:
-            raise ValueError(f"grms.{role}: no judge of this run asks it; type judges.<name>.model={role}")
+            raise ValueError(f"models.{role}: no judge of this run asks it; type judges.<name>.model={role}")
 
 
 def check_judging(judging: Judging) -> None:
@@ -180,7 +185,7 @@ def check_judging(judging: Judging) -> None:
             raise ValueError(
                 f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
                 f"{', '.join(judging.models)}"
-                + (f", or add it by +grm@grms.{added}=path" * (added not in judging.models))
+                + (f", or add it by +grm@models.{added}=path" * (added not in judging.models))
             )
     check_scalar(judging)
     for name, judge in judging.generative.items():
@@ -200,8 +205,8 @@ def check_scalar(judging: Judging) -> None:
         if judge.model == POLICY or judge.model in judging.roles:
             raise ValueError(
                 f"{key_of_judge(name)}.model: {judge.model} is a language model, and a scalar judge asks a reward "
-                f"model of its own; add one by +grm@grms.reward_model=path grms.reward_model.path=<model>, and type "
-                f"{key_of_judge(name)}.model=reward_model"
+                f"model of its own; add one by +grm@models.reward_model=path models.reward_model.path=<model>, and "
+                f"type {key_of_judge(name)}.model=reward_model"
             )
 
 

@@ -11,11 +11,16 @@ import typing
 from collections.abc import Iterator, Sequence
 
 from grmpipe.config.field_comments import comments_of
+from grmpipe.config.judging import SHORT, first_apart
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import ROLES
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
-SINGULARS = ("grm", "judge", "reward", "cotrain")  # sections whose plural has further ones by name
+# Sections of earlier versions -> those that have their keys; a name behind one stays where {} is.
+MOVED = {
+    "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
+    "simulate.costs.grms": "simulate.costs.models",
+}  # fmt: skip
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 
@@ -31,10 +36,11 @@ def under_key(path: str, text: str) -> str:
 
     path: of the section, with a dot at its end, as in `judges.safety.`; empty for none.
     """
-    plural, _, name = path.rstrip(".").partition(".")
-    if name and (first := plural.removesuffix("s")) in SINGULARS:
-        text = re.sub(rf"\b{first}\.(?=[a-z])", path, text)
-        text = re.sub(rf"\b{first}=(?=[a-z])", f"{first}@{path.rstrip('.')}=", text)
+    section, _, rest = path.partition(".")
+    if rest and (first := SHORT.get(section)):
+        entry = f"{section}.{rest.partition('.')[0]}"
+        text = re.sub(rf"\b{first}\.(?=[a-z])", f"{entry}.", text)
+        text = re.sub(rf"\b{first}=(?=[a-z])", f"{first}@{entry}=", text)
     return text if text.startswith(path) else f"{path}{text}"
 
 
@@ -48,11 +54,26 @@ def known_keys(beside: str = "") -> list[str]:
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that doesn't exist: with the nearest ones, or all of its section, or where to find all."""
+    if new := moved(key):
+        return f"unknown key {key!r}; type {new}"
     if near := nearest(key, known):
         return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
     beside = [leaf_of(other) for other in known if section and other.rpartition(".")[0] == section]
     return f"unknown key {key!r}; " + (f"{section} has {', '.join(beside)}" if beside else "see docs/configuration.md")
+
+
+def moved(key: str) -> str:
+    """What to type instead of a key of an earlier version, also behind the @ of a choice; empty for other keys."""
+    group, at, path = key.rpartition("@")
+    for old, new in MOVED.items():
+        if f"{path}.".startswith(f"{old}."):
+            rest = path[len(old) + 1 :]
+            if "{}" in new:
+                name, _, rest = rest.partition(".")
+                new = new.format(name or "<name>")
+            return f"{group}{at}{new}.{rest}".rstrip(".")
+    return ""
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -125,6 +146,8 @@ def no_such_default(text: str) -> str:
     found = re.search(r"To append to your default list use \+([^=\s]+)=(\S+)", text)
     if not found:
         return ""
+    if moved(found[1]):
+        return unknown_key(found[1], ())
     message = f"{found[1]}: nothing of it is chosen; to choose {found[2]} type +{found[1]}={found[2]}"
     return f"{message}, to name the run experiment_name={found[2]}" if found[1] == "experiment" else message
 
@@ -156,6 +179,8 @@ def no_such_member(text: str) -> str:
                 return ""
             if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
+            if SHORT.get(section) == names[0]:
+                return first_apart(section, ".".join(names), value)
             for name in reversed(names[1:]):
                 value = f"{{{name}: {value}}}"
             return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type " + _choice_of_member(
@@ -172,8 +197,8 @@ def _only(value: str) -> tuple[str, str]:
 
 def _choice_of_member(section: str, name: str, value: str) -> str:
     """What adds a member: the choice of one of its group's files if the value is a word, else its keys."""
-    if section.removesuffix("s") in SINGULARS and re.fullmatch(r"\w+", value):
-        return f"+{section.removesuffix('s')}@{section}.{name}={value}"
+    if section in SHORT and re.fullmatch(r"\w+", value):
+        return f"+{SHORT[section]}@{section}.{name}={value}"
     return f"'+{section}={{{name}: {value}}}'"
 
 

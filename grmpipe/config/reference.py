@@ -21,6 +21,7 @@ from pathlib import Path
 import yaml
 
 from grmpipe.config.field_comments import comments_of
+from grmpipe.config.judging import SHORT
 from grmpipe.config.key_errors import member_of
 from grmpipe.config.run_config import RunConfig
 
@@ -108,7 +109,9 @@ def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None =
     entries: list[KeyEntry] = []
     for spec in dataclasses.fields(cls):
         key, value = f"{prefix}{spec.name}", values.get(spec.name)
-        if (member := member_of(hints[spec.name])) is not None and hints.get(first := spec.name[:-1]) is member:
+        if (member := member_of(hints[spec.name])) is not None and hints.get(
+            first := SHORT.get(spec.name, "")
+        ) is member:
             meaning = f"{comments.get(spec.name, '')} The keys are those of [{prefix}{first}](#{first})."
             alike.append(KeySection(name=f"{key}.<name>", about=meaning, entries=()))
         elif member is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from grmpipe.config.key_errors import SINGULARS
+from grmpipe.config.judging import SHORT
 from grmpipe.config.redact import SEALED, seal
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import is_secret_key, without_secrets
@@ -21,11 +21,11 @@ FREE_ON_RESUME = (
     "grm.lora.sync",
     # The learning rate is a function of the completed share of the run.
     "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
-    "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "cotrain.lr",
+    "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "grm.train.lr",
     # The split and saving of a batch: the gradients are the same.
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
     "train.activation_offload", "train.optimizer_offload", "train.checkpoint_every", "train.async_checkpoints",
-    "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "cotrain.parallel",
+    "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "grm.train.parallel",
     "critic.micro_batch_tokens",
     "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
@@ -98,8 +98,7 @@ def free_on_resume(key: str) -> bool:
 def as_first(key: str) -> str:
     """The same key of the first judge, model or learner, for one of further ones: judges.safety.vote -> judge.vote."""
     section, _, rest = key.partition(".")
-    first = section.removesuffix("s")
-    return f"{first}.{rest.partition('.')[2]}" if first in SINGULARS and first != section else key
+    return f"{SHORT[section]}.{rest.partition('.')[2]}" if section in SHORT else key
 
 
 def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

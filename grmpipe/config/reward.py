@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grmpipe.config.judging import JUDGE
@@ -142,121 +142,109 @@ class RewardKind:
 # -- compositions that name each other -------------------------------------------------------------------------------
 
 
-def judges_of(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str | None = None) -> tuple[str, ...]:
-    """The judges that `reward` may ask, each once, in the order in which they are named. Takes checked sections.
+@dataclass(frozen=True, slots=True)
+class RewardTree:
+    """A composition and the further ones, by name, that it and they may name. All but `in_use` take checked ones."""
 
-    source: of a prompt, of which the judges are wanted; None: of any.
-    """
-    found: dict[str, None] = {}
-    for name in reward.names if source is None else reward.names_for(source):
-        found |= dict.fromkeys(judges_of(rewards[name], rewards, source) if name in rewards else (name,))
-    return tuple(found)
+    reward: RewardConfig
+    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
+
+    def judges(self, source: str | None = None) -> tuple[str, ...]:
+        """The judges that the reward may ask, each once, in the order in which they are named.
+
+        source: of a prompt, of which the judges are wanted; None: of any.
+        """
+        found: dict[str, None] = {}
+        for name in self.reward.names if source is None else self.reward.names_for(source):
+            found |= dict.fromkeys(self._below(name).judges(source) if name in self.rewards else (name,))
+        return tuple(found)
+
+    def always_asked(self, source: str) -> frozenset[str]:
+        """The judges that judge every response to a prompt of this source, whatever other verdicts say."""
+        found: set[str] = set()
+        for name in set(self.reward.names_for(source)).difference(self.reward.reward_kind.later(self.reward)):
+            found |= self._below(name).always_asked(source) if name in self.rewards else {name}
+        return frozenset(found)
+
+    def asked_shares(self, sources: Mapping[str, float]) -> dict[str, float]:
+        """Judge -> the largest share of the rollouts that it judges. sources: source of prompts -> their share.
+
+        What verdicts decide isn't known: every response is assumed to pass a gate, and a cascade to escalate as much as
+        it may, next to its audit.
+        """
+        asked = dict.fromkeys(self.judges(), 0.0)
+        for source, share in sources.items():
+            for judge, part in self.asked_of_source(source).items():
+                asked[judge] += share * part
+        return asked
+
+    def asked_of_source(self, source: str) -> dict[str, float]:
+        """The same for prompts of one source, without the judges that aren't asked. A judge that is named twice is
+        asked once.
+        """
+        found: dict[str, float] = {}
+        for name, share in self.reward.asked(source).items():
+            inner = self._below(name).asked_of_source(source) if name in self.rewards else {name: 1.0}
+            for judge, part in inner.items():
+                found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
+        return found
+
+    def longest_chain(self, seconds: Mapping[str, float]) -> tuple[str, ...]:
+        """The judges that are asked about a rollout one after the other, of those that take longest together.
+
+        seconds: judge -> the most that it takes.
+        """
+        names = self.reward.names
+        chains = [self._below(name).longest_chain(seconds) if name in self.rewards else (name,) for name in names]
+        if self.reward.reward_kind.later(self.reward):
+            return tuple(dict.fromkeys(name for chain in chains for name in chain))
+        return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
+
+    def idle_routes(self, sources: Collection[str]) -> Iterator[tuple[str, str]]:
+        """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
+        for path, one in self.in_use():
+            if one.kind == "route":
+                yield from ((f"{path}.route", source) for source in one.route if source not in sources)
+
+    def waits_for_siblings(self) -> bool:
+        """Whether the reward of a rollout depends on its siblings' verdicts."""
+        return any(one.reward_kind.waits(one) for _, one in self.in_use())
+
+    def weighed_by_accuracy(self) -> dict[str, str]:
+        """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
+        return {name: path for path, one in self.in_use() if one.uses_accuracy for name in one.names}
+
+    def varies_by_group(self) -> bool:
+        """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
+        measured skill of judges. Rewards of two judgings of a group then don't compare.
+        """
+        return self.waits_for_siblings() or any(one.uses_accuracy for _, one in self.in_use())
+
+    def max_errors(self) -> dict[str, float]:
+        """Cascade -> the error of its sure verdicts above which an alarm is raised."""
+        return {path.removeprefix("rewards."): one.max_error for path, one in self.in_use() if one.kind == "cascade"}
+
+    def in_use(self) -> list[tuple[str, RewardConfig]]:
+        """The compositions in use, each once, with the path of its keys."""
+        found, waiting = {ROOT: self.reward}, [self.reward]
+        while waiting:
+            for name in waiting.pop().names:
+                if name in self.rewards and f"rewards.{name}" not in found:
+                    found[f"rewards.{name}"] = self.rewards[name]
+                    waiting.append(self.rewards[name])
+        return list(found.items())
+
+    def _below(self, name: str) -> RewardTree:
+        return RewardTree(self.rewards[name], self.rewards)
 
 
-def always_asked(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str) -> frozenset[str]:
-    """The judges that judge every response to a prompt of this source, whatever other verdicts say."""
-    found: set[str] = set()
-    for name in set(reward.names_for(source)).difference(reward.reward_kind.later(reward)):
-        found |= always_asked(rewards[name], rewards, source) if name in rewards else {name}
-    return frozenset(found)
-
-
-def asked_shares(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Mapping[str, float]
-) -> dict[str, float]:
-    """Judge -> the largest share of the rollouts that it judges. sources: source of prompts -> their share.
-
-    What verdicts decide isn't known: every response is assumed to pass a gate, and a cascade to escalate as much as it
-    may, next to its audit.
-    """
-    asked = dict.fromkeys(judges_of(reward, rewards), 0.0)
-    for source, share in sources.items():
-        for judge, part in asked_of_source(reward, rewards, source).items():
-            asked[judge] += share * part
-    return asked
-
-
-def asked_of_source(reward: RewardConfig, rewards: Mapping[str, RewardConfig], source: str) -> dict[str, float]:
-    """The same for prompts of one source, without the judges that aren't asked. A judge that is named twice is asked
-    once.
-    """
-    found: dict[str, float] = {}
-    for name, share in reward.asked(source).items():
-        inner = asked_of_source(rewards[name], rewards, source) if name in rewards else {name: 1.0}
-        for judge, part in inner.items():
-            found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
-    return found
-
-
-def longest_chain(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], seconds: Mapping[str, float]
-) -> tuple[str, ...]:
-    """The judges that are asked about a rollout one after the other, of those that take longest together.
-
-    seconds: judge -> the most that it takes.
-    """
-    chains = [longest_chain(rewards[name], rewards, seconds) if name in rewards else (name,) for name in reward.names]
-    if reward.reward_kind.later(reward):
-        return tuple(dict.fromkeys(name for chain in chains for name in chain))
-    return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
-
-
-def idle_routes(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
-    for path, one in in_use(reward, rewards):
-        if one.kind == "route":
-            yield from ((f"{path}.route", source) for source in one.route if source not in sources)
-
-
-def waits_for_siblings(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
-    """Whether the reward of a rollout depends on its siblings' verdicts."""
-    return any(one.reward_kind.waits(one) for _, one in in_use(reward, rewards))
-
-
-def weighed_by_accuracy(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
-    return {name: path for path, one in in_use(reward, rewards) if one.uses_accuracy for name in one.names}
-
-
-def varies_by_group(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> bool:
-    """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
-    measured skill of judges. Rewards of two judgings of a group then don't compare.
-    """
-    return waits_for_siblings(reward, rewards) or any(one.uses_accuracy for _, one in in_use(reward, rewards))
-
-
-def max_errors(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
-    """Cascade -> the error of its sure verdicts above which an alarm is raised."""
-    used = in_use(reward, rewards)
-    return {path.removeprefix("rewards."): one.max_error for path, one in used if one.kind == "cascade"}
-
-
-def arrival_orders(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
+def arrival_orders(tree: RewardTree) -> Iterator[str]:
     """What makes rewards depend on the order in which verdicts arrive, in words that end with what to type."""
-    for path, one in in_use(reward, rewards):
+    for path, one in tree.in_use():
         if one.kind == "cascade" and one.share < 1:
             yield f"{path}.share={one.share:g} goes to the groups that are unsure first; type {path}.share=1"
         if one.uses_accuracy:
             yield f"{path}.vote=accuracy weighs by the last evaluation that has ended; type {path}.vote=mean"
-
-
-def sections(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> Iterator[tuple[str, RewardConfig]]:
-    """Every composition and the path of its keys."""
-    yield ROOT, reward
-    yield from ((f"rewards.{name}", one) for name, one in rewards.items())
-
-
-def in_use(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> list[tuple[str, RewardConfig]]:
-    """The compositions in use, each once, with the path of its keys."""
-    found, waiting = {ROOT: reward}, [reward]
-    while waiting:
-        for name in waiting.pop().names:
-            if name in rewards and f"rewards.{name}" not in found:
-                found[f"rewards.{name}"] = rewards[name]
-                waiting.append(rewards[name])
-    return list(found.items())
 
 
 # -- the kinds -------------------------------------------------------------------------------------------------------

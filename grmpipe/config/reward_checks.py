@@ -6,32 +6,30 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.config.judging import JUDGE, first_apart, key_of_judge
 from grmpipe.config.reward import (
     REWARD_KINDS,
     ROOT,
     RewardConfig,
-    in_use,
-    judges_of,
-    sections,
-    waits_for_siblings,
+    RewardTree,
 )
 from grmpipe.config.train import AlgorithmConfig
 
 
-def check_rewards(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Collection[str], *, group_baseline: bool
-) -> None:
+def check_rewards(tree: RewardTree, judges: Collection[str], *, group_baseline: bool) -> None:
     """Raises ValueError if a composition is incomplete, contradicts itself or names no judge.
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """
-    if ROOT in judges or ROOT in rewards:
-        raise ValueError(f"{ROOT}: names the whole; type another name for a judge or an entry of rewards")
+    rewards = tree.rewards
+    if ROOT in rewards:
+        raise ValueError(first_apart("rewards", ROOT))
+    if ROOT in judges:
+        raise ValueError(f"{ROOT}: names the whole; type another name for the judge")
     for name in rewards:
         if name in judges:
             raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
-    for path, one in sections(reward, rewards):
+    for path, one in ((ROOT, tree.reward), *((f"rewards.{name}", one) for name, one in rewards.items())):
         _check_keys(path, one)
         one.reward_kind.check(one, path)
         for name in one.names:
@@ -48,14 +46,14 @@ def check_rewards(
                 f"siblings; type {path}.escalate=group"
             )
     _check_cycles(rewards)
-    _check_named_once(reward, rewards)
-    _check_normalised(reward, rewards)
+    _check_named_once(tree)
+    _check_normalised(tree)
 
 
-def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+def check_rewards_used(tree: RewardTree) -> None:
     """Raises ValueError if a further composition is named by none."""
-    used = {path for path, _ in in_use(reward, rewards)}
-    for name in rewards:
+    used = {path for path, _ in tree.in_use()}
+    for name in tree.rewards:
         if f"rewards.{name}" not in used:
             raise ValueError(
                 f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
@@ -63,9 +61,9 @@ def check_rewards_used(reward: RewardConfig, rewards: Mapping[str, RewardConfig]
             )
 
 
-def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sources: Collection[str]) -> None:
+def check_sources(tree: RewardTree, sources: Collection[str]) -> None:
     """Raises ValueError if prompts have a source for which a route in use names no judge."""
-    for path, one in in_use(reward, rewards):
+    for path, one in tree.in_use():
         missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
         if missing and one.default is None:
             raise ValueError(
@@ -74,13 +72,11 @@ def check_sources(reward: RewardConfig, rewards: Mapping[str, RewardConfig], sou
             )
 
 
-def check_normalised_units(
-    reward: RewardConfig, rewards: Mapping[str, RewardConfig], algorithm: AlgorithmConfig
-) -> None:
+def check_normalised_units(tree: RewardTree, algorithm: AlgorithmConfig) -> None:
     """Raises ValueError if a penalty in units of rewards would be taken from rewards in standard deviations of their
     group, or if nothing compares siblings.
     """
-    for path, one in in_use(reward, rewards):
+    for path, one in tree.in_use():
         if one.normalise == "none":
             continue
         if not algorithm.estimator_kind.has_zero_groups:
@@ -98,14 +94,14 @@ def check_normalised_units(
                 )
 
 
-def check_doubts(reward: RewardConfig, rewards: Mapping[str, RewardConfig], judges: Mapping[str, JudgeConfig]) -> None:
+def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains beyond
     the share that may be escalated.
     """
-    for path, one in in_use(reward, rewards):
+    for path, one in tree.in_use():
         if one.kind != "cascade":
             continue
-        for name in judges_of(RewardConfig(judge=one.first), rewards):
+        for name in RewardTree(RewardConfig(judge=one.first), tree.rewards).judges():
             judge, key = judges[name], key_of_judge(name)
             if judge.abstain_above_std is not None and one.share < 1:
                 raise ValueError(
@@ -161,25 +157,25 @@ def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
         visit(name, ())
 
 
-def _check_named_once(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+def _check_named_once(tree: RewardTree) -> None:
     """Check that a composition which waits for siblings stands in one place: in two of them each could wait for the
     other.
     """
-    for name, inner in rewards.items():
-        above = [path for path, one in in_use(reward, rewards) if name in one.names]
-        if len(above) > 1 and waits_for_siblings(inner, rewards):
+    for name, inner in tree.rewards.items():
+        above = [path for path, one in tree.in_use() if name in one.names]
+        if len(above) > 1 and RewardTree(inner, tree.rewards).waits_for_siblings():
             raise ValueError(
                 f"rewards.{name}: {above[0]} and {above[1]} both name it, and its verdicts depend on siblings; "
                 f"name a copy in one of them: +reward@rewards.{name}_2={inner.kind}"
             )
 
 
-def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> None:
+def _check_normalised(tree: RewardTree) -> None:
     """Check that rewards normalised by their group, which aren't on [0, 1], enter no other composition."""
 
     def visit(one: RewardConfig, outer: str | None) -> None:
         for name in one.names:
-            inner = rewards.get(name)
+            inner = tree.rewards.get(name)
             if inner is None:
                 continue
             above = outer or (None if one.reward_kind.passes else one.kind)
@@ -190,4 +186,4 @@ def _check_normalised(reward: RewardConfig, rewards: Mapping[str, RewardConfig])
                 )
             visit(inner, above)
 
-    visit(reward, None)
+    visit(tree.reward, None)

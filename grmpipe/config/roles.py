@@ -26,7 +26,7 @@ class Model:
     context_tokens: limit on prompt and new tokens together: the model's window, or the engine's if that is smaller.
     """
 
-    name: str  # of the role: policy, grm, a name in grms
+    name: str  # of the role: policy, grm, a name in models
     path: str
     renderer: Renderer
     context_tokens: int
@@ -169,7 +169,7 @@ def option_key_of(key: str, model: ModelConfig, engine: AnyEngine) -> Callable[[
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
     deterministic run it is batch-invariant."""
-    model, key, kind = config.models[role], key_of_model(role), config.engine_kind_of(role)
+    model, key, kind = config.models_by_role[role], key_of_model(role), config.engine_kind_of(role)
     shared = kind.shared_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{key}.engine: the options of {model.engine} are no dataclass")
@@ -178,7 +178,7 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model, shares_with = config.models[name], sharing_engine(name, engines, config, placement)
+    model, shares_with = config.models_by_role[name], sharing_engine(name, engines, config, placement)
     return ServedRole(
         **place_of(name, placement),
         name=name,
@@ -199,7 +199,7 @@ def resolve_other(name: str, config: RunConfig, placement: Placement) -> Resolve
     own = {"learner": config.train.dtype, "critic": config.critic.dtype or config.train.dtype}
     keys = {"learner": "train.dtype", "critic": "critic.dtype"}
     for role in config.judging.scorer_roles:
-        own[role], keys[role] = config.models[role].dtype, f"{key_of_model(role)}.dtype"
+        own[role], keys[role] = config.models_by_role[role].dtype, f"{key_of_model(role)}.dtype"
     return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 
 
@@ -230,7 +230,7 @@ def sharing_engine(
     """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
     slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
     here = tuple(next(iter(slots.values()))) if slots else ()
-    swap, alone = config.balance.swap, any(config.models[name].lora.in_engines for name in here)
+    swap, alone = config.balance.swap, any(config.models_by_role[name].lora.in_engines for name in here)
     if swap == "auto" and alone:  # adapters need their own base weights
         return ()
     if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):

@@ -22,7 +22,7 @@ class RunConfig(RunSections):
     """The settings of one run."""
 
     def __post_init__(self) -> None:
-        check_names("grms", self.grms)
+        check_names("models", self.models)
         check_names("judges", self.judges)
         self._choose_engines()
         check_reward(self)
@@ -35,7 +35,7 @@ class RunConfig(RunSections):
         self._set_models(
             {
                 role: dataclasses.replace(model, engine=self.engine.kind)
-                for role, model in self.models.items()
+                for role, model in self.models_by_role.items()
                 if not model.engine
             }
         )
@@ -45,13 +45,13 @@ class RunConfig(RunSections):
         first = {role: model for role, model in models.items() if role in (POLICY, GRM)}
         for name, section in first.items():
             object.__setattr__(self, name, section)
-        object.__setattr__(self, "grms", self.grms | {r: m for r, m in models.items() if r not in first})
+        object.__setattr__(self, "models", self.models | {r: m for r, m in models.items() if r not in first})
         self.__dict__.pop("judging", None)
 
     def _seat_models(self) -> None:
         """Give further models without a place that of the first one, and their learners that of its learner."""
         roles = dict(self.placement.roles)
-        for role in self.grms:
+        for role in self.models:
             for own, first in ((role, GRM), (role + LEARNER, GRM + LEARNER)):
                 if own not in roles and first in roles:
                     roles[own] = roles[first]
@@ -62,7 +62,7 @@ class RunConfig(RunSections):
         self._set_models(
             {
                 role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
-                for role, model in self.models.items()
+                for role, model in self.models_by_role.items()
                 if model.dtype == AUTO
             }
         )

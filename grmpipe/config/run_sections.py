@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from grmpipe.config.capacity import PlanConfig, SimulateConfig
-from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig, RftConfig
+from grmpipe.config.grm import GrmConfig, GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.judging import (
@@ -23,7 +23,7 @@ from grmpipe.config.judging import (
     POLICY,
     Judging,
 )
-from grmpipe.config.reward import RewardConfig, judges_of
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,
@@ -59,9 +59,9 @@ class RunSections:
     # Path to a number in summary.json, which the run returns to a sweep.
     objective: str = "eval.final.grm_score"
     policy: ModelConfig = field(default_factory=ModelConfig)
-    grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
-    # Further models that judge: `+grm@grms.<name>=<file>`. The name is the role of its engines in the placement.
-    grms: dict[str, ModelConfig] = field(default_factory=dict)
+    grm: GrmConfig = field(default_factory=lambda: GrmConfig(path="tiny://grm"))
+    # Further models that judge: `+grm@models.<name>=<file>`. The name is the role of its engines in the placement.
+    models: dict[str, GrmConfig] = field(default_factory=dict)
     meta_rm: MetaRmConfig = field(default_factory=MetaRmConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -77,9 +77,6 @@ class RunSections:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    cotrain: CotrainConfig = field(default_factory=CotrainConfig)
-    # The learners of further models, by the model's name: `+cotrains={<name>: {enabled: true}}`.
-    cotrains: dict[str, CotrainConfig] = field(default_factory=dict)
     rft: RftConfig = field(default_factory=RftConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
@@ -114,15 +111,20 @@ class RunSections:
             return dataclasses.replace(self, judge=judge)
         return dataclasses.replace(self, judges={**self.judges, name: judge})
 
+    @property
+    def reward_tree(self) -> RewardTree:
+        """The composition that makes the reward, with those that it may name."""
+        return RewardTree(self.reward, self.rewards)
+
     @functools.cached_property
     def judging(self) -> Judging:
         """The judges that the reward uses, and the models that they may ask."""
         known = self.all_judges
-        return Judging({name: known[name] for name in judges_of(self.reward, self.rewards)}, self.models)
+        return Judging({name: known[name] for name in self.reward_tree.judges()}, self.models_by_role)
 
     def may_ask(self, role: str, source: str) -> bool:
         """Whether a model that judges may be asked about prompts of a source."""
-        return not self.judging.asking(role).keys().isdisjoint(judges_of(self.reward, self.rewards, source))
+        return not self.judging.asking(role).keys().isdisjoint(self.reward_tree.judges(source))
 
     @property
     def judged_by_model(self) -> bool:
@@ -130,9 +132,9 @@ class RunSections:
         return bool(self.judging.generative)
 
     @property
-    def models(self) -> dict[str, ModelConfig]:
+    def models_by_role(self) -> dict[str, ModelConfig]:
         """Role -> model, for every model that engines may serve."""
-        return {POLICY: self.policy, GRM: self.grm, **self.grms}
+        return {POLICY: self.policy, GRM: self.grm, **self.models}
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -149,17 +151,17 @@ class RunSections:
     @property
     def parallel(self) -> dict[str, ParallelConfig]:
         """Role that trains a model -> how its ranks share it."""
-        grms = {role + LEARNER: cotrain.parallel for role, cotrain in self.trained_grms.items()}
-        return {"learner": self.train.parallel, "critic": self.critic.parallel, **grms}
+        judging = {role + LEARNER: train.parallel for role, train in self.trained_grms.items()}
+        return {"learner": self.train.parallel, "critic": self.critic.parallel, **judging}
 
     def judge_training(self, role: str) -> JudgeConfig:
         """The judge whose prompts, limits and temperature a GRM in training learns under."""
         return self.judging.judges[self.judging.first_asking(role)]
 
     @property
-    def trained_grms(self) -> dict[str, CotrainConfig]:
+    def trained_grms(self) -> dict[str, GrmTrainConfig]:
         """Role -> settings of its learner, for the GRMs that are trained next to the policy."""
-        return {role: cotrain for role, cotrain in {GRM: self.cotrain, **self.cotrains}.items() if cotrain.enabled}
+        return {role: model.train for role, model in {GRM: self.grm, **self.models}.items() if model.train.enabled}
 
     def engine_kind_of(self, role: str) -> type[AnyEngine]:
         return self.judging.engine_kind_of(role)
@@ -197,6 +199,6 @@ def is_judge_simulated(judge: JudgeConfig) -> bool:
     return judge.kind in ("rule", "label") or (judge.kind == "generative" and judge.protocol_kind.scores == "responses")
 
 
-def roles_with(grms: Collection[str]) -> tuple[str, ...]:
+def roles_with(models: Collection[str]) -> tuple[str, ...]:
     """The roles that a placement may seat, in a run with these further models."""
-    return (*ROLES, *(name for role in grms for name in (role, role + LEARNER)))
+    return (*ROLES, *(name for role in models for name in (role, role + LEARNER)))

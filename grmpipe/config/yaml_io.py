@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.config.key_errors import under_key, unknown_key
+from grmpipe.config.key_errors import moved, under_key, unknown_key
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
@@ -109,16 +109,25 @@ def torn_off(path: Path) -> list[str]:
     """Keys missing from a run's config.yaml because its end is cut off; none if it is whole. read_yaml reports a file
     that can't be read at all.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        written = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError):
-        return []
+    there = _written_keys(path)
     known = list(_keys(dataclasses.asdict(RunConfig())))
-    there = set(_keys(written if isinstance(written, dict) else {}))
-    if known[-1] in there and text.endswith("\n"):
+    if there is None or (known[-1] in there and path.read_bytes().endswith(b"\n")):
         return []
     return [key for key in known if key not in there] or [f"the end of {known[-1]}"]
+
+
+def moved_key(path: Path) -> str:
+    """The error of the first key of an earlier version in a run's config.yaml; empty if there is none."""
+    return next((unknown_key(key, ()) for key in _written_keys(path) or () if moved(key)), "")
+
+
+def _written_keys(path: Path) -> list[str] | None:
+    """The keys in a run's config.yaml; None if it can't be read at all."""
+    try:
+        written = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError):
+        return None
+    return list(_keys(written if isinstance(written, dict) else {}))
 
 
 def _keys(values: Mapping[typing.Any, object], path: str = "") -> Iterator[str]:

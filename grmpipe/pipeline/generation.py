@@ -12,11 +12,11 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
-from grmpipe.pipeline.env_gate import EnvFitness
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
-from grmpipe.pipeline.rollout_gate import PolicyFitness
+from grmpipe.pipeline.service_health import EnvFitness, PolicyFitness
+from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
@@ -251,7 +251,7 @@ class Producer:
         while (deadline := group.deadline_s) != reached:  # it moves when the first token comes
             await self._clock.sleep_until(deadline)
             reached = deadline
-        log.warning("group %s reached its deadline: %s", group.group_id, self._buffer.why_waiting(group.group_id))
+        log.warning("group %s reached its deadline: %s", group.group_id, why_waiting(self._buffer, group.group_id))
         late = self._buffer.expire(group)
         self._ended(group)
         for timeout in late:

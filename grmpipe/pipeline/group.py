@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
-from grmpipe.types import Failed, JudgedGroup, JudgeSession, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeSession, Prompt, Rollout, Verdict
 
 
 class GroupState(Enum):
@@ -129,6 +129,20 @@ class Group:
             prompt=self.prompt,
             rollouts=tuple(self._rollouts[sibling] for sibling in range(self.size)),
             verdicts=tuple(self._verdicts[sibling] for sibling in range(self.size)),
+        )
+
+    def end(self, version: int) -> GroupEnd:
+        """How it ended. `version`: completed optimizer steps; of a trained group, those with its own."""
+        trained = self.state is GroupState.TRAINED
+        return GroupEnd(
+            group_id=self.group_id,
+            prompt_index=self.prompt_index,
+            prompt_id=self.prompt.prompt_id,
+            outcome="trained" if trained else "dropped",
+            step=version if trained else None,
+            cause=None if trained else self.cause,
+            version=self.version if trained else None,
+            early=trained and self.early,
         )
 
     # -- what happens to it --------------------------------------------------------------------------------------------

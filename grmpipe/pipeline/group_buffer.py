@@ -12,11 +12,10 @@ from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
-from grmpipe.pipeline.why_waiting import NUM_SHOWN, OpenBatch, why_ended, why_open, why_ready, why_taken
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Prompt, Rollout
 from scheduler.admission import Admission, Ledger
 
-NUM_ENDS_REMEMBERED = 256  # ended groups for which `why_waiting` still has an answer
+NUM_ENDS_REMEMBERED = 256  # ended groups whose end is still known
 
 
 class GroupBuffer:
@@ -63,9 +62,9 @@ class GroupBuffer:
         )
         self._config = config
         self._journal = journal
-        self._now = now
+        self.now = now
         self._on_change = on_change
-        self._recovered = {
+        self.recovered = {
             prompt_index: RecoveredGroup(group_id=name) for prompt_index, name in pipeline_state.in_flight.items()
         } | dict(kept or {})
         self._untaken = UntakenGroups()
@@ -74,7 +73,7 @@ class GroupBuffer:
         self._dropped = Counter(pipeline_state.dropped)
         self._submitted = self._trained + self._dropped.total()
         self._num_resampled = pipeline_state.num_resampled  # zero-advantage groups dropped since the last step
-        self._ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
+        self.ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
         self._news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
 
@@ -93,14 +92,14 @@ class GroupBuffer:
     @property
     def prompts_to_reopen(self) -> list[int]:
         """Indices of the prompts whose groups were in flight when the run stopped."""
-        return sorted(prompt_index for prompt_index in self._recovered if prompt_index < self.next_prompt_index)
+        return sorted(prompt_index for prompt_index in self.recovered if prompt_index < self.next_prompt_index)
 
     def open(self, prompt_index: int, prompt: Prompt) -> tuple[Group, RecoveredGroup]:
         """Open a group for the next prompt, or reopen one. Returns it and its work from before a resume, if any.
 
         It counts as opened at the current version, or at the lowest version of its recovered tokens.
         """
-        kept = self._recovered.pop(prompt_index, None) or RecoveredGroup(
+        kept = self.recovered.pop(prompt_index, None) or RecoveredGroup(
             group_id=f"{self._config.group_prefix}{prompt_index:06d}"
         )
         assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
@@ -125,7 +124,7 @@ class GroupBuffer:
 
     def set_deadline(self, group: Group) -> None:
         """Set the group's deadline to `group_deadline_s` from now."""
-        group.deadline_s = self._now() + self._config.group_deadline_s
+        group.deadline_s = self.now() + self._config.group_deadline_s
 
     def first_token(self, group: Group) -> None:
         """Restart the group's deadline when the first of its siblings has a token."""
@@ -237,9 +236,10 @@ class GroupBuffer:
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
         for ready in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
-            if self._is_stale(ready):
+            if self.is_stale(ready):
                 self.drop(ready, "stale")
-        while (group := self._next_ready()) is not None and self._may_take(group):
+        first = self._untaken.first_of_prompts if self._config.deterministic else self._untaken.first_ready
+        while (group := first()) is not None and self.may_take(group):
             with self._moving(group):
                 if not (self._config.deterministic and self._resample(group)):
                     group.take()
@@ -247,9 +247,6 @@ class GroupBuffer:
                 self._batch.append(group)
                 return group.judged()
         return None
-
-    def _next_ready(self) -> Group | None:
-        return self._untaken.first_of_prompts() if self._config.deterministic else self._untaken.first_ready()
 
     def stepped(self) -> tuple[JudgedGroup, ...]:
         """Close the open batch after its step and push: the version rises by one, and there is room again.
@@ -295,7 +292,7 @@ class GroupBuffer:
 
     def state(self, judge_version: int) -> PipelineState:
         """The state between two steps. Groups of the open batch count as in flight: they weren't stepped."""
-        reopening = {prompt_index: self._recovered[prompt_index].group_id for prompt_index in self.prompts_to_reopen}
+        reopening = {prompt_index: self.recovered[prompt_index].group_id for prompt_index in self.prompts_to_reopen}
         return PipelineState(
             version=self.version,
             next_prompt_index=self.next_prompt_index,
@@ -306,48 +303,14 @@ class GroupBuffer:
             num_resampled=self._num_resampled,
         )
 
-    def why_waiting(self, group_id: str) -> str:
-        """Why a group does not train: its state and what it waits for."""
-        if (group := self.groups.get(group_id)) is None:
-            return self._why_gone(group_id)
-        if group.is_open:
-            why = why_open(group, max(0.0, group.deadline_s - self._now()))
-        else:
-            batch = self._batch_seen_by(group)
-            why = why_ready(group, batch) if group.state is GroupState.READY else why_taken(batch)
-        return f"{group.state.value}: {why}"
-
-    def pending(self) -> str:
-        """The groups that are not in the open batch, those due first before the others, each with its reason."""
-        waiting = [group for group in self.groups.values() if group.state is not GroupState.TAKEN]
-        waiting.sort(key=lambda group: group.opened_at)
-        shown = [f"{group.group_id} ({self.why_waiting(group.group_id)})" for group in waiting[:NUM_SHOWN]]
-        more = [f"{len(waiting) - NUM_SHOWN} more"] if len(waiting) > NUM_SHOWN else []
-        return "; ".join(shown + more) or "none"
-
-    def _why_gone(self, group_id: str) -> str:
-        if any(kept.group_id == group_id for kept in self._recovered.values()):
-            return "not opened again since the resume"
-        ended = (why_ended(end) for end in reversed(self._ends) if end.group_id == group_id)
-        return next(ended, "not in flight: not opened, or ended long ago (groups.jsonl has all ends)")
-
-    def _batch_seen_by(self, group: Group) -> OpenBatch:
-        older = (other for other in self.groups.values() if other.opened_at < group.opened_at)
-        return OpenBatch(
-            version=self.version,
-            num_taken=len(self._batch),
-            groups_per_batch=self._config.groups_per_batch,
-            is_stale=self._is_stale(group),
-            may_take=self._may_take(group),
-            due_before=[other.group_id for other in older if other.state in UNTAKEN],
-        )
-
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    def _is_stale(self, group: Group) -> bool:
+    def is_stale(self, group: Group) -> bool:
+        """Whether the group is too old for the open batch."""
         return self._admission.is_stale(group.version, self.version)
 
-    def _may_take(self, group: Group) -> bool:
+    def may_take(self, group: Group) -> bool:
+        """Whether the open batch may take the group: groups that are due before it still find a place."""
         return self._admission.may_take(
             group.opened_at,
             version=self.version,
@@ -389,19 +352,6 @@ class GroupBuffer:
         if group.state is GroupState.DROPPED:
             self._dropped[group.cause] += 1
             self._room.set()
-        end = self._end_of(group)
+        end = group.end(self.version)
         self._journal.group_ended(end)
-        self._ends.append(end)
-
-    def _end_of(self, group: Group) -> GroupEnd:
-        trained = group.state is GroupState.TRAINED
-        return GroupEnd(
-            group_id=group.group_id,
-            prompt_index=group.prompt_index,
-            prompt_id=group.prompt.prompt_id,
-            outcome="trained" if trained else "dropped",
-            step=self.version if trained else None,
-            cause=None if trained else group.cause,
-            version=group.version if trained else None,
-            early=trained and group.early,
-        )
+        self.ends.append(end)

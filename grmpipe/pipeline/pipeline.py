@@ -31,7 +31,7 @@ expire  consumes      open groups, all at once
         unblocked by  time; the end of the group, which cancels it
 train   consumes      READY groups, those that are due first before the others
         produces      gradients, steps, versions of the policy, room
-        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` gives each group's reason;
+        waits for     a group that the open batch may take; `why_waiting` gives each group's reason;
                       in a deterministic run, before a push, the end of every group in ROLLING_OUT or JUDGING
         unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or an interrupt
 """
@@ -39,6 +39,7 @@ train   consumes      READY groups, those that are due first before the others
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
@@ -52,8 +53,6 @@ from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
 from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import SyncReport
-
-Push = Callable[[int], Awaitable[SyncReport]]  # version -> the report of its push
 
 
 class Pipeline:
@@ -82,15 +81,16 @@ class Pipeline:
             pipeline_state=pipeline_state,
             kept=kept,
         )
-        self.producer = Producer(
+        self._producer = Producer(
             parts, config, self.buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
             self._valuer.watch(self.buffer.rolled_out)
-        playing = self.producer.playing.meter
+        playing = self._producer.playing.meter
         if config.policy_judges:
-            parts = replace(parts, push_weights=self._also_to_the_judge(parts.push_weights))
-        self.consumer = Consumer(parts, config, self.buffer, self._stalls, self.clock, playing, self._stepped)
+            push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
+            parts = replace(parts, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
+        self._consumer = Consumer(parts, config, self.buffer, self._stalls, self.clock, playing, self._stepped)
 
     @property
     def version(self) -> int:
@@ -104,33 +104,47 @@ class Pipeline:
 
     def state(self) -> PipelineState:
         """The state of the flow now."""
-        return self.buffer.state(self.producer.judge_version)
+        return self.buffer.state(self._producer.judge_version)
+
+    @property
+    def playing_s(self) -> float:
+        """Seconds with a rollout in flight."""
+        return self._producer.playing.meter.busy_s
+
+    @property
+    def judging_s(self) -> float:
+        """Seconds with a judge task in flight."""
+        return self._producer.judging.meter.busy_s
+
+    def hold_judging(self) -> AbstractContextManager[None]:
+        """Context: no judge task begins, and the deadlines of groups stand still."""
+        return self._producer.judging_gate.held()
+
+    async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
+        """Bring a model that judges to weights of `steps` more optimizer steps: `Producer.change_judge`."""
+        return await self._producer.change_judge(steps, change)
 
     def interrupt(self) -> None:
         """Stop between this step and the next: `run` raises Interrupted."""
-        self.consumer.interrupt()
+        self._consumer.interrupt()
 
     async def run(self) -> None:
         """Run until all steps are done or the prompts are over. The first crash of any stage is raised as it is."""
         try:
             await run_until(
-                self.consumer.run(),
-                admit=self.producer.admit(),
-                play=self.producer.playing.run(),
-                judge=self.producer.judging.run(),
-                expire=self.producer.expiring.run(),
+                self._consumer.run(),
+                admit=self._producer.admit(),
+                play=self._producer.playing.run(),
+                judge=self._producer.judging.run(),
+                expire=self._producer.expiring.run(),
             )
         except EndOfData:
-            await self.consumer.give_up()
+            await self._consumer.give_up()
 
     def _groups_changed(self, supply: GroupSupply) -> None:
         self._stalls.groups_changed(supply)
         if self._valuer is not None:
             self._valuer.groups_changed()
-
-    def _also_to_the_judge(self, push: Push) -> Push:
-        """The push of a policy that judges itself: no group is judged by two versions."""
-        return lambda version: self.producer.change_judge(1, lambda: push(version))
 
     async def _stepped(self, report: StepReport) -> None:
         self.counters.waited(report.stalls)

@@ -11,6 +11,7 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.stall_times import StallTracker
+from grmpipe.pipeline.why_waiting import pending
 from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
 from scheduler.stage import BusyMeter
@@ -123,7 +124,7 @@ class Consumer:
         report_at = now() + self._config.report_wait_s
         while not (sought := found()):
             if not await self._buffer.news(within_s=report_at - now()):
-                log.warning("the learner waits for groups; pending: %s", self._buffer.pending())
+                log.warning("the learner waits for groups; pending: %s", pending(self._buffer))
                 report_at += self._config.report_wait_s
         return sought
 

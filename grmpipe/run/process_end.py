@@ -8,7 +8,7 @@ import threading
 import time
 from typing import NoReturn
 
-WAIT_S = 5.0
+WAIT_S = 3.0
 
 
 def leave(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_cotrain, key_of_judge, key_of_model
+from grmpipe.config.judging import key_of_judge, key_of_model
 from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.tiny_prompts import TINY
@@ -98,8 +98,12 @@ def input_files(config: RunConfig) -> dict[str, Path]:
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
     }
-    named |= {f"{key_of_model(role)}.chat_template": model.chat_template for role, model in config.models.items()}
-    named |= {f"{key_of_cotrain(role)}.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()}
+    named |= {
+        f"{key_of_model(role)}.chat_template": model.chat_template for role, model in config.models_by_role.items()
+    }
+    named |= {
+        f"{key_of_model(role)}.train.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()
+    }
     files = {key: Path(path) for key, path in named.items() if path is not None and not path.startswith(TINY)}
     for name, judge in config.judging.judges.items():
         if name in config.judging.generative or judge.kind == "label":

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, key_of_cotrain, key_of_judge
-from grmpipe.config.reward import idle_routes, judges_of
+from grmpipe.config.judging import JUDGE, key_of_judge, key_of_model
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
@@ -62,8 +61,8 @@ def read_data(config: RunConfig) -> Data:
     check_amount(config, len(train))
     with section(""):
         sources = {prompt.source for prompt in (*train, *held_out)}
-        check_sources(config.reward, config.rewards, sources)
-        for key, source in idle_routes(config.reward, config.rewards, sources):
+        check_sources(config.reward_tree, sources)
+        for key, source in config.reward_tree.idle_routes(sources):
             raise ConfigError(
                 f"{key}.{source}: no prompt of {config.data.path} has this source; known: "
                 f"{', '.join(sorted(sources)[:8])}; leave it out"
@@ -78,7 +77,7 @@ def read_data(config: RunConfig) -> Data:
 def judged_by(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that may reach a judge: a route sends each source to its own."""
     sources = {prompt.source for prompt in prompts}
-    reaching = {source for source in sources if judge_name in judges_of(config.reward, config.rewards, source)}
+    reaching = {source for source in sources if judge_name in config.reward_tree.judges(source)}
     return [prompt for prompt in prompts if prompt.source in reaching]
 
 
@@ -110,7 +109,7 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
     """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
     references.
     """
-    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), key_of_cotrain(role)
+    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), f"{key_of_model(role)}.train"
     with section(f"{key_of_judge(name)}."):
         JudgingTasks.under(config.judging.judges[name], config.labels)
     if cotrain.data_path is not None:

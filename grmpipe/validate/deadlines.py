@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grmpipe.config.judging import key_of_judge
-from grmpipe.config.reward import longest_chain
 from grmpipe.config.run_config import ConfigError, RunConfig
 
 
@@ -15,7 +14,7 @@ def check_deadlines(config: RunConfig) -> None:
     group_s = rollout.group_deadline_s
     timed = judging.generative | judging.scalar
     timeouts_s = {name: timed[name].timeout_s if name in timed else 0.0 for name in judging.judges}
-    chain = [name for name in longest_chain(config.reward, config.rewards, timeouts_s) if name in timed]
+    chain = [name for name in config.reward_tree.longest_chain(timeouts_s) if name in timed]
     judged_s = sum(timeouts_s[name] for name in chain)
     if judged_s < group_s:
         return

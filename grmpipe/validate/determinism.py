@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_cotrain, key_of_judge, key_of_model
+from grmpipe.config.judging import key_of_judge, key_of_model
 from grmpipe.config.reward import arrival_orders
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -36,13 +36,13 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
     for role in config.trained_grms:
         yield (
             "a GRM that learns judges under a new version when its step ends; type "
-            f"{key_of_cotrain(role)}.enabled=false"
+            f"{key_of_model(role)}.train.enabled=false"
         )
     if config.critic.enabled:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
     if config.judging.by_policy:
         yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
-    for role in (role for role, model in config.models.items() if model.policy_updates):
+    for role in (role for role, model in config.models_by_role.items() if model.policy_updates):
         yield (
             "a model that takes over the policy's weights judges under them when its step ends; type "
             f"{key_of_model(role)}.policy_updates=[]"
@@ -53,7 +53,7 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         if judge.scalar.max_batch_tokens > 1:
             key = f"{key_of_judge(name)}.scalar.max_batch_tokens"
             yield f"a reward model scores together what arrives together; type {key}=1"
-    yield from arrival_orders(config.reward, config.rewards)
+    yield from arrival_orders(config.reward_tree)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 

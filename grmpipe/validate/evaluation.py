@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.judging import POLICY, key_of_judge
-from grmpipe.config.reward import idle_routes
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -33,6 +33,7 @@ from models.settings import LoraConfig, ModelConfig
 from scheduler.placement import Placement, place
 
 log = logging.getLogger(__name__)
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 
@@ -132,11 +133,11 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
 def without_adapters(config: RunConfig) -> RunConfig:
     """The same models without adapters to train: their files are whole."""
 
-    def whole(model: ModelConfig) -> ModelConfig:
+    def whole(model: AnyModel) -> AnyModel:
         return replace(model, lora=LoraConfig())
 
-    grms = {name: whole(model) for name, model in config.grms.items()}
-    return replace(config, policy=whole(config.policy), grm=whole(config.grm), grms=grms)
+    models = {name: whole(model) for name, model in config.models.items()}
+    return replace(config, policy=whole(config.policy), grm=whole(config.grm), models=models)
 
 
 def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
@@ -160,8 +161,8 @@ def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     items = found[:count]
     with section(""):
         sources = {item.prompt.source for item in items}
-        check_sources(config.reward, config.rewards, sources)
-        for key, source in idle_routes(config.reward, config.rewards, sources):
+        check_sources(config.reward_tree, sources)
+        for key, source in config.reward_tree.idle_routes(sources):
             log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
     for name, asking in config.judging.generative.items():
         check_template(key_of_judge(name), asking, [item.prompt for item in items])
@@ -214,7 +215,7 @@ def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
                 found[str(name)] = prompts_at(config, path, config.data.num_eval_prompts)
     sources = {prompt.source for prompts in found.values() for prompt in prompts}
     with section(""):
-        check_sources(config.reward, config.rewards, sources)
+        check_sources(config.reward_tree, sources)
     return {name: with_references(config, name, prompts) for name, prompts in found.items()}
 
 

@@ -40,11 +40,11 @@ def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScal
             if engine.endpoint is None:
                 model = find_scalar_model(role, config, progress)
             else:
-                model = find_remote_scalar_model(role, config.models[role], engine, progress)
+                model = find_remote_scalar_model(role, config.models_by_role[role], engine, progress)
         if engine.endpoint is None:
-            check_vocabulary(key, config.models[role], model.renderer)
+            check_vocabulary(key, config.models_by_role[role], model.renderer)
         else:
-            check_endpoint(role, key, config.models[role], engine)
+            check_endpoint(role, key, config.models_by_role[role], engine)
         found.append(FoundScalarModel(model=model, engine=engine))
     return tuple(found)
 
@@ -54,7 +54,7 @@ def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model
 
     Raises ValueError (`path: ...`, `chat_template: ...`).
     """
-    options = config.models[role]
+    options = config.models_by_role[role]
     directory = find_files(resolve_model(options.path, progress), weights=True)
     check_one_label(directory)
     renderer = load_renderer(directory, options)

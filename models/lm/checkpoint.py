@@ -52,7 +52,6 @@ class ShardedSave:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[tuple[StoredFile, ...]] = Future()
 
     def begin(
@@ -65,7 +64,9 @@ class ShardedSave:
         if aside:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             copied = cast(dict[str, Any], stager.stage(state))
-            self._written = self._thread.submit(_write, directory, copied)
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._written = thread.submit(_write, directory, copied)
+            thread.shutdown(wait=False)  # it ends with its only work
         else:
             self._written = Future()
             self._written.set_result(_write(directory, state))

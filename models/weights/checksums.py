@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from models.checksum import checksum
 ON_DEVICE = "device-"  # prefix of a sum that isn't xxh3
 WORD_BYTES, WORD_MASK = 8, (1 << 64) - 1
 PIECE_WORDS = 1 << 22
+THREADS_FROM_BYTES = 1 << 25  # takes about as long as the start of the threads
 # Odd, so that no bit is lost; from splitmix64, as signed numbers.
 PLACE_FACTOR, MIX_FACTOR, LAST_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
@@ -24,11 +24,14 @@ def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
     """The checksum of each tensor's raw bytes: xxh3 on the host; on a device another sum, computed there, with a
     prefix.
 
-    Uses threads, because xxhash releases the GIL. Synchronizes with a device once.
+    Uses threads for more than a few bytes, because xxhash releases the GIL. Synchronizes with a device once.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return list(_threads().map(_tensor_checksum, tensors))
-    return device_checksums(tensors)
+    if not all(tensor.device.type == "cpu" for tensor in tensors):
+        return device_checksums(tensors)
+    if sum(tensor.nbytes for tensor in tensors) < THREADS_FROM_BYTES:
+        return [_tensor_checksum(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checksums") as threads:
+        return list(threads.map(_tensor_checksum, tensors))
 
 
 @torch.no_grad()
@@ -75,8 +78,3 @@ def _mixed(words_W: Tensor, start: int) -> Tensor:
     place_W = torch.arange(start + 1, start + 1 + len(words_W), dtype=torch.int64, device=words_W.device)
     mixed_W = (words_W ^ place_W.mul_(PLACE_FACTOR)).mul_(MIX_FACTOR)
     return mixed_W.bitwise_xor_(mixed_W >> 31).mul_(LAST_FACTOR)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="checksums")

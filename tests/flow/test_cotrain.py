@@ -25,8 +25,8 @@ RFT = (
     "train.warmup_steps=0", "train.lr=1e-4",
 )  # fmt: skip
 COTRAIN = (
-    "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.prompts_per_batch=4",
-    "cotrain.group_size=4", "cotrain.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
+    "train.num_steps=3", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=4",
+    "grm.train.group_size=4", "grm.train.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
 )  # fmt: skip
 
 
@@ -134,10 +134,10 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
         ("judge.temperature=0", r"judge\.temperature=1"),
         ("algorithm.estimator=reinforce_pp", r"algorithm\.estimator=grpo"),
         ("placement=elastic", r"grm_learner|elastic=false"),
-        ("cotrain.data_path=tiny://nothing", r"cotrain\.data_path"),
+        ("grm.train.data_path=tiny://nothing", r"grm\.train\.data_path"),
         ("labels.pass_score=11", r"labels\.pass_score"),
-        ("judge=pairwise", r"cotrain\.rollout_share=0"),
-        ("task=simulate", r"cotrain\.enabled=false"),
+        ("judge=pairwise", r"grm\.train\.rollout_share=0"),
+        ("task=simulate", r"grm\.train\.enabled=false"),
     ],
 )
 def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
@@ -149,11 +149,11 @@ def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_ar
     small_run: Callable, tmp_path: Path
 ) -> None:
     only_rollouts = (
-        "cotrain.data_path=null", "cotrain.warmup_steps=1", "cotrain.prompts_per_batch=2", "cotrain.group_size=4",
-        "train.num_steps=1", "train.groups_per_batch=2", "rollout.max_new_tokens=2", "data.num_eval_prompts=1",
-        "cotrain.dynamic_sampling_batches=0",
+        "grm.train.data_path=null", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=2",
+        "grm.train.group_size=4", "train.num_steps=1", "train.groups_per_batch=2",
+        "rollout.max_new_tokens=2", "data.num_eval_prompts=1", "grm.train.dynamic_sampling_batches=0",
     )  # fmt: skip
-    with pytest.raises(RunFailed, match=r"cotrain\.data_path: .* 0 of the first responses are right and 8 wrong"):
+    with pytest.raises(RunFailed, match=r"grm\.train\.data_path: .* 0 of the first responses are right and 8 wrong"):
         small_run(*only_rollouts, experiment="cotrain")  # two tokens hold no answer
     path = tmp_path / "run" / "rollouts.jsonl"
     lines = list(read_journal(path))
@@ -167,8 +167,8 @@ def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_ar
 @pytest.mark.long
 def test_a_judge_behind_a_route_learns_from_the_tasks_that_it_judges(small_run: Callable) -> None:
     files = small_run(
-        "+cotrains={comparison: {enabled: true, rollout_share: 1, warmup_steps: 1, prompts_per_batch: 4, "
-        "group_size: 2}}", "labels.rule=same_side", "train.num_steps=1",
+        "models.comparison.train={enabled: true, rollout_share: 1, warmup_steps: 1, prompts_per_batch: 4, "
+        "group_size: 2}", "labels.rule=same_side", "train.num_steps=1",
         "train.groups_per_batch=8", "train.group_size=8",
         experiment="route",
     )  # fmt: skip
@@ -179,5 +179,5 @@ def test_a_judge_behind_a_route_learns_from_the_tasks_that_it_judges(small_run: 
 
 def test_without_labels_and_references_there_is_nothing_to_learn_from(small_run: Callable, tmp_path: Path) -> None:
     (tmp_path / "bare.jsonl").write_text("".join(json.dumps({"prompt": f"What is {n}?"}) + "\n" for n in range(8)))
-    with pytest.raises(ConfigError, match=r"cotrain\.data_path: is null"):
-        small_run(*COTRAIN, "cotrain.data_path=null", "data=file", "data.path=bare.jsonl", experiment="cotrain")
+    with pytest.raises(ConfigError, match=r"grm\.train\.data_path: is null"):
+        small_run(*COTRAIN, "grm.train.data_path=null", "data=file", "data.path=bare.jsonl", experiment="cotrain")

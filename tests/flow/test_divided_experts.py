@@ -43,11 +43,11 @@ def test_the_ranks_of_a_grm_in_training_divide_its_experts(
     upcycle(SHIPPED / "grm", grm, noise=0.3)
     run = (
         "cluster=ray", "placement=two_ranks", "placement.roles.learner.replicas=1", f"grm.path={grm}",
-        "placement.roles.grm_learner.replicas=2", "train.num_steps=2", "cotrain.warmup_steps=2",
-        "cotrain.rollout_share=0", "data.num_eval_prompts=4", "train.group_size=4", "train.groups_per_batch=4",
+        "placement.roles.grm_learner.replicas=2", "train.num_steps=2", "grm.train.warmup_steps=2",
+        "grm.train.rollout_share=0", "data.num_eval_prompts=4", "train.group_size=4", "train.groups_per_batch=4",
     )  # fmt: skip
     divided, whole = (
-        run_once(*run, f"cotrain.parallel.ep={ep}", experiment="cotrain", run_dir=f"grm_ep{ep}") for ep in (2, 1)
+        run_once(*run, f"grm.train.parallel.ep={ep}", experiment="cotrain", run_dir=f"grm_ep{ep}") for ep in (2, 1)
     )
     for files in (divided, whole):
         assert files.summary["status"] == "completed" and files.summary["versions"]["grm"] >= 3

@@ -50,7 +50,7 @@ def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small
             ("policy.lora.rank=4", "policy.lora.target_modules=[qproj]"),
             r"^policy\.lora\.target_modules: .*'qproj'.*q_proj",
         ),
-        (("grm.lora.rank=4",), r"^grm\.lora\.rank: .*cotrain\.enabled=true"),
+        (("grm.lora.rank=4",), r"^grm\.lora\.rank: .*grm\.train\.enabled=true"),
         (
             ("policy.engine=sglang", "policy.lora.rank=4", "policy.lora.sync=adapters"),
             r"^policy\.lora\.sync: sglang .*policy\.lora\.sync=merged, or policy\.engine=embedded or vllm",

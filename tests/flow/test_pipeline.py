@@ -27,12 +27,11 @@ from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.rollout_gate import PolicyUnfit
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit, PolicyUnfit
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
@@ -685,7 +684,7 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_guarantees_1_to_3(s
         group = bench.pipeline.buffer.groups.get(rollout.group_id)
         if group is not None and group.session is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.producer.judging.put((group, group.session, JudgeTask(members=(rollout.sibling,))))
+            await bench.pipeline._producer.judging.put((group, group.session, JudgeTask(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
@@ -750,7 +749,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
         async def go() -> None:
             pipeline = bench.build()
             if not ranked:
-                pipeline.producer.judging._rank = lambda item: 0  # in the order of arrival
+                pipeline._producer.judging._rank = lambda item: 0  # in the order of arrival
             await pipeline.run()
 
         run_virtually(go)
@@ -859,7 +858,7 @@ def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge | TurnByTur
     async def keep_changing() -> None:
         for version in range(1, 1000):
             await asyncio.sleep(every_s)
-            await bench.pipeline.producer.change_judge(1, functools.partial(change, version))
+            await bench.pipeline.change_judge(1, functools.partial(change, version))
 
     async def go() -> Pipeline:
         bench.pipeline = bench.build()
@@ -885,7 +884,7 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     assert totals.aborted > 0
     assert totals.voided > 0
     assert set(judge.asked.values()) == {1}  # at most once by each version
-    assert pipeline.state().judge_version == pipeline.producer.judge_version > 0
+    assert pipeline.state().judge_version > 0
 
 
 class SelfJudging(Bench):
@@ -907,7 +906,7 @@ def test_a_policy_that_judges_itself_judges_a_group_by_one_version() -> None:
     assert all(len(of_group) == 1 for of_group in versions)
     assert len(set.union(*versions)) > 2
     assert all(v.breakdown["asked"] == v.grm_version for g in groups for v in g.verdicts if isinstance(v, Verdict))
-    assert pipeline.producer.judge_version == pipeline.version == 6
+    assert pipeline.state().judge_version == pipeline.version == 6
 
 
 def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
@@ -921,7 +920,7 @@ def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
 
     async def change_once() -> None:
         await asyncio.sleep(0.5)
-        await bench.pipeline.producer.change_judge(1, slow_change)
+        await bench.pipeline.change_judge(1, slow_change)
         await asyncio.sleep(1e9)
 
     async def go() -> None:
@@ -939,7 +938,7 @@ def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
         bench.pipeline = bench.build()
 
         async def release_later() -> None:
-            with bench.pipeline.producer.judging_gate.held():
+            with bench.pipeline.hold_judging():
                 await asyncio.sleep(50.0)
             await asyncio.sleep(1e9)
 

@@ -82,7 +82,10 @@ def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run
         (["grm=policy", "grm.policy_updates=[4, 2]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
         (["grm=policy", "grm.policy_updates=[0]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
         (["grm=policy", "grm.policy_updates=[5]"], r"^grm\.policy_updates: 5 is not before the last step, .* = 5"),
-        (["grm=policy", "grm.policy_updates=[2]", "cotrain.enabled=true"], r"grm learns itself; type cotrain\.enabled"),
+        (
+            ["grm=policy", "grm.policy_updates=[2]", "grm.train.enabled=true"],
+            r"grm learns itself; type grm\.train\.enabled",
+        ),
         (["grm=policy", "grm.policy_updates=[2]", "grm.engine=sglang"], r"sglang can't read .*embedded or vllm"),
         (
             ["grm=policy", "grm.policy_updates=[2]", "placement=elastic"],

@@ -84,7 +84,7 @@ def test_several_updates_and_unwhitened_advantages_train_by_a_dual_clip(small_ru
         ((*PPO, "placement.roles.critic.pool=nowhere"), r"placement\.roles\.critic\.pool: unknown pool"),
         ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only learner"),
         ((*PPO, "placement.roles.critic.replicas=2"), r"placement\.roles\.critic"),
-        ((*PPO, "cotrain.enabled=true"), r"cotrain\.enabled"),
+        ((*PPO, "grm.train.enabled=true"), r"grm\.train\.enabled"),
         ((*PPO, "algorithm.gae_lambda=1.1"), r"algorithm\.gae_lambda"),
         ((*PPO, "judge=label", "task=train_judge_rft"), r"task=train_judge_rft uses no critic"),
     ],

@@ -250,8 +250,8 @@ def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by
     monkeypatch.setenv("OTHER_KEY", "key-of-a-filter")
     files = small_run(
         *outside, "train.num_steps=1", "data.num_eval_prompts=4",
-        "+grm@grms.other=path", "grms.other.path=b-judge", "grms.other.engine=openai",
-        "+grms.other.engine_options={api_key_env: OTHER_KEY, max_connections: 2}",
+        "+grm@models.other=path", "models.other.path=b-judge", "models.other.engine=openai",
+        "+models.other.engine_options={api_key_env: OTHER_KEY, max_connections: 2}",
         "+judge@judges.second=generative", "judges.second.model=other",
         "reward=jury", "reward.members=[judge,second]", "reward.quorum=1",
     )  # fmt: skip

@@ -21,7 +21,7 @@ STEPS = 4
 ON_RAY = ("cluster=ray", f"train.num_steps={STEPS}", "train.max_staleness=0")
 BOTH = ((1, "policy-0"), (2, "grm-0"))  # (after which step, which engine)
 SECOND_JUDGE = (
-    "+grm@grms.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
+    "+grm@models.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
     "reward=mix", "reward.mix={judge: 1, second: 1}",
 )  # fmt: skip
 TWO_POLICY_ENGINES = (

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ("+experiment=quickstart", "cluster=inprocess", "tracking=none")
 SCALAR = ("judge=scalar", "grm=tiny_reward_model")
 MIXED = (
-    "+grm@grms.rm=tiny_reward_model", "+judge@judges.rm=scalar", "judges.rm.model=rm", "reward=mix",
+    "+grm@models.rm=tiny_reward_model", "+judge@judges.rm=scalar", "judges.rm.model=rm", "reward=mix",
     "reward.mix={judge: 0.5, rm: 0.5}",
 )  # fmt: skip
 REMOTE = ("grm.engine=openai", "grm.path=org/rm", "engine.openai.api_key_env=''")
@@ -89,7 +89,7 @@ def test_a_reward_model_is_measured_against_labels(
         ((*SCALAR, "judge.num_judgements=2"), r"^judge\.num_judgements: a scalar reward model writes no judgements"),
         ((*SCALAR, "judge.scalar.map=raw"), r"^judge\.scalar\.map: unknown value 'raw'"),
         ((*SCALAR, "rollout.max_new_tokens=600"), r"^rollout\.max_new_tokens: 600 new tokens"),
-        ((*SCALAR, "cotrain.enabled=true"), r"^cotrain\.enabled: there is no local GRM to train"),
+        ((*SCALAR, "grm.train.enabled=true"), r"^grm\.train\.enabled: there is no local GRM to train"),
         ((*SCALAR, "train.deterministic=true"), r"^train\.deterministic: a reward model scores together what arrives"),
         ((*SCALAR, "task=simulate"), r"^judge\.kind: task=simulate asks no scalar reward model"),
         ((*SCALAR, *REMOTE), r"^grm\.engine_options\.tokenizer: no tokenizer of 'org/rm' is here"),

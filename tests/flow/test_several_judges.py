@@ -17,11 +17,11 @@ from grmpipe.types import Verdict
 
 # A jury of two models, of which the second learns, mixed with a rule.
 JUDGES = (
-    "+grm@grms.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
+    "+grm@models.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
     "+judge@judges.short=rule", "+reward@rewards.panel=jury", "rewards.panel.members=[judge,second]",
     "rewards.panel.quorum=1", "reward=mix", "reward.mix={panel: 0.75, short: 0.25}",
-    "+cotrains={weak: {enabled: true, warmup_steps: 1, prompts_per_batch: 4, group_size: 4, num_items: 32, "
-    "data_path: 'tiny://judgements'}}",
+    "models.weak.train={enabled: true, warmup_steps: 1, prompts_per_batch: 4, group_size: 4, num_items: 32, "
+    "data_path: 'tiny://judgements'}",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_no_model_that_judges_can_be_called_like_an_area_of_the_metrics(judged_b
     assert {"train", "driver", "weak"} <= areas
     for area in areas - own:
         with pytest.raises(ValueError, match="the name is taken"):
-            check_names("grms", [area])
+            check_names("models", [area])
 
 
 def test_the_reward_is_what_the_composition_says(judged_by_several: Any) -> None:

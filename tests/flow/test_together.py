@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.checksum import checksum

@@ -130,7 +130,7 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     footprint = sized(model, survey)
     packed = packed_group(survey) if model == POLICY else packed_judgement(model, survey)
-    return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
+    return speed_by_sheet(train, footprint, survey, where, packed, config.models_by_role[model].lora)
 
 
 def speed_by_sheet(

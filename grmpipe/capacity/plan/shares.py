@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.survey import Survey
@@ -18,6 +19,7 @@ from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
 from scheduler.devices import GB
 from scheduler.placement import Seat
 
+AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 
 
@@ -120,11 +122,11 @@ def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
         config,
         policy=_with_share(config.policy, served.get(POLICY), shares),
         grm=_with_share(config.grm, served.get(GRM), shares),
-        grms={role: _with_share(model, served.get(role), shares) for role, model in config.grms.items()},
+        models={role: _with_share(model, served.get(role), shares) for role, model in config.models.items()},
     )
 
 
-def _with_share(model: ModelConfig, role: ServedRole | None, shares: Mapping[str, float]) -> ModelConfig:
+def _with_share(model: AnyModel, role: ServedRole | None, shares: Mapping[str, float]) -> AnyModel:
     hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
     if role is None or not hundredths:  # rounded down: together they must not exceed the device
         return model

@@ -175,18 +175,20 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
 
 def scorer_dtypes(config: RunConfig) -> dict[str, str]:
     """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
-    found = {role: config.models[role].dtype for role in config.judging.scorer_roles}
+    found = {role: config.models_by_role[role].dtype for role in config.judging.scorer_roles}
     return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
 
 
 def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
     """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
-    key, path = (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models[role].path)
+    key, path = (
+        (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models_by_role[role].path)
+    )
     assert path is not None
     try:
         directory = find_files(resolve_model(path, progress), weights=False)
     except ValueError as error:
-        shape = None if role == META_RM else config.models[role].shape
+        shape = None if role == META_RM else config.models_by_role[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
     from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need

@@ -12,7 +12,6 @@ from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork,
 from grmpipe.capacity.passes import Passes, passes_of
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.reward import asked_of_source, asked_shares
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
@@ -166,13 +165,13 @@ def shares_asked(survey: Survey) -> dict[str, float]:
     """Judge -> the largest share of the rollouts that it judges, by the sources of the prompts."""
     prompts = survey.data.train
     sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
-    return asked_shares(survey.config.reward, survey.config.rewards, sources)
+    return survey.config.reward_tree.asked_shares(sources)
 
 
 def prompts_judged(name: str, survey: Survey) -> list[Prompt]:
     """Some prompts whose responses a judge is shown; any, if it is shown none."""
     config, prompts = survey.config, survey.data.train
-    judged = {source: name in asked_of_source(config.reward, config.rewards, source) for source in {
+    judged = {source: name in config.reward_tree.asked_of_source(source) for source in {
         prompt.source for prompt in prompts
     }}  # fmt: skip
     return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]

@@ -18,14 +18,14 @@ from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, me
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.config.judging import GRM, key_of_model
+from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
-from grmpipe.judge.monitor.circuit_breaker import Unfit
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
+from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 from grmpipe.validate.models import Progress
 from models.types import Message
@@ -157,8 +157,8 @@ def stated_or_reckoned(survey: Survey) -> Costs:
     """
     stated, roles = survey.config.simulate.costs, survey.config.served
     speeds = stated.engines
-    for role in stated.grms.keys() - set(roles):
-        raise ConfigError(f"simulate.costs.grms.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
+    for role in stated.models.keys() - set(roles):
+        raise ConfigError(f"simulate.costs.models.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
     known = [role for role in roles if role in speeds and speeds[role].stated]
     if not known and not stated.learner_token_s:
         seats = survey.placement.seats
@@ -166,7 +166,7 @@ def stated_or_reckoned(survey: Survey) -> Costs:
         return costs_of(survey, seated)
     for role in roles:
         if role not in known:
-            key = role if role in (POLICY, GRM) else f"grms.{role}"
+            key = key_of_model(role)
             raise ConfigError(f"simulate.costs.{key}.step_s: missing; give the costs of all roles or of none")
     if not stated.learner_token_s:
         raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")

@@ -73,8 +73,7 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     config = workload.config
     judges = {name: judge_named(workload, name, grms, driver) for name in config.judging.judges}
     return compose_judge(
-        config.reward,
-        config.rewards,
+        config.reward_tree,
         judges,
         config.all_judges,
         config.seed,

@@ -28,7 +28,8 @@ SYSTEM_FILES = (
     "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives",
 )  # fmt: skip
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/run/systemd/resolve")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
+ZERO, FULL = "/dev/zero", "/dev/full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Bounds:
     """What a seat may do at most. The units are those of `IsolationConfig`.
 
     folder: the seat's own, the only one in which it may write.
+    memory_mb: of each process's address space, and of what all processes hold together.
     mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
     without: parts to leave out, so that tests see what remains on a kernel that lacks them.
     """
@@ -81,12 +83,16 @@ class Parts:
 
 @dataclass(slots=True)
 class Namespaces:
-    """What the supervisor had. user: the user that the seat becomes, by its name in the namespace; None: as before."""
+    """What the supervisor had.
+
+    zeros: /dev/zero can only be read.
+    user:  the user that the seat becomes, by its name in the namespace; None: as before."""
 
     parts: Parts
     users: bool = False
     processes: bool = False
     network: bool = False
+    zeros: bool = False
     user: int | None = None
 
 
@@ -121,6 +127,7 @@ def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespac
             with contextlib.suppress(OSError):  # a seat without its loopback has no network at all
                 kernel.bring_loopback_up()
     if take("mount namespace", lambda: kernel.unshare(kernel.NEW_MOUNTS)):
+        had.zeros = take("zeros that take no memory", replace_zero)
         take("read-only mounts", kernel.make_mounts_read_only)
     mounted = not any(each.part == "mount namespace" for each in had.parts.missing)
     if (
@@ -129,6 +136,12 @@ def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespac
     ):
         os.chown(bounds.folder, had.user, had.user)
     return had
+
+
+def replace_zero() -> None:
+    """A mapping of /dev/zero that is shared holds memory that no limit counts; /dev/full reads alike, and has none."""
+    kernel.make_mounts_private()
+    kernel.bind(FULL, ZERO)
 
 
 def mount_folder(bounds: Bounds, user: int | None) -> None:
@@ -183,7 +196,9 @@ def mount_proc() -> None:
 
 def restrict_files(bounds: Bounds, had: Namespaces, own_proc: bool) -> None:
     read = (*bounds.read, *(("/proc",) if own_proc else ()), *(NETWORK_FILES if bounds.network else ()))
-    landlock.restrict(read, (bounds.folder, *DEVICES), tcp=bounds.network or had.network)
+    landlock.restrict(
+        read, (bounds.folder, *DEVICES, *((ZERO,) if had.zeros else ())), tcp=bounds.network or had.network
+    )
 
 
 def set_limits(bounds: Bounds, *, is_counted: bool, shares_user: bool) -> None:

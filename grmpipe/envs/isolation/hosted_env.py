@@ -264,7 +264,8 @@ def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
     how = ""
     if ended is not None:
         by = f"by {signal.Signals(ended.signal).name}" if ended.signal else f"with exit code {ended.exit_code}"
-        how = f" ({by}{f', after {ended.cpu_s:.1f} s of CPU time' if ended.cpu_s else ''})"
+        reached = f", at its limit of {ended.limit}" if ended.limit else ""
+        how = f" ({by}{reached}{f', after {ended.cpu_s:.1f} s of CPU time' if ended.cpu_s else ''})"
         how += f"; its last output:\n{ended.output}" if ended.output else ""
     return EnvFault(f"{text}{how}", cause)
 

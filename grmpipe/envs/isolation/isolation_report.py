@@ -20,10 +20,12 @@ from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.leftovers import clear, noted
 from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.isolation.supervisor import MEMORY_S
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
 
-# Parts whose work another part does too: the supervisor finds and kills all descendants, Landlock forbids writing.
+# Parts whose work another part does too: the supervisor finds and kills all descendants, Landlock forbids writing,
+# and leaves /dev/zero out.
 SPARE = (
     "process namespace",
     "IPC namespace",
@@ -31,6 +33,7 @@ SPARE = (
     "read-only mounts",
     "own /proc",
     "no new capabilities",
+    "zeros that take no memory",
 )
 COMMAND_S = 10.0
 LIMITS = StageLimits(boot_s=30, step_s=5, close_s=5, max_observation_chars=1000)
@@ -94,11 +97,11 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
 
 
 def describe_isolation() -> str:
-    """One line for the doctor: what kind=process gives, whether in bubblewrap, how processes are counted, and which
-    containers there are.
+    """One line for the doctor: what kind=process gives, whether in bubblewrap, how processes and memory are counted,
+    and which containers there are.
     """
     report, outer = isolation_report(), bubblewrap_missing()
-    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; containers: {containers()}"
+    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; {adding_up(report)}; containers: {containers()}"
 
 
 def counting(report: IsolationReport) -> str:
@@ -108,6 +111,13 @@ def counting(report: IsolationReport) -> str:
         return "processes are not counted"
     user = ", as another user than root" if os.geteuid() == 0 else ""
     return f"processes are counted by RLIMIT_NPROC{'' if 'user namespace' in parts else ' in a user namespace'}{user}"
+
+
+def adding_up(report: IsolationReport) -> str:
+    """Which means bounds the memory of an episode."""
+    if report.level != PROCESS:
+        return "memory is not bounded"
+    return f"the memory of an episode is added up every {MEMORY_S:g} s"
 
 
 def containers() -> str:

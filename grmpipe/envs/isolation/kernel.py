@@ -20,7 +20,7 @@ NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = 0x20000, 0x08000000, 0x100000
 _CAPABILITIES, CAP_DAC_READ_SEARCH = 0x20080522, 2
 # linux/mount.h
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
-_RECURSIVE, _PRIVATE = 0x4000, 0x40000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
 # linux/sockios.h, net/if.h
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
@@ -73,9 +73,19 @@ def mount(source: str, folder: str, kind: str, flags: int, options: str = "") ->
     checked(libc.mount(source.encode(), folder.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
-def make_mounts_read_only() -> None:
-    """Every mounted file system of this mount namespace becomes read-only, and changes of mounts stay in here."""
+def bind(source: str, target: str) -> None:
+    """`target` becomes `source`, in this mount namespace."""
+    checked(libc.mount(source.encode(), target.encode(), None, ctypes.c_ulong(_BIND), None))
+
+
+def make_mounts_private() -> None:
+    """Changes of mounts stay in this mount namespace."""
     checked(libc.mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None))
+
+
+def make_mounts_read_only() -> None:
+    """Every mounted file system of this mount namespace becomes read-only."""
+    make_mounts_private()
     attributes = struct.pack("QQQQ", _ATTR_RDONLY, 0, 0, 0)
     syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
 

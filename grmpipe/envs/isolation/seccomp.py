@@ -16,9 +16,11 @@ from grmpipe.envs.isolation.kernel import checked, libc
 
 _SET_SECCOMP, _FILTER = 22, 2
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x15, 0x35, 0x06, 0x54
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in what a filter reads
+# linux/mman.h, two bits: pages stay while one of them is mapped, so that no address space counts them.
+_SHARED_ANONYMOUS = 0x21
 _OTHER_NUMBERS = 0x40000000  # of x32, a second set of calls on x86_64
 # Sockets of paths and of virtual machines know no network namespace. Pairs of connected sockets stay allowed.
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
@@ -30,6 +32,9 @@ REFUSED = {
     "memfd_create": (319, 279, errno.ENOSYS),  # memory that is in no process's address space
     "memfd_secret": (447, 447, errno.ENOSYS),
     "shmget": (29, 194, errno.ENOSYS),
+    "msgget": (68, 186, errno.ENOSYS),
+    "semget": (64, 190, errno.ENOSYS),
+    "vmsplice": (278, 75, errno.ENOSYS),  # a pipe holds pages that are unmapped
     "io_uring_setup": (425, 425, errno.ENOSYS),  # its requests pass no filter
     "add_key": (248, 217, errno.EPERM),  # keys of the run's user
     "request_key": (249, 218, errno.EPERM),
@@ -38,7 +43,8 @@ REFUSED = {
     "perf_event_open": (298, 241, errno.EPERM),
     "userfaultfd": (323, 282, errno.EPERM),
 }
-MACHINES = {"x86_64": (0, 0xC000003E, 41), "aarch64": (1, 0xC00000B7, 198)}  # column, architecture, socket(2)
+# column, architecture, socket(2), mmap(2)
+MACHINES = {"x86_64": (0, 0xC000003E, 41, 9), "aarch64": (1, 0xC00000B7, 198, 222)}
 
 
 def restrict() -> None:
@@ -51,7 +57,7 @@ def restrict() -> None:
     checked(libc.prctl(_SET_SECCOMP, _FILTER, pointer, 0, 0))
 
 
-def instructions(column: int, architecture: int, socket_call: int) -> Iterator[bytes]:
+def instructions(column: int, architecture: int, socket_call: int, mmap_call: int) -> Iterator[bytes]:
     """The program: one comparison after the other, each followed by what it returns."""
     yield instruction(_LOAD, _ARCHITECTURE)
     yield instruction(_EQUAL, architecture, if_so=1)
@@ -62,6 +68,12 @@ def instructions(column: int, architecture: int, socket_call: int) -> Iterator[b
     for numbers in REFUSED.values():
         yield instruction(_EQUAL, numbers[column], if_not=1)
         yield refuse(numbers[2])
+    yield instruction(_EQUAL, mmap_call, if_not=5)
+    yield instruction(_LOAD, _FOURTH_ARGUMENT)
+    yield instruction(_AND, _SHARED_ANONYMOUS)
+    yield instruction(_EQUAL, _SHARED_ANONYMOUS, if_not=1)
+    yield refuse(errno.EPERM)
+    yield instruction(_RETURN, _ALLOW)
     yield instruction(_EQUAL, socket_call, if_so=1)
     yield instruction(_RETURN, _ALLOW)
     yield instruction(_LOAD, _FIRST_ARGUMENT)

@@ -1,5 +1,5 @@
-"""The process between a host and a seat: enters the namespaces, forks the seat, keeps the end of its output, kills it
-with all that it started, and reports how it ended. Runs no code of an environment.
+"""The process between a host and a seat: enters the namespaces, forks the seat, keeps the end of its output, adds up
+its memory, kills it with all that it started, and reports how it ended. Runs no code of an environment.
 
 It ends the seat at the run's word, and when the run or the host has ended: its socket to the run closes, or it gets
 SIGTERM from the kernel.
@@ -8,6 +8,7 @@ SIGTERM from the kernel.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -15,11 +16,19 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from grmpipe.envs.isolation import kernel
-from grmpipe.envs.isolation.confinement import Bounds, Missing, Namespaces, confine, enter_namespaces, map_ids_of
+from grmpipe.envs.isolation.confinement import (
+    MEGABYTE,
+    Bounds,
+    Missing,
+    Namespaces,
+    confine,
+    enter_namespaces,
+    map_ids_of,
+)
 from grmpipe.envs.isolation.messages import Ended, frame
+from grmpipe.envs.isolation.seat_processes import children, holds_more, own_bytes, sees_only_seat
 
 TERMINATE, KILL = b"t", b"k"  # words of the run: SIGTERM, SIGKILL
 MAPPED, REFUSED = b"y", b"n"  # answers of the host
@@ -28,6 +37,7 @@ MAX_LEFT = 2**20  # bytes of output that are read after the end
 PIECE = 2**16  # bytes, as many as a pipe holds
 CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
 MAPPING_S = 5.0  # until a supervisor has entered its namespaces
+MEMORY_S = 0.1  # between two sums of the memory of a seat
 KILLING_S = 5.0  # until the descendants of a seat without process namespace have ended
 
 
@@ -59,7 +69,7 @@ def supervise(
         become_seat(bounds, had, inherited, live)
     os.close(inherited)
     env.close()
-    supervisor = _Supervisor(seat, output, run, bounds.cpu_s)
+    supervisor = _Supervisor(seat, output, run, bounds)
     signal.signal(signal.SIGTERM, lambda number, frame: supervisor.kill())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     supervisor.stay()
@@ -112,9 +122,12 @@ def become_seat(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tu
 class _Supervisor:
     """One seat, from its fork to its end."""
 
-    def __init__(self, seat: int, output: int, run: socket.socket, cpu_limit_s: int) -> None:
+    def __init__(self, seat: int, output: int, run: socket.socket, bounds: Bounds) -> None:
         self._seat = seat
-        self._cpu_limit_s = cpu_limit_s
+        self._bounds = bounds
+        self._imported_bytes = own_bytes(os.getpid())  # this process is a fork of the same one
+        self._next_sum_s = time.monotonic() + MEMORY_S
+        self._holds_too_much = False
         self._process = os.pidfd_open(seat)
         self._output = output
         self._run = run
@@ -127,7 +140,9 @@ class _Supervisor:
         for each in (self._process, self._output, self._run.fileno()):
             poll.register(each, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            left_s = max(0.0, self._next_sum_s - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(math.ceil(1000 * left_s))}
+            self._bound_memory()
             if self._output in ready and not self._read_output():
                 poll.unregister(self._output)
             if self._process in ready:
@@ -144,6 +159,15 @@ class _Supervisor:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._seat, signal.SIGKILL)
+
+    def _bound_memory(self) -> None:
+        """Kill the seat if its processes hold more memory than they may, when the next sum is due."""
+        if time.monotonic() < self._next_sum_s:
+            return
+        if holds_more(self._bounds.memory_mb * MEGABYTE, self._imported_bytes):
+            self._holds_too_much = True
+            self.kill()
+        self._next_sum_s = time.monotonic() + MEMORY_S
 
     def _obey(self) -> bool:
         """Do what the run says. Returns whether it may say more."""
@@ -168,16 +192,24 @@ class _Supervisor:
 
     def _report(self, status: int, cpu_s: float) -> None:
         code = os.waitstatus_to_exitcode(status)
-        used_up = -code in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= self._cpu_limit_s - CPU_MARGIN_S
         ended = Ended(
             signal=max(-code, 0),
             exit_code=max(code, 0),
             cpu_s=cpu_s,
-            limit=f"{self._cpu_limit_s} s of CPU time" if used_up else "",
+            limit=self._limit_reached(-code, cpu_s),
             output=self._kept.decode("utf-8", "replace"),
         )
         with contextlib.suppress(OSError):  # the run has ended
             self._run.sendall(frame(ended))
+
+    def _limit_reached(self, by_signal: int, cpu_s: float) -> str:
+        """In words; empty: none."""
+        bounds = self._bounds
+        if by_signal == signal.SIGKILL and self._holds_too_much:
+            return f"{bounds.memory_mb} MB of memory of all its processes (env.isolation.memory_mb)"
+        if by_signal in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= bounds.cpu_s - CPU_MARGIN_S:
+            return f"{bounds.cpu_s} s of CPU time (env.isolation.cpu_s)"
+        return ""
 
 
 def end_descendants() -> None:
@@ -187,7 +219,7 @@ def end_descendants() -> None:
     """
     end_s = time.monotonic() + KILLING_S
     while time.monotonic() < end_s:
-        for child in children():
+        for child in () if sees_only_seat() else children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -195,20 +227,3 @@ def end_descendants() -> None:
                 time.sleep(0.001)
         except ChildProcessError:
             return
-
-
-def children() -> list[int]:
-    own = os.getpid()
-    try:
-        listed = Path(f"/proc/self/task/{own}/children").read_text(encoding="ascii")
-    except OSError:  # a kernel without this file
-        return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit() and parent_of(each) == own]
-    return [int(child) for child in listed.split()]
-
-
-def parent_of(process: Path) -> int:
-    try:
-        stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it has ended
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import first_of
-from grmpipe.config.reward import ROOT, RewardConfig, judges_of, waits_for_siblings
+from grmpipe.config.reward import ROOT, RewardConfig, RewardTree
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.outcome import Part, walk
 from grmpipe.judge.composition.parts import (
@@ -47,32 +47,31 @@ class ComposedJudge:
 
 
 def compose_judge(
-    reward: RewardConfig,
-    rewards: Mapping[str, RewardConfig],
+    tree: RewardTree,
     judges: Mapping[str, Judge],
     configs: Mapping[str, JudgeConfig],
     seed: int,
     skill: MeasuredSkill | None = None,
     min_group_std: float = 0.0,
 ) -> Judge:
-    """The judge of a run: the only one itself, or several as `reward` composes them.
+    """The judge of a run: the only one itself, or several as the tree composes them.
 
-    Takes settings that `check_rewards` has checked. judges: at least those of `judges_of`. configs: also the first
+    Takes settings that `check_rewards` has checked. judges: at least those of the tree. configs: also the first
     judge's, on whose scale the scores are shown. min_group_std: added to the standard deviation of rewards that are
     normalised by their group.
     """
-    build = Builder(rewards=rewards, configs=configs, seed=seed, min_group_std=min_group_std)
-    root = build.composed(ROOT, reward)
+    build = Builder(rewards=tree.rewards, configs=configs, seed=seed, min_group_std=min_group_std)
+    root = build.composed(ROOT, tree.reward)
     if isinstance(root, JudgePart):
         return judges[root.name]
-    used = {name: judges[name] for name in judges_of(reward, rewards)}
+    used = {name: judges[name] for name in tree.judges()}
     composition = Composition(
         root=root,
         parts=walk(root),
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
         scale=configs[first_of(used)].scale,
-        waits=waits_for_siblings(reward, rewards),
+        waits=tree.waits_for_siblings(),
     )
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
 

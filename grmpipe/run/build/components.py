@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grmpipe.config.evaluation import EvaluateConfig
-from grmpipe.config.reward import always_asked
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.attempts import with_attempts
 from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
@@ -130,7 +129,7 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     decide what it sees: its scores would then be of a part of the answers, which changes as the policy learns.
     """
     first, sources = config.judging.first, {prompt.source for prompt in prompts}
-    sees_all = all(first in always_asked(config.reward, config.rewards, source) for source in sources)
+    sees_all = all(first in config.reward_tree.always_asked(source) for source in sources)
     compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
     return first if first in members_of(judge) and sees_all and not compares else None
 

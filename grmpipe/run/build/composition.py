@@ -17,8 +17,8 @@ from grmpipe.config.judging import JUDGE, key_of_judge
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer

@@ -44,8 +44,7 @@ def make_judge(parts: JudgeParts) -> Judge:
     config = parts.prepared.config
     judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
     return compose_judge(
-        config.reward,
-        config.rewards,
+        config.reward_tree,
         judges,
         config.all_judges,
         config.seed,

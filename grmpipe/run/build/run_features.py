@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.config.judging import POLICY
-from grmpipe.config.reward import max_errors
 from grmpipe.judge.composition.composed_judge import members_of
-from grmpipe.judge.monitor.circuit_breaker import JudgeFitness
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents
+from grmpipe.pipeline.service_health import JudgeFitness
 from grmpipe.run.build.components import make_evaluator
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
@@ -60,7 +59,7 @@ def make_features(
             CpuSeconds(running.cluster, config.roles),
             periodic_eval,
             running.policy_updates,
-            CascadeAlarm(max_errors(config.reward, config.rewards)),
+            CascadeAlarm(config.reward_tree.max_errors()),
             FailingJudges(config.judging.judges),
             judge_monitor,  # the last: its limits are on any metric
         ),

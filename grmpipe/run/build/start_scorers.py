@@ -104,7 +104,7 @@ def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
     return ScorerRole(
         name=name,
         path=one.model.path,
-        dtype=config.models[name].dtype,
+        dtype=config.models_by_role[name].dtype,
         device=prepared.roles[name].device,
         max_batch_tokens=max(judge.scalar.max_batch_tokens for judge in asking),
         max_replacements=config.health.max_replacements,
@@ -116,7 +116,7 @@ def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -
     name, endpoint = one.model.name, one.engine.endpoint
     assert endpoint is not None
     limits = RateLimits(requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute)
-    model, key = prepared.config.models[name], key_of_model(name)
+    model, key = prepared.config.models_by_role[name], key_of_model(name)
     use = EndpointUse(
         model_key=key,
         option_key=option_key_of(key, model, one.engine),

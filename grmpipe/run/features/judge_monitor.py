@@ -17,12 +17,12 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
-from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.observe.records import decode_messages
+from grmpipe.pipeline.service_health import JudgeFitness, JudgeUnfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
 

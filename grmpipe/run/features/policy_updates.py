@@ -76,7 +76,7 @@ class PolicyUpdates(RunFeature):
         if due:
             await self._write(end.step, due[0].first.probe_ids)
         for grm in due:
-            await end.pipeline.producer.change_judge(1, functools.partial(self._push, grm, end.step))
+            await end.pipeline.change_judge(1, functools.partial(self._push, grm, end.step))
         return {f"{name}/version": float(step) for name, step in self.versions.items()}
 
     async def _push(self, grm: UpdatedGrm, step: int) -> SyncReport:

@@ -101,7 +101,7 @@ class RunStats:
         for role, seconds in self.cotrainings.learner_busy_s.items():
             busy[role] += seconds
         if pipeline is not None:
-            busy[POLICY] += pipeline.producer.playing.meter.busy_s
+            busy[POLICY] += pipeline.playing_s
             for role, seconds in self._judging_busy_s(pipeline).items():
                 busy[role] += seconds
         return {role: round(seconds, 3) for role, seconds in busy.items()}
@@ -109,7 +109,7 @@ class RunStats:
     def _judging_busy_s(self, pipeline: Pipeline) -> dict[str, float]:
         """Model that judges -> seconds with requests in flight; of several models, evaluations count too."""
         if len(self._grms) == 1:
-            return {self._grms[0]: pipeline.producer.judging.meter.busy_s}
+            return {self._grms[0]: pipeline.judging_s}
         grms = self._running.grms if self._running is not None else {}
         return {role: grms[role].busy_s for role in self._grms if role in grms}
 

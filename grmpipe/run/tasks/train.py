@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from grmpipe.config.reward import varies_by_group
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, with_own_bounds
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
@@ -107,7 +106,7 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        whole = varies_by_group(config.reward, config.rewards)
+        whole = config.reward_tree.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)

@@ -20,7 +20,7 @@ from grmpipe.evaluation.held_out import EVAL_METRICS
 from scheduler.placement import place
 
 ROOT = Path(__file__).parents[3]
-TWO_MODELS = ("+grm@grms.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak")
+TWO_MODELS = ("+grm@models.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak")
 MIXED = ("reward=mix", "reward.mix={judge: 0.7, second: 0.3}")
 
 
@@ -65,9 +65,13 @@ def test_a_second_judge_and_its_model_come_from_the_same_groups() -> None:
     assert list(config.judging.asking("weak")) == ["second"]
 
 
+def test_a_model_that_judges_may_be_called_teacher() -> None:
+    assert built("+grm@models.teacher=tiny_weak", "judge.model=teacher").judging.roles == ("teacher",)
+
+
 def test_a_model_without_an_engine_of_its_own_has_that_of_all() -> None:
     config = built(*TWO_MODELS, *MIXED, "engine=vllm", "grm.engine=embedded")
-    assert {role: model.engine for role, model in config.models.items()} == {
+    assert {role: model.engine for role, model in config.models_by_role.items()} == {
         "policy": "vllm", "grm": "embedded", "weak": "vllm",
     }  # fmt: skip
 
@@ -96,14 +100,14 @@ def test_a_reward_by_another_judge_leaves_the_first_model_without_a_place() -> N
 
 
 def test_every_model_that_judges_may_learn_with_a_learner_of_its_own() -> None:
-    config = built(*TWO_MODELS, *MIXED, "cotrain.enabled=true", "+cotrains={weak: {enabled: true, lr: 1e-4}}")
+    config = built(*TWO_MODELS, *MIXED, "grm.train.enabled=true", "models.weak.train={enabled: true, lr: 1e-4}")
     assert config.learners == {"policy": "learner", "grm": "grm_learner", "weak": "weak_learner"}
     assert roles_of(config)["weak_learner"].pool == roles_of(config)["grm_learner"].pool
     assert config.trained_grms["weak"].lr == 1e-4
 
 
 def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
-    config = built(*TWO_MODELS, *MIXED, "+cotrains={weak: {enabled: true}}")
+    config = built(*TWO_MODELS, *MIXED, "models.weak.train={enabled: true}")
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert read_yaml(tmp_path / "config.yaml") == config
 
@@ -113,17 +117,22 @@ def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     [
         ((*TWO_MODELS[:2], "judges.second.model=wek", *MIXED), "judges.second.model: there is no model 'wek'; type "),
         (TWO_MODELS, "judges.second: the reward doesn't use it; type reward=mix"),
-        (("+grm@grms.weak=tiny_weak",), "grms.weak: no judge of this run asks it; type judges.<name>.model=weak"),
-        (("+grm@grms.learner=tiny",), "grms.learner: the name is taken"),
-        (("+grm@grms.a_learner=tiny",), "grms.a_learner: the name is taken"),
-        (("+judge@judges.judge=rule",), "judges.judge: the name is taken"),
+        (("+grm@models.weak=tiny_weak",), "models.weak: no judge of this run asks it; type judges.<name>.model=weak"),
+        (("+grm@models.learner=tiny",), "models.learner: the name is taken"),
+        (("+grm@models.a_learner=tiny",), "models.a_learner: the name is taken"),
+        (("+judge@judges.judge=rule",), "judges.judge: the first one has a section of its own; type judge.<key>="),
+        (("judges.judge.vote=mean",), "judges.judge: the first one has a section of its own; type judge.vote=mean"),
+        (("+grm@models.grm=tiny",), "models.grm: the first one has a section of its own; type grm.<key>=<value>"),
+        (("+reward@rewards.reward=mix",), "rewards.reward: the first one has a section of its own; type reward.<key>"),
+        (("+grm@models.weak=tiny_weak", "models.weak.train.rollout_share=0"), "type models.weak.train.rollout_share=1"),
         (("+judge@judges.true=rule", "reward.judge='true'"), "judges.true: the name is taken"),
-        (("+grm@grms.train=tiny",), "grms.train: the name is taken"),
+        (("+grm@models.train=tiny",), "models.train: the name is taken"),
         ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "judges.second.parser: boxed can't read the format of"),
         ((*TWO_MODELS, *MIXED, "judges.second.parser=boxed"), "type judges.second.parser=score_line"),
-        ((*TWO_MODELS, *MIXED, "grms.weak.engine=openai"), "grms.weak.path: tiny://weak_grm is a shipped tiny model"),
-        ((*TWO_MODELS, *MIXED, "grms.weak.engin=vllm"), "unknown key 'grms.weak.engin'; did you mean grms.weak.engine"),
-        ((*TWO_MODELS, *MIXED, "+cotrains={week: {enabled: true}}"), "cotrains.week: there is no model 'week'"),
+        ((*TWO_MODELS, *MIXED, "models.weak.engine=openai"), "models.weak.path: tiny://weak_grm is a shipped tiny"),
+        ((*TWO_MODELS, *MIXED, "models.weak.engin=vllm"),
+         "unknown key 'models.weak.engin'; did you mean models.weak.engine"),
+        ((*TWO_MODELS, *MIXED, "models.week.train={enabled: true}"), "models.week: models has no week; to add one"),
         (("reward.judge=second",), "reward: there is no judge or composition 'second'; known: judge"),
         (("+placement.roles={grmm: {pool: train}}",), "placement.roles.grmm: there is no such role; known: policy,"),
         ((*TWO_MODELS, *MIXED, "judge=label", "task=train_judge_rft"), "judge.kind: label is for a judge in"),
@@ -143,7 +152,7 @@ def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
     config = from_values(
         RunConfig,
         {
-            "grms": {"weak": {"path": "tiny://weak_grm"}},
+            "models": {"weak": {"path": "tiny://weak_grm"}},
             "judges": {"second": {"model": "weak"}},
             "reward": {"kind": "mix", "mix": {"judge": 1, "second": 1}},
             "placement": {
@@ -161,8 +170,8 @@ def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
 
 def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> None:
     assert free_on_resume("judges.second.timeout_s") and not free_on_resume("judges.second.template")
-    assert free_on_resume("grms.weak.engine") and not free_on_resume("grms.weak.path")
-    assert free_on_resume("cotrains.weak.lr") and not free_on_resume("cotrains.weak.group_size")
+    assert free_on_resume("models.weak.engine") and not free_on_resume("models.weak.path")
+    assert free_on_resume("models.weak.train.lr") and not free_on_resume("models.weak.train.group_size")
     assert not free_on_resume("reward.mix.judge") and not free_on_resume("rewards.style.members")
     old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.timeout_s=100")
     assert changed_keys(old, new) == []
@@ -218,9 +227,13 @@ def test_a_composition_in_vain_is_refused_in_a_run_and_not_where_one_of_them_is_
     assert built(*unused, "task=evaluate").rewards.keys() == {"style"}
 
 
-@pytest.mark.parametrize("key", ["grms.weak.engine_options.base_url", "grms.weak.chat_template_kwargs.enable_thinking"])
+@pytest.mark.parametrize(
+    "key", ["models.weak.engine_options.base_url", "models.weak.chat_template_kwargs.enable_thinking"]
+)
 def test_a_key_of_a_member_that_is_there_needs_only_a_plus(key: str) -> None:
     section = key.rpartition(".")[0]
     assert refused(*TWO_MODELS, f"{key}=1") == f"{key}: {section} doesn't have it; to add it type +{key}=..."
     absent = key.replace("weak", "far")
-    assert refused(*TWO_MODELS, f"{absent}=1").startswith("grms.far: grms has no far; to add one type '+grms={far: ")
+    assert refused(*TWO_MODELS, f"{absent}=1").startswith(
+        "models.far: models has no far; to add one type '+models={far: "
+    )

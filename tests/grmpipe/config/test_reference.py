@@ -23,7 +23,7 @@ FULL = RunConfig(
     judge_monitor=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
     plan=PlanConfig(devices={"<name>": DeviceSpec(80, 2000, {"bfloat16": 1.0})}),
 )
-ALIKE = ("grms", "judges", "rewards", "cotrains")  # members with the keys of a section that is on the page
+ALIKE = ("models", "judges", "rewards")  # members with the keys of a section that is on the page
 
 
 @dataclass(frozen=True)

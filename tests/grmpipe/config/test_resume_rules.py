@@ -22,8 +22,8 @@ from grmpipe.config.run_config import RunConfig
 FREE = (
     "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.timeout_s",
     "judge.max_failure_rate", "judge.failure_window", "judge.pause_s", "judge.max_retries", "rollout.group_deadline_s",
-    "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "cotrain.lr",
-    "train.parallel.cp", "cotrain.parallel.ep", "cotrains.safety.parallel.cp", "critic.parallel.dp_replicate",
+    "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "grm.train.lr",
+    "train.parallel.cp", "grm.train.parallel.ep", "models.safety.train.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip
 BOUND = (
     "task", "seed", "experiment_name", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank",
@@ -33,7 +33,7 @@ BOUND = (
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
     "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.weight_decay",
-    "train.adam_betas", "critic.enabled", "cotrain.enabled", "engine.vllm.max_context_tokens",
+    "train.adam_betas", "critic.enabled", "grm.train.enabled", "engine.vllm.max_context_tokens",
     "engine.openai.extra_body.model", "rft.num_samples",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
-from grmpipe.pipeline.why_waiting import NUM_SHOWN
+from grmpipe.pipeline.why_waiting import NUM_SHOWN, pending, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -90,7 +90,7 @@ class Bench:
         return group
 
     def why(self, group: Group) -> str:
-        return self.buffer.why_waiting(group.group_id)
+        return why_waiting(self.buffer, group.group_id)
 
 
 def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
@@ -314,7 +314,7 @@ def test_why_a_group_is_gone_is_how_it_ended() -> None:
     bench.buffer.drop(dropped, "rollout_refused")
     assert bench.why(trained) == "trained: in step 1"
     assert bench.why(dropped) == "dropped: rollout_refused"
-    assert bench.buffer.why_waiting("g000009").startswith("not in flight")
+    assert why_waiting(bench.buffer, "g000009").startswith("not in flight")
 
 
 def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
@@ -334,7 +334,7 @@ def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() 
     kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
     bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
     assert bench.buffer.prompts_to_reopen == [2]
-    assert bench.buffer.why_waiting("g000002~1") == "not opened again since the resume"
+    assert why_waiting(bench.buffer, "g000002~1") == "not opened again since the resume"
     assert bench.buffer.state(0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
@@ -355,7 +355,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
     bench.roll_out(group)
     bench.judge(group)
     bench.buffer.take()
-    told = bench.buffer.pending()
+    told = pending(bench.buffer)
     assert told.startswith("g000000 (rolling out: rollouts missing: 0, 1;")
     assert told.endswith("; 1 more")
     assert group.group_id not in told

@@ -19,12 +19,12 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import Counting
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
 from grmpipe.observe.tracker import Tracker
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import (

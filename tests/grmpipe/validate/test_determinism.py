@@ -34,8 +34,8 @@ def seated(*overrides: str) -> Roles:
         (["placement.pools.train.resource=gpu"], "learner is on a GPU, .*; type placement.pools.train.resource=cpu|"
          "policy is on a GPU, .*; type placement.pools.train.resource=cpu"),
         (["algorithm=ppo", "critic=policy"], "a critic .*; type critic=none algorithm.estimator=grpo"),
-        (["cotrain.enabled=true", "cotrain.data_path=tiny://judgements"],
-         "a GRM that learns .*; type cotrain.enabled=false"),
+        (["grm.train.enabled=true", "grm.train.data_path=tiny://judgements"],
+         "a GRM that learns .*; type grm.train.enabled=false"),
         (["judge.early_stop.kind=relaxed", "judge.num_judgements=4"], "type judge.early_stop.kind=none"),
         (["judge=shared_principles"], "principles that failed .*; type judge.principles=inline"),
         (["judge.vote=weighted", "meta_rm=tiny"], "a meta-RM .*; type meta_rm.max_batch_tokens=1"),

@@ -50,7 +50,7 @@ def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) ->
     gpus = [role for role in config.roles if config.on_gpu(role)]
     assert bool(gpus) == name.startswith("qwen3")
     for role in {"policy", "grm"} & set(gpus):
-        assert (config.models[role].engine, config.models[role].dtype) == ("vllm", "bfloat16")
+        assert (config.models_by_role[role].engine, config.models_by_role[role].dtype) == ("vllm", "bfloat16")
     if "learner" in gpus:
         assert config.train.dtype == "bfloat16" and config.train.activations.recomputes
         assert notes_of(config) == []

@@ -73,21 +73,21 @@ def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> 
             "cluster": {"kind": base.cluster.kind},
             "placement": placement,
             "data": {"num_prompts": 20},
-            "cotrain": {"enabled": True, "parallel": parallel},
+            "grm": {"train": {"enabled": True, "parallel": parallel}},
             "train": {"fp32_router": fp32_router},
         },
     )
 
 
 def test_the_ranks_of_a_grm_in_training_are_grouped_as_its_own_section_says() -> None:
-    with pytest.raises(ConfigError, match=r"^cotrain\.parallel\.dp_replicate: 2 copies .* there are 3"):
+    with pytest.raises(ConfigError, match=r"^grm\.train\.parallel\.dp_replicate: 2 copies .* there are 3"):
         seat_roles(with_grm_learner(3, dp_replicate=2))
     seat_roles(with_grm_learner(4, dp_replicate=2, cp=2))
     with pytest.raises(
-        ConfigError, match=r"^cotrain\.parallel\.cp: 2 ranks can't divide the 3 query heads of grm\.path"
+        ConfigError, match=r"^grm\.train\.parallel\.cp: 2 ranks can't divide the 3 query heads of grm\.path"
     ):
         prepare(with_grm_learner(2, cp=2), no_progress)
-    with pytest.raises(ConfigError, match=r"^cotrain\.parallel\.ep: .* type 1$"):
+    with pytest.raises(ConfigError, match=r"^grm\.train\.parallel\.ep: .* type 1$"):
         prepare(with_grm_learner(2, ep=2), no_progress)
 
 

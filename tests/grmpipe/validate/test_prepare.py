@@ -162,13 +162,13 @@ def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, ca
     (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     learning = config(
         data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
-        cotrain={"enabled": True, "data_path": str(tmp_path / "labels.jsonl")},
+        grm={"train": {"enabled": True, "data_path": str(tmp_path / "labels.jsonl")}},
     )
     judging_tasks = stored_judging_tasks(learning, "grm", read_data(learning))
     assert judging_tasks is not None and len(judging_tasks) == 1
     assert "1 judging tasks of" in caplog.text
     (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is also in data\.eval_path"):
+    with pytest.raises(ConfigError, match=r"^grm\.train\.data_path: every prompt of .* is also in data\.eval_path"):
         stored_judging_tasks(learning, "grm", read_data(learning))
 
 
@@ -223,7 +223,7 @@ def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
     check(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
-        check(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)
+        check(config(data=data, grm={"path": path, "train": learns}, placement=WITH_GRM_LEARNER), no_progress)
 
 
 def routed(tmp_path: Path, **reward: object) -> RunConfig:

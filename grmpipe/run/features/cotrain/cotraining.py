@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.config.judging import key_of_cotrain
+from grmpipe.config.judging import key_of_model
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.parse import parser_named
@@ -98,7 +98,7 @@ class CoTraining:
             window=self._cotrain.rollout_window,
             seed=config.seed,
             pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
-            key=key_of_cotrain(role),
+            key=f"{key_of_model(role)}.train",
         )
         for prompt, rollout in kept:
             self._add(prompt, rollout)
@@ -180,7 +180,7 @@ class CoTraining:
 
     async def _warm_up(self, policy: Pipeline) -> None:
         """Train the GRM before it judges: the policy rolls out meanwhile, and nothing is judged for it."""
-        with policy.producer.judging_gate.held():
+        with policy.hold_judging():
             await self._pacer.until_warm()
 
     def _rollouts_may_come(self, policy: Pipeline) -> bool:
@@ -199,7 +199,7 @@ class CoTraining:
             judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),
-            push_weights=lambda version: policy.producer.change_judge(
+            push_weights=lambda version: policy.change_judge(
                 version - self._judging_version, lambda: self._push_to_judge(version)
             ),
             journal=self._recorder,

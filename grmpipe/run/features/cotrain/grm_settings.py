@@ -1,4 +1,4 @@
-"""The second learner of a co-training run: its settings, derived from `cotrain`, and the parts that its flow samples
+"""The second learner of a co-training run: its settings, derived from `grm.train`, and the parts that its flow samples
 with. Starts nothing, runs no loop.
 """
 
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grmpipe.config.cotrain import CotrainConfig
+from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
@@ -39,8 +39,8 @@ class TrainableGrm:
     sync: WeightSync
 
 
-def grm_train(train: TrainConfig, cotrain: CotrainConfig) -> TrainConfig:
-    """The policy's settings, with those of `cotrain` instead."""
+def grm_train(train: TrainConfig, cotrain: GrmTrainConfig) -> TrainConfig:
+    """The policy's settings, with those of `grm.train` instead."""
     return dataclasses.replace(
         train,
         num_steps=cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * train.num_steps),
@@ -53,12 +53,12 @@ def grm_train(train: TrainConfig, cotrain: CotrainConfig) -> TrainConfig:
     )
 
 
-def grm_algorithm(cotrain: CotrainConfig) -> AlgorithmConfig:
+def grm_algorithm(cotrain: GrmTrainConfig) -> AlgorithmConfig:
     """GRPO, as SPCT trains a GRM by rule."""
     return AlgorithmConfig(kl_coefficient=cotrain.kl_coefficient)
 
 
-def grm_flow(config: RunConfig, cotrain: CotrainConfig, judge: JudgeConfig) -> FlowConfig:
+def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> FlowConfig:
     """The settings of the GRM's flow. It is synchronous: judging tasks are judged by the weights that learn from
     them.
     """

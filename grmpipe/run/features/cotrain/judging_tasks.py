@@ -64,7 +64,7 @@ class JudgingTaskStream:
         window: int,
         seed: int,
         pass_reward: float = 1.0,
-        key: str = "cotrain",
+        key: str = "grm.train",
     ) -> None:
         """pass_reward: lowest grade of the rule that counts as right.
         key: the configuration's section of the GRM's learner, for errors.

@@ -116,7 +116,7 @@ def test_each_copy_of_the_learner_holds_all_state_and_ranks_are_planned_in_whole
 
 
 @pytest.mark.parametrize(
-    ("experiment", "role", "section"), [("cotrain", "grm_learner", "cotrain"), ("ppo", "critic", "critic")]
+    ("experiment", "role", "section"), [("cotrain", "grm_learner", "grm.train"), ("ppo", "critic", "critic")]
 )
 def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own_section(
     experiment: str, role: str, section: str

@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[4]
 # Beside the first judge: one more on its model, and one on a model of its own.
 JUDGES = (
     "+experiment=quickstart", "task=plan", "+judge@judges.brief=generative", "judges.brief.num_judgements=3",
-    "judges.brief.max_new_tokens=32", "+grm@grms.safety=tiny_weak", "+judge@judges.safety=generative",
+    "judges.brief.max_new_tokens=32", "+grm@models.safety=tiny_weak", "+judge@judges.safety=generative",
     "judges.safety.model=safety", "judges.safety.num_judgements=2", "reward=jury",
     "reward.members=[judge,brief,safety]",
 )  # fmt: skip
-LEARNS = "+cotrains={safety: {enabled: true, prompts_per_batch: 4, group_size: 8, grm_steps_per_policy_step: 2.0}}"
+LEARNS = "models.safety.train={enabled: true, prompts_per_batch: 4, group_size: 8, grm_steps_per_policy_step: 2.0}"
 
 
 def surveyed(*overrides: str) -> Survey:
@@ -88,7 +88,7 @@ def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
     roles = {role: seat for role, seat in survey.config.placement.roles.items() if not role.startswith("safety")}
     placed = replace(survey.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")
-    alone = replace(survey.config, placement=placed, grms={}, judges={"safety": own}, reward=reward)
+    alone = replace(survey.config, placement=placed, models={}, judges={"safety": own}, reward=reward)
     work = step_work(survey.under(alone)).engines
     assert list(work) == ["policy"]
     assert work["policy"].requests == 128 + 128 * 2
@@ -137,7 +137,7 @@ def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
 
 def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
     survey = surveyed(
-        "+grm@grms.scalar=tiny_reward_model", "+judge@judges.taste=scalar", "judges.taste.model=scalar",
+        "+grm@models.scalar=tiny_reward_model", "+judge@judges.taste=scalar", "judges.taste.model=scalar",
         "reward.members=[judge,brief,safety,taste]",
     )  # fmt: skip
     played = policy_lengths(survey)

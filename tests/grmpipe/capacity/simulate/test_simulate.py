@@ -24,6 +24,7 @@ from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.capacity.simulate.step_bound import StepNeeds, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.config.grm import GrmConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
@@ -115,7 +116,7 @@ def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_the
 
 
 def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
-    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=ModelConfig(engine="vllm"))
+    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
     off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
     slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
     cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
@@ -222,10 +223,10 @@ BOTH = RewardConfig(kind="mix", mix={"judge": 0.5, "safety": 0.5})
 def of_several(second: JudgeConfig = SECOND, reward: RewardConfig = BOTH, **changes) -> Workload:
     """A workload with a second judge, on a model of its own unless it says otherwise."""
     load = workload(**changes)
-    grms = (
-        {} if second.model in ("grm", "policy") else {second.model: ModelConfig(path="tiny://grm", engine="embedded")}
+    models = (
+        {} if second.model in ("grm", "policy") else {second.model: GrmConfig(path="tiny://grm", engine="embedded")}
     )
-    config = replace(load.config, grms=grms, judges={"safety": second}, reward=reward)
+    config = replace(load.config, models=models, judges={"safety": second}, reward=reward)
     return replace(
         load,
         config=config,
@@ -384,13 +385,13 @@ def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp
 
 
 def test_costs_of_a_further_model_are_stated_by_its_name(tmp_path: Path) -> None:
-    second = ("+grm@grms.safety=tiny", "+judge@judges.safety=generative", "judges.safety.model=safety", "reward=mix",
+    second = ("+grm@models.safety=tiny", "+judge@judges.safety=generative", "judges.safety.model=safety", "reward=mix",
               "reward.mix={judge: 0.5, safety: 0.5}")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^simulate\.costs\.grms\.safety\.step_s: missing"):
+    with pytest.raises(ConfigError, match=r"^simulate\.costs\.models\.safety\.step_s: missing"):
         run_task(tmp_path, *STATED, *second)
-    with pytest.raises(ConfigError, match=r"^simulate\.costs\.grms\.safty: no judge of this run asks safty"):
-        run_task(tmp_path, *STATED, *second, "+simulate.costs.grms={safty: {step_s: 0.02}}")
-    text = run_task(tmp_path, *STATED, *second, "+simulate.costs.grms={safety: {step_s: 0.02}}")
+    with pytest.raises(ConfigError, match=r"^simulate\.costs\.models\.safty: no judge of this run asks safty"):
+        run_task(tmp_path, *STATED, *second, "+simulate.costs.models={safty: {step_s: 0.02}}")
+    text = run_task(tmp_path, *STATED, *second, "+simulate.costs.models={safety: {step_s: 0.02}}")
     assert "judgements by judge 1, safety 1, simulated" in text
     assert "busy      safety" in text
 

@@ -32,6 +32,46 @@ def hog(_: str) -> str:
     return str(len(bytes(2**30)))  # calloc: untouched pages take no time
 
 
+HOLD = "bytearray(b'x') * (100 * 2**20)"  # writes every page of 100 MB
+
+
+def hold_in_forks(count: str) -> str:
+    """Processes of 100 MB each, which are forks of the environment."""
+    ready, says = os.pipe()
+    for _ in range(int(count)):
+        if os.fork() == 0:
+            held = eval(HOLD)
+            os.write(says, b"1")
+            time.sleep(3600)
+            print(held)
+    return held_by(int(count), ready)
+
+
+def hold_in_programs(count: str) -> str:
+    """Processes of 100 MB each, which are programs."""
+    ready, says = os.pipe()
+    code = f"import os, time; held = {HOLD}; os.write({says}, b'1'); time.sleep(3600)"
+    for _ in range(int(count)):
+        subprocess.Popen([python(), "-c", code], pass_fds=[says])
+    return held_by(int(count), ready)
+
+
+def share_in_programs(count: str) -> str:
+    """A program of 100 MB, and forks of it that only read them."""
+    ready, says = os.pipe()
+    fork = f"[os.fork() or (os.write({says}, b'1'), time.sleep(3600)) for _ in range({count})]"
+    subprocess.Popen([python(), "-c", f"import os, time; held = {HOLD}; {fork}; time.sleep(3600)"], pass_fds=[says])
+    return held_by(int(count), ready)
+
+
+def held_by(count: int, ready: int) -> str:
+    """Waits until so many processes hold their memory, and a while."""
+    for _ in range(count):
+        os.read(ready, 1)
+    time.sleep(0.6)
+    return "held"
+
+
 def endless(_: str) -> str:
     while True:
         pass
@@ -132,9 +172,12 @@ def call(number, *arguments):
 
 def program(code: str) -> str:
     """A Python program, as a policy starts one. It prints what it could do."""
-    python = sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip() or f"refused: {done.stderr.strip()[-300:]}"
+
+
+def python() -> str:
+    return sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3"
 
 
 def use_up_inodes(_: str) -> str:
@@ -188,7 +231,7 @@ STEPS: dict[str, Callable[[str], str]] = {
     for step in (
         fork_bomb, hog, endless, connect, serve_locally, write, age, read, fill, output, speak, garbage, be_deaf,
         daemon, children, environ, kill_all, program, use_up_inodes, threads, signal_parent, leave,
-        take_too_many_turns, move_too_often, ping,
+        take_too_many_turns, move_too_often, ping, hold_in_forks, hold_in_programs, share_in_programs,
     )
 }  # fmt: skip
 
@@ -201,7 +244,8 @@ class Adversary:
 
     async def open(self, episode: Episode) -> Opening:
         if self._boot:
-            STEPS[self._boot]("")
+            name, _, argument = self._boot.partition(" ")
+            STEPS[name](argument)
         return Opening(messages=[Message(role="user", content=str(Path.cwd()))], state_key=str(episode.attempt))
 
     async def step(self, action: Action) -> Observation:

@@ -61,6 +61,15 @@ ATTACKS = {
     "reaches the host of a virtual machine": "print(socket.socket(socket.AF_VSOCK))",
     "keeps memory in a file without a name": "print(os.write(os.memfd_create(''), bytes(2**20)))",
     "shares memory": "print(call(29, 0, ctypes.c_size_t(2**29), 0o1600))",
+    "queues messages": "print(call(68, 0, 0o1600))",
+    "takes semaphores": "print(call(64, 0, 32000, 0o1600))",
+    "keeps pages that it unmaps": "import mmap; print(mmap.mmap(-1, 2**20))",
+    "keeps pages of the device of zeros": "import mmap; print(mmap.mmap(os.open('/dev/zero', 2), 2**20))",
+    "keeps pages in a pipe": "print(call(278, os.pipe()[1], None, 0, 0))",
+    "mounts memory": """
+        assert not libc.unshare(0x10020000)
+        assert not libc.mount(b'tmpfs', os.getcwd().encode(), b'tmpfs', 0, None)
+        print('mounted')""",
     "asks the kernel by a ring": "print(call(425, 8, ctypes.create_string_buffer(256)))",
     "lists folders of the machine": "print(os.listdir('/var'))",
     "reads keys": "print(call(250, 0, -3, 0))",
@@ -101,6 +110,8 @@ async def attacked(run_dir: Path, without: tuple[str, ...], programs: Mapping[st
             answers[name] = answer.messages[0].content
         works = "import asyncio; print(asyncio.run(asyncio.sleep(0, 'works')))"
         answers["works"] = (await env.step(Action(text=f"program {works}"))).messages[0].content
+        held = await env.step(Action(text="hold_in_programs 10"))
+        answers["ten processes of 100 MB"] = held.messages[0].content if held.messages else str(held.faults)
         await env.close()
         return answers
     finally:
@@ -176,6 +187,10 @@ def test_what_a_program_tries_is_refused(answers: dict[str, str], attack: str) -
 
 def test_a_program_that_harms_nothing_works(answers: dict[str, str]) -> None:
     assert answers["works"] == "works"
+
+
+def test_processes_that_hold_too_much_together_end_the_episode_as_the_policys_fault(answers: dict[str, str]) -> None:
+    assert answers["ten processes of 100 MB"] == "('limit',)"
 
 
 if __name__ == "__main__":

@@ -204,6 +204,27 @@ def test_too_much_memory_is_the_policys_fault_and_ends_the_episode(host: Host) -
     assert host.step("hog").faults == ("limit",)
 
 
+@pytest.mark.parametrize("kind", ["host", "bare_host"])
+def test_forks_that_hold_too_much_memory_together_end_the_episode(
+    request: pytest.FixtureRequest, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "grmpipe.envs.isolation.hosted_env")
+    answer = request.getfixturevalue(kind).step("hold_in_forks 6")
+    assert answer.done and answer.faults == ("limit",)
+    assert "256 MB of memory of all its processes (env.isolation.memory_mb)" in caplog.text
+
+
+def test_memory_within_the_bound_and_memory_that_programs_share_end_no_episode(host: Host) -> None:
+    assert text_of(host.step("share_in_programs 5")) == "held"
+    assert text_of(host.step("hold_in_forks 2")) == "held"
+
+
+def test_too_much_memory_in_the_opening_is_the_environments_fault(tmp_path: Path) -> None:
+    with Host(tmp_path, config=config_of(boot="hold_in_forks 6")) as host, pytest.raises(EnvFault) as fault:
+        host.run(host.seated())
+    assert fault.value.cause == "died" and "limit of 256 MB of memory of all its processes" in str(fault.value)
+
+
 def test_too_much_cpu_time_is_the_policys_fault(tmp_path: Path) -> None:
     with Host(tmp_path, config=config_of(replace(ISOLATION, cpu_s=1)), limits=replace(LIMITS, step_s=60)) as host:
         begun_s = time.monotonic()
@@ -290,6 +311,11 @@ def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(tmp_path: Path, n
 def test_a_seat_writes_no_more_than_its_folder_holds(host: Host, harm: str, needs: Callable[..., None]) -> None:
     needs("folder of bounded size")
     assert text_of(host.step(harm)) == "written" if "big" in harm else text_of(host.step(harm)).startswith("refused")
+
+
+def test_the_device_of_zeros_can_be_read(host: Host, needs: Callable[..., None]) -> None:
+    needs("zeros that take no memory")
+    assert text_of(host.step("program print(open('/dev/zero', 'rb').read(3))")) == repr(bytes(3))
 
 
 def test_a_seat_gets_no_environment_variable_that_is_not_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.reward_checks import check_rewards
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -188,9 +188,10 @@ def composed(
     }
     nested = {name: RewardConfig(**values) for name, values in (rewards or {}).items()}
     root = RewardConfig(**reward)
-    check_rewards(root, nested, made, group_baseline=False)
+    tree = RewardTree(root, nested)
+    check_rewards(tree, made, group_baseline=False)
     configs.setdefault("judge", JudgeConfig())
-    return Table(judges=made, judge=compose_judge(root, nested, as_judges, configs, seed, skill, min_group_std))
+    return Table(judges=made, judge=compose_judge(tree, as_judges, configs, seed, skill, min_group_std))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from grmpipe.algorithm.advantages import standardize
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
@@ -41,10 +41,10 @@ def verdict_of(report: Any) -> Verdict:
 def test_a_single_judge_is_the_judge_itself() -> None:
     judges = {"judge": PointwiseAdapter(RuleJudge("exact_answer")), "other": PointwiseAdapter(RuleJudge("math_verify"))}
     configs = dict.fromkeys(judges, JudgeConfig(kind="rule"))
-    assert compose_judge(RewardConfig(), {}, judges, configs, 0) is judges["judge"]
-    assert compose_judge(RewardConfig(judge="other"), {}, judges, configs, 0) is judges["other"]
+    assert compose_judge(RewardTree(RewardConfig()), judges, configs, 0) is judges["judge"]
+    assert compose_judge(RewardTree(RewardConfig(judge="other")), judges, configs, 0) is judges["other"]
     named = {"alias": RewardConfig(judge="other")}
-    assert compose_judge(RewardConfig(judge="alias"), named, judges, configs, 0) is judges["other"]
+    assert compose_judge(RewardTree(RewardConfig(judge="alias"), named), judges, configs, 0) is judges["other"]
 
 
 # -- mix -------------------------------------------------------------------------------------------------------------

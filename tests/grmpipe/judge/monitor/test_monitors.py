@@ -9,15 +9,15 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker
 from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.monitor.overoptimization import Fit, fit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
+from grmpipe.pipeline.service_health import CircuitBreaker
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
 
@@ -26,7 +26,7 @@ ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),)
 
 def composed(judges: dict[str, ByLength], reward: RewardConfig) -> ComposedJudge:
     adapted = {name: PointwiseAdapter(judge) for name, judge in judges.items()}
-    judge = compose_judge(reward, {}, adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
+    judge = compose_judge(RewardTree(reward), adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
     assert isinstance(judge, ComposedJudge)
     return judge
 
@@ -226,9 +226,9 @@ def test_counts_of_watching_are_no_less_than_none() -> None:
 def test_a_tripped_gate_pauses_first_and_stops_the_second_time() -> None:
     breaker = CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
     breaker.trip("too long-winded", 0.0)
-    assert (breaker.state(1.0), breaker.seconds_to_pause(1.0)) == ("paused", 29.0)
+    assert (breaker.state(1.0), breaker.seconds_to_pause(1.0)) == ("open", 29.0)
     breaker.trip("in the pause it is told nothing new", 2.0)
-    assert breaker.state(31.0) == "open"
+    assert breaker.state(31.0) == "half-open"
     breaker.trip("too long-winded", 40.0)
     assert breaker.state(41.0) == "stopped"
     assert breaker.stop_cause() == "too long-winded, again after a pause of 30 s"

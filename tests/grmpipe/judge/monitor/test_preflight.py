@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
 from models.types import EngineDied
@@ -54,7 +54,10 @@ def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_ow
     late, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
     configs = {"judge": JudgeConfig(), "second": JudgeConfig()}
     composed = compose_judge(
-        RewardConfig(kind="gate", gate="judge", inner="second"), {}, {"judge": gate, "second": late}, configs, seed=0
+        RewardTree(RewardConfig(kind="gate", gate="judge", inner="second")),
+        {"judge": gate, "second": late},
+        configs,
+        seed=0,
     )
     said = bench.run(preflight_judgements(composed, members_of(composed), configs, [bench.prompt()]))
     assert said.startswith("judges.second.parser: score_line could read none of 4 preflight judgements")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
@@ -62,7 +62,7 @@ def judged_by(reward: RewardConfig, **judges: JudgeConfig) -> tuple[RunConfig, J
     first = judges.pop("judge", JudgeConfig())
     config = RunConfig(judge=first, judges=judges, reward=reward)
     made = {name: PointwiseAdapter(RuleJudge("exact_answer")) for name in config.all_judges}
-    return config, compose_judge(reward, {}, made, config.all_judges, seed=0)
+    return config, compose_judge(RewardTree(reward), made, config.all_judges, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_adapters_alone_share_no_engine_with_a_role_of_other_weights() -> None:
 def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
     roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm", "grm_learner")}
     placement = {"pools": {"engines": {"slots": 2, "elastic": True}}, "roles": roles}
-    engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "cotrain": {"enabled": True}}
-    with pytest.raises(ConfigError, match=r"cotrain\.enabled: the pool engines is elastic"):
+    engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm", "train": {"enabled": True}}}
+    with pytest.raises(ConfigError, match=r"grm\.train\.enabled: the pool engines is elastic"):
         seat_roles(from_values(RunConfig, {"placement": placement, **engines}))
     seat_roles(from_values(RunConfig, {"placement": placement, "balance": {"swap": "weights"}, **engines}))
 
@@ -203,9 +203,9 @@ def test_a_judge_that_learns_has_no_turns_with_its_learner() -> None:
     pools = {"train": {"slots": 2}, "judging": {"slots": 1, "time_shared": True}}
     seats = {"policy": "train", "learner": "train", "grm": "judging", "grm_learner": "judging"}
     placement = {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}}
-    cotrain = {"enabled": True, "data_path": "tiny://judgements"}
+    train = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^placement\.roles\.grm_learner\.pool: only the policy's learner"):
-        seat_roles(from_values(RunConfig, {"placement": placement, "cotrain": cotrain}))
+        seat_roles(from_values(RunConfig, {"placement": placement, "grm": {"train": train}}))
 
 
 def test_a_pool_is_elastic_or_time_shared() -> None:
@@ -226,7 +226,7 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
         RunConfig,
         {
             "engine": {"kind": "vllm", "vllm": {"sleep_mode": swap == "sleep"}},
-            "grms": {"second": {"path": "tiny://grm"}},
+            "models": {"second": {"path": "tiny://grm"}},
             "judges": {"other": {"model": "second"}},
             "reward": {"kind": "jury", "members": ["judge", "other"]},
             "balance": {"swap": swap},

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.env import EnvConfig
+from grmpipe.config.grm import GrmConfig, GrmTrainConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
@@ -274,9 +274,10 @@ def test_a_checkpoint_of_adapters_has_nothing_of_the_frozen_model() -> None:
 
 def test_critics_and_judges_that_learn_are_in_the_checkpoints_too() -> None:
     model = ModelConfig(shape=SHAPE_8B)
+    grm = GrmConfig(shape=SHAPE_8B, train=GrmTrainConfig(enabled=True))
     seats = {role: RoleConfig(pool="train") for role in ("policy", "learner", "grm", "grm_learner", "critic")}
     placement = PlacementConfig(pools={"train": PoolConfig(slots=5)}, roles=seats)
-    config = RunConfig(policy=model, grm=model, cotrain=CotrainConfig(enabled=True), placement=placement)
+    config = RunConfig(policy=model, grm=grm, placement=placement)
     assert checkpoint_gb(config) == pytest.approx(2 * 3 * 12 * 8.19, rel=0.01)
     ppo = AlgorithmConfig(estimator="gae")
     config = RunConfig(policy=model, critic=CriticConfig(enabled=True), algorithm=ppo, placement=placement)

@@ -13,11 +13,11 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
-from grmpipe.config.reward import RewardConfig
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
+from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.run.features.judge_monitor import (
     JudgeMonitor,
     MonitoredJudge,
@@ -64,7 +64,7 @@ class Scene:
         judge: Judge = PointwiseAdapter(self.judge)
         if self.second is not None:
             judges = {"judge": judge, "second": PointwiseAdapter(self.second)}
-            judge = compose_judge(self.reward, {}, judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
+            judge = compose_judge(RewardTree(self.reward), judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
             judge=judge,
             members=members_of(judge),
@@ -261,7 +261,7 @@ def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path
     async def watch(judge_monitor: JudgeMonitor) -> None:
         await judge_monitor.measure(1, {"judge/ties": 0.9})
         scene.hear(judge_monitor, is_last=False)
-        assert breaker.state(asyncio.get_running_loop().time()) == "paused"
+        assert breaker.state(asyncio.get_running_loop().time()) == "open"
         await judge_monitor.measure(2, {"judge/ties": 0.9})
         scene.hear(judge_monitor, is_last=False)  # nothing is new during the pause
 

@@ -275,9 +275,9 @@ def test_a_first_answer_that_denies_is_the_last_request_and_names_the_key_and_th
 
 def test_keys_of_a_model_by_name_are_those_that_its_user_sets(endpoint: Endpoint) -> None:
     endpoint.script = [error(401)]
-    use = EndpointUse(model_key="grms.other", option_key=lambda name: f"grms.other.engine_options.{name}")
+    use = EndpointUse(model_key="models.other", option_key=lambda name: f"models.other.engine_options.{name}")
     config = OpenAIConfig(base_url=endpoint.url, api_key_env="JUDGE_KEY")
-    with pytest.raises(EngineDenied, match=r"^grms\.other\.engine_options\.api_key_env: "):
+    with pytest.raises(EngineDenied, match=r"^models\.other\.engine_options\.api_key_env: "):
         asyncio.run(chat(OpenAIEngine("judge-1", "other", config, use=use)))
 
 

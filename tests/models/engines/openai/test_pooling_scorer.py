@@ -74,7 +74,7 @@ def scored(endpoint: Endpoint, token_ids: tuple[int, ...] = (5, 6, 7), base: str
     config = OpenAIConfig(base_url=endpoint.url + base, api_key_env="RM_KEY", **{"max_retries": 2, **options})
 
     async def ask() -> float:
-        scorer = PoolingScorer("org/rm", config, use=EndpointUse(model_key="grms.safety"))
+        scorer = PoolingScorer("org/rm", config, use=EndpointUse(model_key="models.safety"))
         try:
             return await scorer.score(token_ids)
         finally:
@@ -133,13 +133,13 @@ def test_what_the_endpoint_refuses_is_refused_without_the_key(endpoint: Endpoint
 
 def test_a_model_with_two_classes_ends_the_run_by_its_key(endpoint: Endpoint) -> None:
     endpoint.script = [(200, classified(0.2, 0.8))]
-    with pytest.raises(ValueError, match=r"^grms\.safety\.path: .* gave 2 numbers for one conversation"):
+    with pytest.raises(ValueError, match=r"^models\.safety\.path: .* gave 2 numbers for one conversation"):
         scored(endpoint)
 
 
 def test_another_model_than_the_one_asked_ends_the_run_by_its_key(endpoint: Endpoint) -> None:
     endpoint.script = [(200, classified(1.0, model="gpt-2"))]
-    with pytest.raises(ValueError, match=r"^grms\.safety\.path: .* was asked for 'org/rm', but 'gpt-2' answered"):
+    with pytest.raises(ValueError, match=r"^models\.safety\.path: .* was asked for 'org/rm', but 'gpt-2' answered"):
         scored(endpoint)
 
 

@@ -80,7 +80,7 @@ def test_a_warm_up_on_rollouts_of_one_kind_is_refused_once_no_others_can_come() 
     judging_tasks = stream(stored=False)
     judging_tasks.add(QUESTION, rollout("41"))
     with pytest.raises(
-        ValueError, match=r"cotrain\.data_path: is null, .* 0 of the first responses are right and 1 wrong"
+        ValueError, match=r"grm\.train\.data_path: is null, .* 0 of the first responses are right and 1 wrong"
     ):
         asyncio.run(usable(judging_tasks, may_come=False))
 

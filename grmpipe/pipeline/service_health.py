@@ -1,21 +1,33 @@
-"""Whether the judge is fit: a gate that pauses, then stops the run."""
+"""Whether a service (judge, policy, environments) is healthy: a circuit breaker pauses work, then stops the run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
-from grmpipe.types import Cause, Failed, JudgeReport, Metrics
+from grmpipe.pipeline.group import Group
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig
+from grmpipe.types import Cause, EnvCause, Failed, InfraCause, JudgeReport, Metrics
 from scheduler.clock import ActiveClock
 
 log = logging.getLogger(__name__)
 
-BreakerState = Literal["open", "paused", "stopped"]
+CAUSES: Mapping[str, InfraCause] = {  # causes of dropped groups that are the fault of the policy's engines
+    "rollout_refused": "refused",
+    "rollout_timeout": "timeout",
+    "rollout_died": "died",
+    KILLED_ENGINES: "died",
+}
+NUM_FIRST = 8  # episodes; if all of these fail through the environment's own code, it never worked
+OWN_CODE: tuple[EnvCause, ...] = ("broken", "protocol")
+
+BreakerState = Literal["closed", "open", "half-open", "stopped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +42,10 @@ SUCCESS = RecentResult(cause=None)
 
 
 class CircuitBreaker:
-    """A gate that is open, paused, open again, then stopped, by the share of failures in a sliding window.
+    """Closed, it lets work through; open, it pauses work; half-open, it lets work through on trial; stopped, for good.
 
-    The gate acts once a quarter of the window is filled. After the pause it opens with an empty window. It pauses once
-    more only after a whole window below the rate; otherwise it stops.
+    It opens by the share of failures in a sliding window, once a quarter of the window is filled. After the pause it is
+    half-open, with an empty window: a whole window below the rate closes it, too many failures stop it.
 
     counted: what is counted, in the plural. key: the configuration key that sets the rate.
     """
@@ -54,22 +66,21 @@ class CircuitBreaker:
         self._pause_s = pause_s
         self._recent: deque[RecentResult] = deque(maxlen=window)
         self._last_detail = ""
-        self._state: BreakerState = "open"
+        self._state: BreakerState = "closed"
         self._paused_until_s = 0.0
-        self._warned = False
-        self._num_since_opening = 0
+        self._num_on_trial = 0
         self._cause = ""
 
     def state(self, now_s: float) -> BreakerState:
-        if self._state == "paused" and now_s >= self._paused_until_s:
-            self._state = "open"
+        if self._state == "open" and now_s >= self._paused_until_s:
+            self._state = "half-open"
             self._recent.clear()
-            self._num_since_opening = 0
+            self._num_on_trial = 0
         return self._state
 
     def seconds_to_pause(self, now_s: float) -> float:
         """Seconds left of the pause; 0 if judging may continue, and 0 if it never will."""
-        return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
+        return self._paused_until_s - now_s if self.state(now_s) == "open" else 0.0
 
     def record(self, result: object, now_s: float, of: Sequence[str] = ()) -> None:
         """Count a result: a Failed is a failure, anything else a success. Results during a pause are ignored: their
@@ -77,22 +88,21 @@ class CircuitBreaker:
 
         of: of several judges, those whose failure it is.
         """
-        if self.state(now_s) != "open":
+        if self.state(now_s) in ("open", "stopped"):
             return
         self._recent.append(RecentResult(cause=result.cause, of=tuple(of)) if isinstance(result, Failed) else SUCCESS)
-        self._num_since_opening += 1
+        self._num_on_trial += 1
         if isinstance(result, Failed):
             self._last_detail = result.detail
         if self._exceeds():
-            self._close(now_s)
-        elif self._num_since_opening >= self._window:
-            self._warned = False
+            self._open(self._explain(), now_s)
+        elif self._num_on_trial >= self._window:
+            self._state = "closed"
 
     def trip(self, cause: str, now_s: float) -> None:
-        """Close for a reason other than failures: pause, or stop if there was a pause recently."""
-        if self.state(now_s) == "open":
-            self._cause = cause + (f", again after a pause of {self._pause_s:g} s" if self._warned else "")
-            self._shut(now_s)
+        """Open for a reason other than failures; stop if it is half-open."""
+        if self.state(now_s) in ("closed", "half-open"):
+            self._open(cause + self._again(), now_s)
 
     def stop_cause(self) -> str:
         """Why judging paused or stopped, in plain words; empty if it never did."""
@@ -103,15 +113,15 @@ class CircuitBreaker:
         enough = len(self._recent) >= max(1, self._window // 4)
         return enough and num_failed > self._max_failure_rate * len(self._recent)
 
-    def _close(self, now_s: float) -> None:
-        self._cause = self._explain()
-        self._shut(now_s)
-
-    def _shut(self, now_s: float) -> None:
-        if self._warned:
+    def _open(self, cause: str, now_s: float) -> None:
+        self._cause = cause
+        if self._state == "half-open":
             self._state = "stopped"
         else:
-            self._state, self._warned, self._paused_until_s = "paused", True, now_s + self._pause_s
+            self._state, self._paused_until_s = "open", now_s + self._pause_s
+
+    def _again(self) -> str:
+        return f", again after a pause of {self._pause_s:g} s" if self._state == "half-open" else ""
 
     def _explain(self) -> str:
         counts = Counter(seen.cause for seen in self._recent if seen.cause is not None)
@@ -119,10 +129,9 @@ class CircuitBreaker:
         causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
         by_judge = Counter(name for seen in self._recent for name in seen.of)
         judges = ", ".join(f"{name} in {count}" for name, count in by_judge.most_common())
-        again = f", again after a pause of {self._pause_s:g} s" if self._warned else ""
         return (
             f"{num_failed} of the last {num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
-            f"{self._key}={self._max_failure_rate:g}){again}: {causes}"
+            f"{self._key}={self._max_failure_rate:g}){self._again()}: {causes}"
             + (f"; judges that failed: {judges}" if judges else "")
             + (f"; the last one: {self._last_detail}" if self._last_detail else "")
         )
@@ -196,3 +205,73 @@ class JudgeFitness(Fitness):
         """
         metrics, self._bias = bias_metrics(self._bias), {}
         return metrics
+
+
+class PolicyUnfit(Unfit):
+    """Too many groups ended without their rollouts."""
+
+
+class PolicyFitness(Fitness):
+    """Counts ended groups: with all rollouts, or dropped because the policy's engines failed."""
+
+    work = "rolling out"
+    unfit = PolicyUnfit
+
+    @classmethod
+    def of(cls, config: FlowConfig) -> PolicyFitness:
+        breaker = CircuitBreaker(
+            max_failure_rate=config.rollout_max_failure_rate,
+            window=config.rollout_failure_window,
+            pause_s=config.rollout_pause_s,
+            counted="groups",
+            key="rollout.max_failure_rate",
+        )
+        return cls(breaker)
+
+    def group_ended(self, group: Group) -> None:
+        """Count an ended group that sent requests. Raises PolicyUnfit when the gate closes for good."""
+        if (cause := CAUSES.get(group.cause)) is not None:
+            self.record(Failed(stage="rollout", cause=cause, attempts=1, detail=group.detail))
+        elif group.is_rolled_out:
+            self.record(group)
+
+
+class EnvUnfit(Unfit):
+    """Too many episodes ended because their environment failed in every attempt."""
+
+
+class EnvFitness(Fitness):
+    """Counts episodes: played to their end, or failed by the environment in all their attempts."""
+
+    work = "playing"
+    unfit = EnvUnfit
+
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        super().__init__(breaker)
+        self._num_broken = 0  # of the first episodes; -1: some episode did not fail so
+
+    @classmethod
+    def of(cls, config: FlowConfig) -> EnvFitness:
+        breaker = CircuitBreaker(
+            max_failure_rate=config.env_max_failure_rate,
+            window=config.env_failure_window,
+            pause_s=config.env_pause_s,
+            counted="episodes",
+            key="env.max_failure_rate",
+        )
+        return cls(breaker)
+
+    def episode_ended(self, result: object) -> None:
+        """Count an ended episode: a Failed, or anything else. Raises EnvUnfit when the gate closes for good, and
+        ConfigError for an environment that never worked.
+        """
+        if not (isinstance(result, Failed) and result.cause in OWN_CODE):
+            self._num_broken = -1
+        elif self._num_broken >= 0:
+            self._num_broken += 1
+            if self._num_broken == NUM_FIRST:
+                raise ConfigError(
+                    f"env: the first {NUM_FIRST} episodes all failed by an error of the environment itself; "
+                    f"the last one: {result.detail}; run.log has the traceback"
+                )
+        self.record(result)

@@ -1,14 +1,14 @@
-"""Settings of a GRM that is trained next to the policy. Frozen, checked; opens no file."""
+"""Settings of models that judge, and of their learners next to the policy's. Frozen, checked; opens no file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.settings import ParallelConfig
+from models.settings import ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
-class CotrainConfig:
+class GrmTrainConfig:
     """Settings of the GRM's learner, which runs next to the policy's.
 
     A judging task is one labelled response (or list) that the GRM judges several times; each judgement gets a reward of
@@ -50,4 +50,13 @@ class CotrainConfig:
         if not 0 <= self.rollout_share <= 1:
             raise ValueError(f"rollout_share: must be between 0 and 1, got {self.rollout_share}")
         if self.rollout_share == 0 and self.data_path is None:
-            raise ValueError("rollout_share: 0 without data_path gives no training data; type cotrain.rollout_share=1")
+            raise ValueError(
+                "rollout_share: 0 without data_path gives no training data; type grm.train.rollout_share=1"
+            )
+
+
+@dataclass(frozen=True)
+class GrmConfig(ModelConfig):
+    """A model that judges."""
+
+    train: GrmTrainConfig = field(default_factory=GrmTrainConfig)

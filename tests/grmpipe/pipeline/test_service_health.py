@@ -1,11 +1,11 @@
-"""The gate pauses, then stops; the alarm fires only if the score rises and the gold accuracy falls."""
+"""The breaker opens for a pause, is half-open after it, and then closes or stops the run."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker
+from grmpipe.pipeline.service_health import CircuitBreaker
 from grmpipe.types import Failed, Verdict
 
 GOOD = Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1)
@@ -25,22 +25,22 @@ def feed(breaker: CircuitBreaker, now_s: float, *verdicts: Verdict | Failed) -> 
 
 def test_the_gate_waits_for_a_quarter_of_its_window() -> None:
     watched = breaker(window=16)
-    assert feed(watched, 0, TIMEOUT, TIMEOUT, TIMEOUT) == "open"
-    assert feed(watched, 0, TIMEOUT) == "paused"
+    assert feed(watched, 0, TIMEOUT, TIMEOUT, TIMEOUT) == "closed"
+    assert feed(watched, 0, TIMEOUT) == "open"
 
 
 def test_a_rate_at_the_limit_is_fine_and_one_above_it_pauses() -> None:
     watched = breaker()
-    assert feed(watched, 0, *[GOOD] * 12, *[TIMEOUT] * 4) == "open"
-    assert feed(watched, 0, TIMEOUT) == "paused"
+    assert feed(watched, 0, *[GOOD] * 12, *[TIMEOUT] * 4) == "closed"
+    assert feed(watched, 0, TIMEOUT) == "open"
 
 
-def test_it_pauses_then_opens_with_an_empty_window_then_stops() -> None:
+def test_it_pauses_then_is_half_open_with_an_empty_window_then_stops() -> None:
     watched = breaker()
     feed(watched, 100.0, *[TIMEOUT] * 4)
-    assert (watched.state(129.9), watched.seconds_to_pause(120.0)) == ("paused", 10.0)
-    assert (watched.state(130.0), watched.seconds_to_pause(130.0)) == ("open", 0.0)
-    assert feed(watched, 131.0, TIMEOUT, TIMEOUT, TIMEOUT) == "open"
+    assert (watched.state(129.9), watched.seconds_to_pause(120.0)) == ("open", 10.0)
+    assert (watched.state(130.0), watched.seconds_to_pause(130.0)) == ("half-open", 0.0)
+    assert feed(watched, 131.0, TIMEOUT, TIMEOUT, TIMEOUT) == "half-open"
     assert feed(watched, 131.0, UNPARSEABLE) == "stopped"
     assert (watched.state(1e9), watched.seconds_to_pause(131.0)) == ("stopped", 0.0)
     assert feed(watched, 1e9, *[GOOD] * 100) == "stopped"
@@ -50,20 +50,21 @@ def test_verdicts_that_arrive_in_the_pause_do_not_count() -> None:
     watched = breaker()
     feed(watched, 0.0, *[TIMEOUT] * 4)
     feed(watched, 15.0, *[TIMEOUT] * 50)
-    assert feed(watched, 31.0, *[GOOD] * 16) == "open"
+    assert feed(watched, 31.0, *[GOOD] * 15) == "half-open"
+    assert feed(watched, 31.0, GOOD) == "closed"
 
 
 def test_a_whole_window_below_the_rate_earns_another_pause() -> None:
     watched = breaker(window=16)
     feed(watched, 0.0, *[TIMEOUT] * 4)
-    assert feed(watched, 31.0, *[GOOD] * 15, *[TIMEOUT] * 5) == "paused"
+    assert feed(watched, 31.0, *[GOOD] * 15, *[TIMEOUT] * 5) == "open"
     assert feed(watched, 62.0, *[TIMEOUT] * 4) == "stopped"
 
 
 def test_old_verdicts_leave_the_window() -> None:
     watched = breaker(window=16)
     feed(watched, 0, *[GOOD] * 1000)
-    assert feed(watched, 0, *[TIMEOUT] * 5) == "paused"
+    assert feed(watched, 0, *[TIMEOUT] * 5) == "open"
 
 
 def test_the_cause_is_told_in_plain_words_with_counts() -> None:
@@ -79,13 +80,13 @@ def test_the_cause_is_told_in_plain_words_with_counts() -> None:
 
 
 @given(failures=st.lists(st.booleans(), max_size=200), window=st.integers(1, 40))
-def test_a_gate_closes_exactly_when_the_window_exceeds_the_rate(failures: list[bool], window: int) -> None:
+def test_a_breaker_opens_exactly_when_the_window_exceeds_the_rate(failures: list[bool], window: int) -> None:
     watched = breaker(window)
     for count in range(1, len(failures) + 1):
         watched.record(TIMEOUT if failures[count - 1] else GOOD, 0.0)
         recent = failures[:count][-window:]
         exceeded = len(recent) >= max(1, window // 4) and sum(recent) / len(recent) > 0.25
-        assert watched.state(0.0) == ("paused" if exceeded else "open")
+        assert watched.state(0.0) == ("open" if exceeded else "closed")
         if exceeded:
             break
 
