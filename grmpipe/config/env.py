@@ -156,9 +156,8 @@ class EnvConfig:
     # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
     runs_in: str = DEFAULT_PLACE
     command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # For custom and workflow: further arguments of the class or function.
+    # For custom and workflow: further arguments of the class, or of the function.
+    options: dict[str, Any] = field(default_factory=dict)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
     step_s: float = 30.0  # Limit on the environment's answer to a turn.
