@@ -156,7 +156,8 @@ class EnvConfig:
     # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
     runs_in: str = DEFAULT_PLACE
     command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
-    options: dict[str, Any] = field(default_factory=dict)  # For custom: arguments of the class.
+    # For custom and workflow: further arguments of the class, or of the function.
+    options: dict[str, Any] = field(default_factory=dict)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
     boot_s: float = 60.0  # Limit on the start of an episode's environment.
     step_s: float = 30.0  # Limit on the environment's answer to a turn.
@@ -247,8 +248,8 @@ class EnvConfig:
                 raise ValueError(f"{key}: is empty; for kind={self.kind} {way_out}")
             if getattr(self, key) and key not in needs:
                 raise ValueError(f"{key}: is for {self._where_needed(key)}; type that, or leave it out")
-        if self.options and (self.env_kind.is_workflow or "target" not in needs):
-            raise ValueError("options: is for an env of your own; type env.kind=custom, or leave it out")
+        if self.options and "target" not in needs and not self.env_kind.is_workflow:
+            raise ValueError("options: is for code of your own; type env.kind=custom or workflow, or leave it out")
 
     @property
     def _not_isolated(self) -> str:

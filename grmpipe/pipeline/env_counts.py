@@ -22,6 +22,7 @@ class EnvCounts:
     failed:        siblings whose episodes all failed.
     policy_faults: what the policy did wrong, by kind.
     truncated:     episodes by what truncated them; of single turns too.
+    rewards:       sums of the rewards that environments gave, by name; rewarded: the episodes that have one.
     tokens:        prompts, completions and observations, each counted once.
     prefilled:     tokens of prompts that engines computed; more than `tokens` if they compute turns again.
     boot_s, step_s: times of this step and process only, to take quantiles of.
@@ -38,12 +39,16 @@ class EnvCounts:
     faults: Counter[str] = field(default_factory=Counter)
     policy_faults: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
+    rewards: Counter[str] = field(default_factory=Counter)
+    rewarded: Counter[str] = field(default_factory=Counter)
     boot_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
 
     def rollout(self, rollout: Rollout) -> None:
         if rollout.reason:
             self.truncated[rollout.reason] += 1
+        self.rewards.update(rollout.env_rewards)
+        self.rewarded.update(rollout.env_rewards.keys())
         if not rollout.took_s:
             return
         self.episodes += 1
@@ -96,6 +101,7 @@ class EnvCounts:
             return metrics
         metrics |= {f"env/faults_{cause}": float(n) for cause, n in sorted(self.faults.items())}
         metrics |= {f"env/policy_faults_{kind}": float(n) for kind, n in sorted(self.policy_faults.items())}
+        metrics |= {f"env/reward_{name}": total / self.rewarded[name] for name, total in sorted(self.rewards.items())}
         metrics["env/failed_episodes"] = float(self.failed)
         metrics["env/time_share"] = self.time_share
         if self.episodes:
@@ -110,4 +116,4 @@ class EnvCounts:
 
 
 NUMBERS = ("episodes", "turns", "rewritten", "tokens", "prefilled", "failed", "env_s", "took_s")
-BY_NAME = ("faults", "policy_faults", "truncated")
+BY_NAME = ("faults", "policy_faults", "truncated", "rewards", "rewarded")

@@ -1,6 +1,6 @@
 """Workflows as programs: one process group per episode, which asks the policy at the gateway. Runs no code here.
 
-stdin    the task: {"messages": [..], "info": {..}, "prompt_id": "..", "seed": 0}
+stdin    the task: {"messages": [..], "info": {..}, "prompt_id": "..", "seed": 0, "options": {..}}
 env      OPENAI_BASE_URL (and GRMPIPE_BASE_URL), OPENAI_API_KEY
 stdout   nothing: the judge alone decides; else its last line is the reward as JSON: a number, or numbers by name
 exit     0; anything else is a failure of the environment, unless stderr ends with the traceback of an exception that is
@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -32,8 +32,8 @@ EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+)(?::|$)")
 class Command:
     """A program, started for each episode."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = tuple(command)
+    def __init__(self, command: Sequence[str], options: Mapping[str, object]) -> None:
+        self._command, self._options = tuple(command), dict(options)
 
     async def solve(self, task: Task, policy: Policy) -> object:
         place = {
@@ -59,7 +59,9 @@ class Command:
         reading = [asyncio.ensure_future(last_bytes(stream, KEPT_OUTPUT_BYTES)) for stream in streams]
         try:
             with contextlib.suppress(ConnectionError):  # it need not read its task
-                process.stdin.write(msgspec.json.encode(task_json(task)))
+                process.stdin.write(
+                    msgspec.json.encode(msgspec.to_builtins(task_json(task)) | {"options": self._options})
+                )
                 await process.stdin.drain()
             process.stdin.close()
             await exited(process)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping
 from typing import cast
 
 from grmpipe.config.dotted_path import check_takes, found_at
 from grmpipe.workflows.policy import Policy, Task, Workflow
 
 
-def workflow_at(path: str) -> Workflow:
-    """The user's function. Raises ValueError that begins with the key."""
-    check_takes(path, "target", ("task", "policy"))
+def workflow_at(path: str, options: Mapping[str, object]) -> Workflow:
+    """The user's function with its options. Raises ValueError that begins with the key."""
+    if not options:
+        check_takes(path, "target", ("task", "policy"))
     found = found_at(path, "target")
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"target: {path} must be an `async def solve(task, policy)`")
-    return cast(Workflow, found)
+    try:
+        inspect.signature(found).bind("task", "policy", **options)
+    except TypeError as error:
+        raise ValueError(f"options: {path} can't be called with (task, policy) and {options}: {error}") from error
+    return cast(Workflow, functools.partial(found, **options))
 
 
 class InProcess:
     """Calls the function as it is."""
 
-    def __init__(self, path: str) -> None:
-        self._workflow = workflow_at(path)
+    def __init__(self, path: str, options: Mapping[str, object]) -> None:
+        self._workflow = workflow_at(path, options)
 
     async def solve(self, task: Task, policy: Policy) -> object:
         return await self._workflow(task, policy)

@@ -8,27 +8,29 @@ from grmpipe.config.user_code import number_of, plain_text, shown
 from grmpipe.envs.env import EnvFault
 
 OUTCOME = "outcome"  # name of a reward that the workflow didn't name
+COMPLETION_ID = "chatcmpl-"  # what every completion id begins with
 Rewards = dict[str, dict[str, float]]  # completion id -> rewards by name
 
 
 def rewards_of(returned: object, completion_ids: Sequence[str]) -> Rewards:
     """The rewards by turn. completion_ids: of all turns, in their order in the rollout.
 
-    None: no reward; a number: the last turn's `outcome`; name -> number: the last turn's rewards; completion id ->
-    number: each turn's `outcome`. Raises EnvFault (protocol) for anything else.
+    None: no reward; a number: the last turn's `outcome`. A mapping holds, in any mixture, name -> number: rewards of
+    the last turn; completion id -> number: a turn's `outcome`; completion id -> {name: number}: its rewards. Raises
+    EnvFault (protocol) for anything else.
     """
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
         return {completion_ids[-1]: {OUTCOME: _number(OUTCOME, returned)}}
-    numbers = {str(key): _number(str(key), value) for key, value in returned.items()}
-    of_turns = numbers.keys() & set(completion_ids)
-    if not of_turns:
-        return {completion_ids[-1]: numbers}
-    if of_turns != numbers.keys():
-        unknown = ", ".join(sorted(numbers.keys() - of_turns))
-        raise EnvFault(f"the workflow returned rewards by completion id, and no turn has the id {unknown}", "protocol")
-    return {completion_id: {OUTCOME: number} for completion_id, number in numbers.items()}
+    rewards: Rewards = {}
+    for key, value in returned.items():
+        turn, name = (key, OUTCOME) if key in completion_ids else (completion_ids[-1], str(key))
+        if turn != key and name.startswith(COMPLETION_ID):
+            raise EnvFault(f"the workflow returned rewards by completion id, and no turn has the id {name}", "protocol")
+        named = value if turn == key and isinstance(value, Mapping) else {name: value}
+        rewards.setdefault(turn, {}).update({str(one): _number(str(one), number) for one, number in named.items()})
+    return rewards
 
 
 def plain_rewards(returned: object, owner: str, name: str = OUTCOME) -> object:

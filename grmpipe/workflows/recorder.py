@@ -26,6 +26,7 @@ from grmpipe.envs.play import (
     read_completion,
 )
 from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply, TokenLogprob
+from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
 from models.types import (
     Completion,
@@ -317,7 +318,7 @@ class Session:
             role="assistant",
             content=parsed.content,
             tool_calls=tuple(map(self._with_id, parsed.tool_calls)),
-            completion_id=f"chatcmpl-{self._request.trajectory_id}/t{number}",
+            completion_id=f"{COMPLETION_ID}{self._request.trajectory_id}/t{number}",
             finish_reason=completion.finish_reason,
             prompt_tokens=len(prompted.prompt_ids),
             completion_tokens=len(completion.token_ids),

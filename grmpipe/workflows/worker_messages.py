@@ -17,9 +17,10 @@ class TaskJson(msgspec.Struct, kw_only=True):
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """An episode: the dotted path of the workflow, its task, and where its policy is."""
+    """An episode: the dotted path of the workflow, its options, its task, and where its policy is."""
 
     target: str
+    options: dict[str, Any]
     task: TaskJson
     base_url: str
     api_key: str

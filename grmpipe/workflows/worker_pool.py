@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections.abc import Mapping
 from typing import cast, get_args
 
 import msgspec
@@ -32,18 +33,24 @@ KEPT_OUTPUT_BYTES = 4000
 class WorkerPool:
     """Worker processes, as many as there are open episodes. A worker is used again unless its episode was cut short.
 
-    path: dotted path of the workflow.
+    path: dotted path of the workflow. options: its further arguments.
     """
 
-    def __init__(self, path: str) -> None:
-        workflow_at(path)
-        self._path = path
+    def __init__(self, path: str, options: Mapping[str, object]) -> None:
+        workflow_at(path, options)
+        self._path, self._options = path, dict(options)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
     async def solve(self, task: Task, policy: Policy) -> object:
         worker = self._idle.pop() if self._idle else await self._started()
-        order = Order(target=self._path, task=task_json(task), base_url=policy.base_url, api_key=policy.api_key)
+        order = Order(
+            target=self._path,
+            options=self._options,
+            task=task_json(task),
+            base_url=policy.base_url,
+            api_key=policy.api_key,
+        )
         try:
             answer = await worker.answer(order)
         except BaseException:  # a cancelled episode too: the worker may still be at it

@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.user_code import described, plain_text, words_of
 from grmpipe.envs.blame import types_of
 from grmpipe.envs.env import EnvFault, PolicyFault
@@ -34,8 +35,12 @@ async def answer(order: Order) -> Answer:
     chat = HttpChat(endpoint)
     policy = Policy(chat, lambda: endpoint)
     try:
-        workflow = workflow_at(order.target)
-        return Returned(value=plain_rewards(await workflow(task_of(order.task), policy), described(workflow)))
+        workflow = workflow_at(order.target, order.options)
+        return Returned(
+            value=plain_rewards(
+                await workflow(task_of(order.task), policy), described(found_at(order.target, "target"))
+            )
+        )
     except PolicyFault as fault:
         return Raised(error="PolicyFault", text=str(fault), word=fault.kind)
     except EnvFault as fault:
@@ -43,7 +48,7 @@ async def answer(order: Order) -> Answer:
     except ChatRefused as refused:
         return Raised(error="ChatRefused", text=str(refused), word=refused.code)
     except BaseException as error:  # the user's code may raise anything
-        words = f"{described(workflow_at(order.target))} raised {words_of(error)}"
+        words = f"{described(found_at(order.target, 'target'))} raised {words_of(error)}"
         return Raised(error="other", text=words, types=types_of(error), traceback=plain_text(traceback.format_exc()))
     finally:
         await policy.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
@@ -28,8 +28,8 @@ class WorkflowRunner:
         place = config.workflow_place
         if place.by_url:
             check_gateway_installed()
-        make = cast(Callable[[object], Solver], found_at(place.path, "runs_in"))
-        self._solver = make(getattr(config, place.needs))
+        make = cast(Callable[[object, Mapping[str, object]], Solver], found_at(place.path, "runs_in"))
+        self._solver = make(getattr(config, place.needs), config.options)
         self._gateway = Gateway()
         self.counts = SeatCounts()
         self._faults = FaultInjection(share=config.inject_faults, seed=seed)

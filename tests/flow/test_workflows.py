@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,13 +28,13 @@ class MaxTurnsExceeded(Exception):
 MaxTurnsExceeded.__module__ = "agents.exceptions"  # openai-agents raises it
 
 
-async def solve(task, policy):
+async def solve(task, policy, question="Again."):
     CALLED.append(task)
     first = await policy.chat(task.messages)
-    second = await policy.chat([*task.messages, first, {"role": "user", "content": "Again."}])
+    second = await policy.chat([*task.messages, first, {"role": "user", "content": question}])
     if len(second.content) % 2:
         raise MaxTurnsExceeded("Max turns (2) exceeded")
-    return {"length": np.float32(len(first.content))}
+    return {"length": np.float32(len(first.content)), first.completion_id: {"first": 2}}
 
 
 def blocking(task, policy):
@@ -67,7 +68,13 @@ def users_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
-    files = small_run(*WORKFLOW, "env.target=users_flow.solve", "train.num_steps=2", "rollout.stop=[e,' ']")
+    files = small_run(
+        *WORKFLOW,
+        "env.target=users_flow.solve",
+        "train.num_steps=2",
+        "rollout.stop=[e,' ']",
+        "+env.options={question: Twice}",
+    )
     files.check_complete(groups=8)
     ended_by_it = num_stopped = 0
     for line in load_rollouts(files.run_dir / "rollouts.jsonl"):
@@ -78,7 +85,7 @@ def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
             ended_by_it += 1
         elif line.rollout.status == "finished":
             assert dict(rest[0].rewards) == {"length": len(first.completion.text)}
-            assert first.replies[0].content == "Again."
+            assert first.replies[0].content == "Twice" and dict(first.rewards) == {"first": 2.0}
         for turn in line.rollout.turns:
             assert len(turn.completion.logprobs) == len(turn.completion.token_ids)
             assert "e" not in turn.completion.text and turn.completion.stop_text in ("", "e", " ")
@@ -89,6 +96,7 @@ def test_a_run_of_a_workflow_trains_on_its_turns(small_run: Callable) -> None:
     assert num_stopped > 0
     timeline = json.loads((files.run_dir / "timeline.json").read_text())
     assert sum(event["name"] == "step" for event in timeline) >= files.summary["envs"]["turns"]
+    assert any(step["env/reward_first"] == 2.0 and step["env/reward_length"] >= 0 for step in files.steps())
     assert max(step.get("env/time_share", 0) for step in files.steps()) > 0
 
 
@@ -118,6 +126,11 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
         ("env=workflow env.target=users_flow.nothing", r"^env\.target: the module users_flow has no nothing"),
         ("env=workflow env.target=users_flow.no_policy", r"^env\.target: .* takes \(task, policy\)"),
         ("env=workflow env.target=users_flow.blocking", r"^env\.target: .* must be an `async def"),
+        (
+            "env=workflow env.target=users_flow.solve +env.options={depth: 3}",
+            r"^env\.options: users_flow\.solve can't be called with .*'depth'",
+        ),
+        ("+env.options={depth: 3}", r"^env\.options: is for code of your own"),
         ("env=workflow env.runs_in=command", r"^env\.command: is empty"),
         ("env.policy_errors=[ValueError]", r"^env\.policy_errors: 'ValueError' is no module and name .*builtins\."),
         (
@@ -146,4 +159,4 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
 )
 def test_a_workflow_that_can_not_run_is_refused_by_its_key(small_run: Callable, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        small_run(*override.split())
+        small_run(*re.split(r" (?=env|task|\+)", override))

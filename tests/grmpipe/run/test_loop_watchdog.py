@@ -76,7 +76,7 @@ def test_a_workflow_that_blocks_is_told_where_it_may(
     async def main() -> None:
         with watched_loop():
             policy = Policy(never, lambda: Endpoint(base_url="", api_key=""))
-            await InProcess("blocking_flow.solve").solve(Task(messages=()), policy)
+            await InProcess("blocking_flow.solve", {}).solve(Task(messages=()), policy)
 
     asyncio.run(main())
     assert "in solve (" in warnings(caplog)[0] and "type env.runs_in=process" in warnings(caplog)[0]

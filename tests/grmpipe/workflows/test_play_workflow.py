@@ -98,6 +98,8 @@ def test_a_workflow_gets_the_task_and_not_what_only_judges_see(played: Callable)
         (lambda ids: {"tests": 2, "style": -1.0}, [{}, {"tests": 2.0, "style": -1.0}]),
         (lambda ids: dict(zip(ids, (1, 2), strict=True)), [{"outcome": 1.0}, {"outcome": 2.0}]),
         (lambda ids: {ids[0]: 1}, [{"outcome": 1.0}, {}]),
+        (lambda ids: {ids[0]: {"format": 1, "style": 0}, "tests": 3}, [{"format": 1.0, "style": 0.0}, {"tests": 3.0}]),
+        (lambda ids: {ids[1]: 2, "tests": 3}, [{}, {"outcome": 2.0, "tests": 3.0}]),
         (lambda ids: {}, [{}, {}]),
         (lambda ids: np.float32(0.5), [{}, {"outcome": 0.5}]),
         (lambda ids: {ids[0]: np.bool_(True), ids[1]: torch.tensor(2)}, [{"outcome": 1.0}, {"outcome": 2.0}]),
@@ -114,7 +116,19 @@ def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
 
 @pytest.mark.parametrize(
     "returned",
-    ["7", float("nan"), {"a": None}, {"a": float("inf")}, [1.0], {"id": 1, "x": 2}, 10**400, np.zeros(2), b"7"],
+    [
+        "7",
+        float("nan"),
+        {"a": None},
+        {"a": float("inf")},
+        [1.0],
+        {"id": 1, "chatcmpl-x": 2},
+        {"x": {"y": 1}},
+        {"id": {"y": "z"}},
+        10**400,
+        np.zeros(2),
+        b"7",
+    ],
 )
 def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     with pytest.raises(EnvFault, match="returned") as fault:

@@ -186,7 +186,7 @@ def test_a_worker_runs_one_episode_after_another_and_what_breaks_is_its_own(
     playing: Callable, target: str, tmp_path: Path
 ) -> None:
     async def play() -> None:
-        async with playing(WorkerPool(target)) as episode:
+        async with playing(WorkerPool(target, {})) as episode:
             first = await episode("ok")
             again = await episode("http")
             assert first.env_rewards["length"] == len("over") and len(again.turns) == 2
@@ -221,7 +221,7 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
     playing: Callable, program: list[str], tmp_path: Path
 ) -> None:
     async def play() -> None:
-        async with playing(Command(program)) as episode:
+        async with playing(Command(program, {})) as episode:
             assert dict((await episode("ok")).env_rewards) == {"length": len("over")}
             begun_s = time.monotonic()
             assert (await episode("background")).env_rewards["length"] == len("over")
@@ -237,7 +237,7 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
             assert (await fault_of(episode("die")))[0] == "died"
             assert (await fault_of(episode("hang", episode_s=1.0, pid=str(tmp_path / "pid"))))[0] == "timeout"
             await gone(tmp_path / "pid")
-        async with playing(Command(["no-such-program"])) as episode:
+        async with playing(Command(["no-such-program"], {})) as episode:
             assert "no-such-program can't be started" in (await fault_of(episode("ok")))[1]
 
     asyncio.run(play())
@@ -279,4 +279,4 @@ def test_a_driver_that_is_killed_takes_its_programs_with_it(tmp_path: Path) -> N
 )
 def test_a_workflow_that_can_not_be_called_is_refused_by_its_key(target: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        WorkerPool(target)
+        WorkerPool(target, {})
