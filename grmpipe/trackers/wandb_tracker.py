@@ -65,14 +65,20 @@ class WandbTracker(Tracker):
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")  # the run's processes start meanwhile
         self._starting = thread.submit(first_started, modes, config, run, self._run_id)
 
+    def _run(self) -> wandb.Run:
+        """The run, waited for. Raises RuntimeError if none could be started."""
+        if (cause := self._starting.exception()) is not None:
+            raise RuntimeError(f"W&B did not start: {cause!r}") from cause  # the cause itself would grow by each raise
+        return self._starting.result()
+
     def log(self, step: int, metrics: Metrics) -> None:
-        self._starting.result().log({"step": step, **metrics})
+        self._run().log({"step": step, **metrics})
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         import wandb
 
         data = [[step, *astuple(row)] for row in rows]
-        self._starting.result().log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
+        self._run().log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
 
     def resume_state(self) -> Mapping[str, str]:
         return {"run_id": self._run_id}
@@ -80,7 +86,7 @@ class WandbTracker(Tracker):
     def close(self) -> None:
         import wandb
 
-        self._starting.result().finish()
+        self._run().finish()
         wandb.teardown()  # waits for the last records: finish may return before they are in the file
 
 

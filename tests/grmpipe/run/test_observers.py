@@ -105,3 +105,4 @@ def test_the_planted_secret_is_in_no_file_of_a_tracker(
     sent = [path for path in files if path.suffix == ".wandb" or "tfevents" in path.name]
     assert len(sent) == len(names)
     assert all(b"<redacted>" in path.read_bytes() for path in sent)  # the config is in it
+    assert not any(b"<sha256" in path.read_bytes() for path in sent), "not even a hash leaves the run's directory"
