@@ -197,7 +197,8 @@ def rollout_of(
         raise EnvFault(f"{owner} ended without a turn of the policy{refused}", "protocol")
     if ending.fault is not None:
         line[-1].faults += (ending.fault.kind,)
-    rewards: Rewards = rewards_of(plain_rewards(ending.returned, owner), [call.reply.completion_id for call in line])
+    completion_ids = [call.reply.completion_id for call in line]
+    rewards: Rewards = rewards_of(plain_rewards(ending.returned, owner), completion_ids, owner)
     reason = ending.reason or truncation_of(line[-1])
     return Rollout(
         group_id=request.group_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grmpipe.pipeline.env_counts import EnvCounts
@@ -30,3 +32,13 @@ def test_the_share_of_prefilled_tokens_counts_an_episode_once_and_its_prompts_wi
     counts.rollout(Rollout(group_id="g", sibling=0, turns=turns, status="finished", took_s=1.0))
     assert counts.metrics()["env/prefilled_share"] == prefilled / 70
     assert EnvCounts.restored(counts.saved()).prefilled == prefilled
+
+
+def test_a_reward_is_a_metric_by_its_name_averaged_over_the_episodes_that_have_it() -> None:
+    counts, step = EnvCounts(), EnvCounts()
+    for rewards in ({"solved": 1.0, "moves": -3.0}, {"moves": -5.0}, {}):
+        turns = (replace(turn(3, 2, 0), rewards=rewards), replace(turn(1, 2, 0), rewards={"moves": -1.0}))
+        step.rollout(Rollout(group_id="g", sibling=0, turns=turns, status="finished", took_s=1.0))
+    counts.add(step)
+    metrics = EnvCounts.restored(counts.saved()).metrics()
+    assert (metrics["env/reward_solved"], metrics["env/reward_moves"]) == (1.0, (-4 - 6 - 1) / 3)

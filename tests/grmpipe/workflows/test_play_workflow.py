@@ -136,6 +136,21 @@ def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     assert fault.value.cause == "protocol"
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"x": {"y": 1}}, r"\{'y': 1\.0\} as the reward x; return None, a finite number"),
+        ({"id": {"y": {"z": 1}}}, r"\{'z': 1\} as the reward y; return None, a finite number"),
+        ({"id": 1, "outcome": 2}, r"two rewards outcome for the turn id"),
+        ({"tests": 1, "id": {"tests": 2}}, r"two rewards tests for the turn id"),
+        ({"chatcmpl-x": 2}, r"no turn has the id chatcmpl-x"),
+    ],
+)
+def test_a_mixture_that_can_not_be_used_is_a_fault_that_names_the_function(returned: object, said: str) -> None:
+    with pytest.raises(EnvFault, match=f"^my.solve returned .*{said}"):
+        rewards_of(plain_rewards(returned, "my.solve"), ["first", "id"], "my.solve")
+
+
 def test_a_fault_of_the_policy_ends_the_episode_and_is_counted(played: Callable) -> None:
     async def solve(task: Task, policy: Policy) -> object:
         await two_turns(task, policy)

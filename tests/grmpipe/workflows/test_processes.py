@@ -39,7 +39,7 @@ class MaxTurnsExceeded(Exception):
     pass
 
 
-async def solve(task, policy):
+async def solve(task, policy, depth=1):
     what = task.info["what"]
     first = await policy.chat(task.messages)
     print("chatter of the user's code")
@@ -59,6 +59,8 @@ async def solve(task, policy):
         raise MaxTurnsExceeded("Max turns (1) exceeded")
     elif what == "numpy":
         return {"a": np.float32(0.5), "b": np.bool_(True)}
+    elif what == "options":
+        return {"depth": depth, first.completion_id: {"format": np.float32(0.5)}}
     elif what == "nan":
         return float("nan")
     elif what == "unknown":
@@ -93,7 +95,8 @@ ask = urllib.request.Request(
     json.dumps({"messages": task["messages"]}).encode(),
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
 )
-said = json.load(urllib.request.urlopen(ask))["choices"][0]["message"]["content"]
+answer = json.load(urllib.request.urlopen(ask))
+said = answer["choices"][0]["message"]["content"]
 print("some log", flush=True)
 if what == "hang":
     if os.fork() == 0:
@@ -109,7 +112,9 @@ if what == "turns":
     raise MaxTurnsExceeded("Max turns (1) exceeded")
 if what == "fail":
     sys.exit("no such tool")
-if what != "garbage":
+if what == "options":
+    print(json.dumps({"depth": task["options"]["depth"], answer["id"]: {"format": 0.5}}))
+elif what != "garbage":
     print(json.dumps({"length": len(said)}))
 """
 
@@ -186,7 +191,7 @@ def test_a_worker_runs_one_episode_after_another_and_what_breaks_is_its_own(
     playing: Callable, target: str, tmp_path: Path
 ) -> None:
     async def play() -> None:
-        async with playing(WorkerPool(target, {})) as episode:
+        async with playing(WorkerPool(target, {"depth": 3})) as episode:
             first = await episode("ok")
             again = await episode("http")
             assert first.env_rewards["length"] == len("over") and len(again.turns) == 2
@@ -203,6 +208,7 @@ def test_a_worker_runs_one_episode_after_another_and_what_breaks_is_its_own(
             assert "raised SystemExit: 3" in (await fault_of(episode("exit")))[1]
             assert (await episode("turns")).turns[0].faults == ("MaxTurnsExceeded",)
             assert dict((await episode("numpy")).env_rewards) == {"a": 0.5, "b": 1.0}
+            assert dict((await episode("options")).env_rewards) == {"depth": 3.0, "format": 0.5}
             assert (await episode("ok")).env_rewards["pid"] == first.env_rewards["pid"], "errors are no deaths"
             neighbour = asyncio.ensure_future(episode("block"))
             assert (await fault_of(episode("die")))[0] == "died"
@@ -221,7 +227,8 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
     playing: Callable, program: list[str], tmp_path: Path
 ) -> None:
     async def play() -> None:
-        async with playing(Command(program, {})) as episode:
+        async with playing(Command(program, {"depth": 3})) as episode:
+            assert dict((await episode("options")).env_rewards) == {"depth": 3.0, "format": 0.5}
             assert dict((await episode("ok")).env_rewards) == {"length": len("over")}
             begun_s = time.monotonic()
             assert (await episode("background")).env_rewards["length"] == len("over")
