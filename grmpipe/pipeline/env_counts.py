@@ -47,10 +47,10 @@ class EnvCounts:
     def rollout(self, rollout: Rollout) -> None:
         if rollout.reason:
             self.truncated[rollout.reason] += 1
-        self.rewards.update(rollout.env_rewards)
-        self.rewarded.update(rollout.env_rewards.keys())
         if not rollout.took_s:
             return
+        self.rewards.update(rewards := rollout.env_rewards)
+        self.rewarded.update(rewards.keys())
         self.episodes += 1
         self.turns += len(rollout.turns)
         self.rewritten += sum(turn.rewritten for turn in rollout.turns)

@@ -193,11 +193,10 @@ class Session:
         params = self._recorder.params
         if "" in options.stop:
             raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
-        if options.max_tokens is None:
-            return replace(params, stop=params.stop + options.stop)
-        if options.max_tokens < 1:
-            raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {options.max_tokens}")
-        limit = min(params.max_new_tokens, options.max_tokens)
+        limit = params.max_new_tokens if options.max_tokens is None else options.max_tokens
+        if limit < 1:
+            raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {limit}")
+        limit = min(limit, params.max_new_tokens)
         return replace(params, stop=params.stop + options.stop, max_new_tokens=limit)
 
     def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:

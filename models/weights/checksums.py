@@ -24,7 +24,7 @@ def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
     """The checksum of each tensor's raw bytes: xxh3 on the host; on a device another sum, computed there, with a
     prefix.
 
-    Uses threads for more than a few bytes, because xxhash releases the GIL. Synchronizes with a device once.
+    Uses threads for large sets, because xxhash releases the GIL. Synchronizes with a device once.
     """
     if not all(tensor.device.type == "cpu" for tensor in tensors):
         return device_checksums(tensors)

@@ -23,15 +23,10 @@ class CascadeAlarm(RunFeature):
         self._limits = limits
         self._ringing: set[str] = set()
         self._has_checked = False
-        self._new: list[str] = []
 
     async def after_step(self, end: StepEnd) -> Metrics:
-        self._new = self.check(end.pipeline.counters.total.cascades)
+        self.new_alarms = self.check(end.pipeline.counters.total.cascades)
         return self.metrics()
-
-    def alarms(self, *, is_last: bool) -> list[str]:
-        new, self._new = self._new, []
-        return new
 
     def state(self) -> Mapping[str, Any]:
         return {"ringing": sorted(self._ringing), "has_checked": self._has_checked}

@@ -24,15 +24,10 @@ class FailingJudges(RunFeature):
         self._judges = judges if len(judges) > 1 else {}
         self._recent: dict[str, deque[JudgeCounts]] = {name: deque() for name in self._judges}
         self._ringing: set[str] = set()
-        self._new: list[str] = []
 
     async def after_step(self, end: StepEnd) -> Metrics:
-        self._new = self.check(end.counts.by_judge)
+        self.new_alarms = self.check(end.counts.by_judge)
         return self.metrics()
-
-    def alarms(self, *, is_last: bool) -> list[str]:
-        new, self._new = self._new, []
-        return new
 
     def check(self, step: Mapping[str, JudgeCounts]) -> list[str]:
         """New alarms, in words. step: the counts of a step, by judge."""

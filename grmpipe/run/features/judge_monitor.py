@@ -91,7 +91,6 @@ class JudgeMonitor(RunFeature):
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
         self._exceeded: list[Exceeded] = []
-        self._new_drifts: list[str] = []
 
     async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
         """Measure before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there
@@ -119,9 +118,8 @@ class JudgeMonitor(RunFeature):
 
     def alarms(self, *, is_last: bool) -> Iterator[str]:
         """Drifts and exceeded limits. Raises JudgeUnfit to stop the run."""
-        drifts, self._new_drifts = self._new_drifts, []
+        yield from super().alarms(is_last=is_last)
         exceeded, self._exceeded = self._exceeded, []
-        yield from drifts
         for one in exceeded:
             if one.new:
                 yield one.text
@@ -161,11 +159,12 @@ class JudgeMonitor(RunFeature):
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
         if drift.is_sure and name not in self._drifting:
             judge, count = f"judge {name}" if name else "judge", len(drift.differences)
-            self._new_drifts.append(
+            alarm = (
                 f"The {judge} has changed: at step {step} its scores of {count} fixed responses differ by "
                 f"{drift.mean:+.2f} on average, under the same seeds, although it isn't trained; is another model "
                 "behind it?"
             )
+            self.new_alarms = [*self.new_alarms, alarm]
         self._drifting = self._drifting | {name} if drift.is_sure else self._drifting - {name}
 
     def _probes(self) -> list[AdversarialProbe]:

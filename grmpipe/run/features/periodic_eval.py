@@ -53,7 +53,6 @@ class PeriodicEval(RunFeature):
         self._evaluator = evaluator
         self._alarm = alarm
         self._trackers = trackers
-        self._new_alarms: list[str] = []
         self._start = start
         self._anchors = anchors
         self._every = every
@@ -93,10 +92,6 @@ class PeriodicEval(RunFeature):
         """Log an evaluation that belongs to no step on its own line. Does nothing without held-out problems."""
         if metrics:
             self._trackers.log(step, metrics)
-
-    def alarms(self, *, is_last: bool) -> list[str]:
-        new, self._new_alarms = self._new_alarms, []
-        return new
 
     def state(self) -> Mapping[str, Any]:
         return {
@@ -163,7 +158,7 @@ class PeriodicEval(RunFeature):
         self.readings.append(found)
         alarm = self._alarm.record(found)
         if alarm is not None and not self.ringing:
-            self._new_alarms.append(alarm)
+            self.new_alarms = [*self.new_alarms, alarm]
         self.ringing = alarm is not None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,12 @@ class StepEnd:
 class RunFeature:
     """A feature overrides what it needs.
 
-    name: of its state in a checkpoint.
+    name:       of its state in a checkpoint.
+    new_alarms: not reported yet.
     """
 
     name = ""
+    new_alarms: Sequence[str] = ()
 
     async def after_step(self, end: StepEnd) -> Metrics:
         """Further metrics of the step. The policy's engines have its weights."""
@@ -48,7 +50,8 @@ class RunFeature:
 
         is_last: no step follows.
         """
-        return ()
+        new, self.new_alarms = self.new_alarms, ()
+        return new
 
     def next_step(self) -> None:
         """The next step begins: evaluations and checkpoints after the one before are over."""

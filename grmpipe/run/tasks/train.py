@@ -82,8 +82,6 @@ class TrainingRun(Run[Prepared]):
 
     async def _train(self, running: RunComponents) -> Status:
         """Make all steps, between two held-out evaluations."""
-        with asking_for("preflight"):
-            await self._try_judge(running)
         pipeline_state, kept = self._restore()
         cotrainings = self._make_cotrainings(running, kept)
         parts = make_parts(self._prepared, running, self._observers, cotrainings)
@@ -91,6 +89,8 @@ class TrainingRun(Run[Prepared]):
         self._features = features
         for feature in features.each:
             feature.restore(self._state.features.get(feature.name, {}) if self._state is not None else {})
+        with asking_for("preflight"):
+            await self._try_judge(running)
         await parts.push_weights(pipeline_state.version)
         await cotrainings.push()
         await running.policy_updates.begin(pipeline_state.version)
