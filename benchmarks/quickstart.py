@@ -253,7 +253,7 @@ def commit_date() -> str:
 
 def quiet(config: RunConfig) -> RunConfig:
     """The run's configuration without console and tracking."""
-    tracking = dataclasses.replace(config.tracking, wandb_mode="disabled", console=False)
+    tracking = dataclasses.replace(config.tracking, trackers=[], console=False)
     return dataclasses.replace(config, tracking=tracking)
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
@@ -67,6 +67,8 @@ def run(config: RunConfig, task: RunTask[P]) -> float | None:
     with Claim(config) as claim:
         if claim.place.complete:
             return say_complete(claim.place)
+        if missing := config.tracking.missing():
+            raise ConfigError(missing)
         with model_progress() as progress:
             prepared = task.prepare(config, progress)
         print_notes([*claim.place.notes, *task.notes(prepared)])

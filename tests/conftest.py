@@ -89,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @contextmanager
 def kept_logging() -> Iterator[None]:
-    names = ["", *NOISY, *OURS]
+    names = ["", *NOISY, *OURS, "wandb"]
     kept = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in names}
     level = logging.getLogger().level
     for name in names:

@@ -29,6 +29,7 @@ ORDER = [
     "scheduler/slots",
     "grmpipe/__init__.py",
     "grmpipe/types.py",
+    "grmpipe/trackers",
     "grmpipe/config",
     "grmpipe/algorithm",
     "grmpipe/envs",
@@ -75,7 +76,8 @@ LIBRARIES = {
     "aiohttp": "grmpipe/workflows/server.py",
     "openai": "grmpipe/workflows/policy.py",
     "mcp": "grmpipe/envs/tools/mcp_tools.py",
-    "wandb": "grmpipe/observe/",
+    "wandb": "grmpipe/trackers/wandb_tracker.py",
+    "tensorboard": "grmpipe/trackers/tensorboard_tracker.py",
     "omegaconf": "grmpipe/config/yaml_io.py",
     "hydra": "launch.py",
 }

@@ -19,7 +19,7 @@ NOISE = ("Error merging override", "Could not override", "full_key:", "reference
 # Sections of earlier versions -> those that have their keys; a name behind one stays where {} is.
 MOVED = {
     "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
-    "simulate.costs.grms": "simulate.costs.models",
+    "simulate.costs.grms": "simulate.costs.models", "tracking.wandb_mode": "tracking.wandb.mode",
 }  # fmt: skip
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 

@@ -1,31 +1,61 @@
-"""Settings of tracking. Frozen, checked, free of W&B."""
+"""Settings of tracking, and the table of trackers. Imports no tracking library."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
-WANDB_MODES = ("auto", "online", "offline", "disabled")
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
+from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
+from grmpipe.trackers.wandb_tracker import WandbConfig
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
     """Where metrics and tables go. The files in `run_dir` are always written."""
 
-    # Mode of W&B; auto: online if WANDB_API_KEY is set, otherwise offline. No mode asks for a key.
-    wandb_mode: str = "auto"
-    project: str = "grmpipe"  # W&B's project.
-    run_name: str | None = None  # Name of the run in W&B; null: that of its folder.
-    tags: list[str] = field(default_factory=list)  # Tags of the run in W&B.
-    table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in W&B; 0: none.
+    # Trackers that get every step: names of blocks below, or the dotted path of a class of your own (docs/running.md).
+    trackers: list[str] = field(default_factory=lambda: ["wandb"])
+    table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
     table_rows: int = 8  # [rows] Rollouts of a table.
     console: bool = True  # Show progress: a live panel in a terminal, a line per step elsewhere.
+    # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
 
     def __post_init__(self) -> None:
-        if self.wandb_mode not in WANDB_MODES:
-            raise ValueError(f"wandb_mode: unknown mode {self.wandb_mode!r}; known: {', '.join(WANDB_MODES)}")
-        if not self.project:
-            raise ValueError("project: is empty; give the W&B project's name, for example grmpipe")
+        for name, count in Counter(self.trackers).items():
+            if count > 1:
+                raise ValueError(f"trackers: {name} stands there {count} times; leave one")
+            if is_dotted(name):
+                check_takes(name, "trackers", ("run",))
+            elif name not in self.shipped:
+                raise unknown_value(name, "trackers", self.shipped)
         if self.table_every < 0:
             raise ValueError(f"table_every: must be 0 (no tables) or more steps, got {self.table_every}")
         if self.table_rows < 1:
             raise ValueError(f"table_rows: must be at least 1, got {self.table_rows}")
+
+    @property
+    def shipped(self) -> dict[str, TrackerConfig]:
+        """Name -> settings, of every row of the table."""
+        return {name: row for name, row in vars(self).items() if isinstance(row, TrackerConfig)}
+
+    @property
+    def chosen(self) -> dict[str, TrackerConfig]:
+        """Name -> settings, of the shipped trackers of this run."""
+        return {name: row for name, row in self.shipped.items() if name in self.trackers}
+
+    def missing(self) -> str:
+        """The error for a tracker whose library isn't installed; empty if all are."""
+        texts = {name: row.missing() for name, row in self.chosen.items()}
+        return next((f"tracking.trackers: {name} isn't installed; {text}" for name, text in texts.items() if text), "")
+
+    def open(self, name: str, run: TrackedRun) -> Tracker:
+        """Open one of `trackers`. Raises whatever its library or the user's class raises."""
+        if name in self.shipped:
+            return self.shipped[name].open(run)
+        return cast(Callable[[TrackedRun], Tracker], found_at(name, "tracking.trackers"))(run)

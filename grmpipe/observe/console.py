@@ -32,7 +32,7 @@ from grmpipe.observe.gauges import (
     step_lines,
 )
 from grmpipe.observe.guard import Guard
-from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics
 
 TREND_STEPS = 40
@@ -50,10 +50,8 @@ class RunConsole(Console):
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
-class ConsoleSink:
-    """A Sink. Text of models is never read as markup, and its control characters never reach the terminal."""
-
-    name = "console"
+class ConsoleSink(Tracker):
+    """Text of models is never read as markup, and its control characters never reach the terminal."""
 
     def __init__(self, num_steps: int, console: Console | None = None, shown: GaugeSet = ONE_JUDGE) -> None:
         self._num_steps = num_steps
@@ -78,9 +76,6 @@ class ConsoleSink:
             self._show(self._panel(step))
         else:
             self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics, self._shown)))
-
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Does nothing: the panel shows numbers, and `print_samples` comes at the end."""
 
     def close(self) -> None:
         if self._live is not None:
@@ -117,7 +112,7 @@ class ConsoleSink:
         self._print(Text(str(run_dir), style="bold cyan"), grid)
 
     def _print(self, *parts: RenderableType) -> None:
-        with self._guard.watch(self.name):
+        with self._guard.watch("console"):
             for part in parts:
                 # soft_wrap: a log file has no width, and a wrapped path can't be copied.
                 self.console.print(part, soft_wrap=isinstance(part, Text))

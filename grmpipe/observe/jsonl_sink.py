@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from grmpipe.observe.journal import Journal, read_what_can_be, replace_journal
 from grmpipe.observe.plain_json import finite
-from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.trackers.tracker import Tracker
 from grmpipe.types import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class JsonlSink:
+class JsonlSink(Tracker):
     """Writes `{"step": n, "time": seconds since 1970, name: value, ...}`; numbers that aren't finite become null."""
-
-    name = "metrics.jsonl"
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._journal = Journal(path, checked=False)
@@ -27,9 +25,6 @@ class JsonlSink:
     def log(self, step: int, metrics: Metrics) -> None:
         values = {name: finite(value) for name, value in metrics.items()}
         self._journal.append({"step": step, "time": round(self._now(), 3), **values})
-
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Does nothing: rollouts.jsonl and judgements.jsonl hold all rollouts."""
 
     def close(self) -> None:
         self._journal.close()

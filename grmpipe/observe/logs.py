@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,22 +15,24 @@ from grmpipe.config.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
 QUIET = ("httpx", "httpx2", "httpcore")  # they log one line per request
-NOISY = ("ray", "transformers", "wandb", "torch", "vllm", "sglang", "asyncio")
+NOISY = ("ray", "transformers", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
-def setup_logging(run_dir: Path, console: Console | None = None) -> None:
+def setup_logging(run_dir: Path, console: Console | None = None, trackers: Sequence[str] = ()) -> None:
     """Send the root logger, including Python warnings, to run_dir/run.log. May be called again: the last call counts.
 
     Call it (again) after importing the noisy libraries, which install their own console handlers.
-    `console` is the one that draws the live panel, so that a warning doesn't tear it.
+    console:  the one that draws the live panel, so that a warning doesn't tear it.
+    trackers: libraries of which run.log gets warnings only: they have files of their own, and log the whole
+              configuration.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
-    replace_handlers(root, _file_handler(run_dir / "run.log"))
+    replace_handlers(root, _file_handler(run_dir / "run.log", trackers))
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    for name in NOISY:
+    for name in (*NOISY, *trackers):
         library = logging.getLogger(name)
         replace_handlers(library)
         library.propagate = True
@@ -79,10 +82,9 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
-def _file_handler(path: Path) -> logging.Handler:
+def _file_handler(path: Path, trackers: Sequence[str]) -> logging.Handler:
     handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
-    # W&B has files of its own, and logs the whole configuration.
-    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] != "wandb")
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] not in trackers)
     handler.setFormatter(MaskingFormatter(LINE))
     return handler
 

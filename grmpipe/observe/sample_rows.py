@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from grmpipe.judge.fence import plain
 from grmpipe.judge.trajectory import trajectory_of
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRow:
-    """One rollout. If judging failed there is no score, and the critique says why.
-
-    answer: of an episode all of it, in the judge's fences: lines of the policy begin with "> ", of the environment
-            with "| ".
-    """
-
-    group_id: str
-    sibling: int
-    question: str
-    answer: str
-    critique: str
-    score: float | None
-    truth: float | None  # 1 right, 0 wrong, by a rule that sees the reference; None without such a rule
 
 
 def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: float | None = None) -> SampleRow:

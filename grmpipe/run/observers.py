@@ -1,16 +1,20 @@
-"""All observers of a run in one place: metrics, journals, timeline, console, W&B. None of them can fail a step."""
+"""All observers of a run in one place: metrics, journals, timeline, console, trackers. None of them can fail a step."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.judging import GRM
+from grmpipe.config.redact import redact
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import without_secrets
+from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run
 from grmpipe.observe.journal import read_what_can_be
@@ -19,13 +23,14 @@ from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.timeline import Timeline
-from grmpipe.observe.tracker import Sink, Tracker
-from grmpipe.observe.wandb_sink import WandbSink
 from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.trackers.tracker import SampleRow, TrackedRun, Tracker
 
 log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
 
 FILES = {
     REPORT: "the run on one page: open it in a browser",
@@ -69,37 +74,50 @@ def files_of(config: RunConfig) -> dict[str, str]:
     )
 
 
+def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own: Mapping[str, Tracker]) -> AllTrackers:
+    """The run's own trackers, and those that the configuration chooses. What was logged after a checkpoint is void."""
+    settings, states = config.tracking, state.trackers if state is not None else {}
+    first_step = state.pipeline_state.version + 1 if state is not None else 0
+    shown = redact(without_secrets(config, free_on_resume))
+    trackers = AllTrackers(own, states, table_every=settings.table_every, table_rows=settings.table_rows)
+    for name in settings.trackers:
+        run = TrackedRun(run_dir=run_dir, config=shown, state=states.get(name, {}), first_step=first_step)
+        trackers.open(name, functools.partial(settings.open, name, run))
+    return trackers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
     """The observers of a run, open from the first evaluation to the summary."""
 
-    tracker: Tracker
+    trackers: AllTrackers
     metrics: JsonlSink
     recorder: Recorder
     requests: RequestJournal
     timeline: Timeline
     console: ConsoleSink | None
-    wandb: WandbSink
     files: Mapping[str, str]  # name -> what it holds, of all that a run may write
 
     @staticmethod
-    def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None, *, gauges: bool = True) -> Observers:
-        """`gauges`: whether the console shows each step; it shows metrics of a policy."""
+    def open(config: RunConfig, run_dir: Path, state: RunState | None = None, *, gauges: bool = True) -> Observers:
+        """state:  that a resume continues from.
+        gauges: whether the console shows each step; it shows metrics of a policy.
+        """
         shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else ONE_JUDGE
         console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
-        setup_logging(run_dir, console.console if console else None)
-        wandb = WandbSink(config.tracking, run_dir, without_secrets(config, free_on_resume), wandb_run_id)
-        setup_logging(run_dir, console.console if console else None)  # again, because W&B adds its own handlers
-        metrics = JsonlSink(run_dir / "metrics.jsonl")
-        sinks: list[Sink] = [metrics, wandb]
+        libraries = [row.library for row in config.tracking.chosen.values()]
+        setup_logging(run_dir, console.console if console else None, libraries)
+        metrics = JsonlSink(run_dir / METRICS)
+        shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
+        trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
+        setup_logging(run_dir, console.console if console else None, libraries)  # again: libraries add own handlers
         return Observers(
-            tracker=Tracker([*sinks, console] if console and gauges else sinks),
+            trackers=trackers,
             metrics=metrics,
             recorder=Recorder(run_dir, run_id_of(run_dir)),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
-            wandb=wandb,
             files=files_of(config),
         )
 
@@ -120,7 +138,7 @@ class Observers:
     @property
     def journal_failures(self) -> dict[str, int]:
         """File -> lines that this process could not write. A resume or a replay lacks them."""
-        metrics = {k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}
+        metrics = {name: count for name, count in self.trackers.failures.items() if name == METRICS}
         return {**self.recorder.failures, **self.requests.failures, **metrics}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
@@ -143,12 +161,14 @@ class Observers:
                 self.console.requests(text)
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
+            for name, count in (self.trackers.failures - Counter(self.journal_failures)).items():
+                self.console.alarm(f"{count} calls of the tracker {name} failed; run.log says why")
             self.console.print_files(
                 run_dir, {name: what for name, what in self.files.items() if holds_anything(run_dir / name)}
             )
 
     def close(self) -> None:
-        self.tracker.close()
+        self.trackers.close()
         self.recorder.close()
         self.requests.close()
         self.timeline.close()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary, with_requests, written
 from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
@@ -21,6 +20,7 @@ from grmpipe.run.signals import ended_by_signals
 from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.trackers.tracker import SampleRow
 from scheduler.supervise import describe_failure
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
         state = checkpoints.load(resumed) if resumed else None
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
-        wandb_run_id = state.wandb_run_id if state else None
-        observers = Observers.open(config, run_dir, wandb_run_id, gauges=make_run.is_policy_run)
+        observers = Observers.open(config, run_dir, state, gauges=make_run.is_policy_run)
         try:
             run = make_run(
                 prepared,

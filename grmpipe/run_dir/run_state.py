@@ -50,11 +50,11 @@ class RunState:
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
     run_id: str = ""
-    wandb_run_id: str | None = None
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
     open_counts: Mapping[str, object] = field(default_factory=dict)  # counts of the step after these
     features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of the run's features, by name
+    trackers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # states of the run's trackers, by name
     counted_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> its end when the counts were taken
 
     def to_json(self) -> str:

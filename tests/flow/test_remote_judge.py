@@ -112,7 +112,7 @@ def test_a_judge_outside_judges_the_run_is_billed_as_it_says_and_planted_secrets
     monkeypatch.setenv("GATEWAY", "planted-by-environment")
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
-    tracked = ("tracking=wandb", "tracking.wandb_mode=offline")
+    tracked = ("tracking=wandb", "tracking.wandb.mode=offline")
     monitor = ("judge_monitor.every=1", "judge_monitor.canaries=2", "tracking.console=true")
     files = small_run(*outside, "train.num_steps=2", *monitor, f"+engine.openai.extra_body={body}", *tracked)
     summary, judging = files.summary, files.summary["judging"]

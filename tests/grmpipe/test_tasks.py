@@ -144,7 +144,7 @@ def test_an_evaluation_of_a_judge_refuses_typed_keys_of_a_policy(
 def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> None:
     result = launch(tmp_path, "task=doctor")
     assert result.returncode == 0, result.stderr
-    for part in ("torch", "transformers", "ray", "cores", "GPUs", "W&B"):
+    for part in ("torch", "transformers", "ray", "cores", "GPUs", "wandb", "tensorboard"):
         assert any(line.startswith(part) for line in result.stdout.splitlines()), part
     assert not list(tmp_path.iterdir())
 

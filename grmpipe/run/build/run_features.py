@@ -73,7 +73,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
     return PeriodicEval(
         make_evaluator(prepared, running),
         RewardHackingDetector(min_reward_rise=judge.anchor_min_reward_rise, min_gold_fall=judge.anchor_min_gold_fall),
-        observers.tracker,
+        observers.trackers,
         run_dir / ANCHORS,
         anchors=judge.anchors,
         every=judge.anchor_every,

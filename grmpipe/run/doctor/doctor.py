@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
+from grmpipe.config.tracking import TrackingConfig
 from grmpipe.envs.isolation.isolation_report import describe_isolation
+from grmpipe.trackers.tracker import TrackerConfig
 from models.engines import installed
 from models.settings import INSTALL_PEFT
 
@@ -17,7 +19,6 @@ NEEDED = (
     "ray",
     "hydra-core",
     "omegaconf",
-    "wandb",
     "safetensors",
     "pyarrow",
     "rich",
@@ -47,11 +48,16 @@ def doctor(sglang_python: str = "") -> str:
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     lines.append(f"isolation       {describe_isolation()}")
-    wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
-    lines.append(f"W&B             {wandb_mode}")
+    lines += [tracker_line(row) for row in TrackingConfig().shipped.values()]
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
     lines.append(f"Hugging Face    {'offline: HF_HUB_OFFLINE is set' if offline else 'online, for hub names'}")
     return "\n".join(lines)
+
+
+def tracker_line(tracker: TrackerConfig) -> str:
+    missing = tracker.missing()
+    found = f"not installed; {missing}" if missing else version_of(tracker.library)
+    return f"{tracker.library:<15} {'; '.join(filter(None, [found, tracker.destination()]))}"
 
 
 def gpus() -> str:

@@ -12,12 +12,13 @@ from typing import Any
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, reading
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.journal import read_records, replace_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
-from grmpipe.observe.sample_rows import SampleRow, sample_row
-from grmpipe.observe.tracker import Tracker
+from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class PeriodicEval(RunFeature):
         self,
         evaluator: Evaluator,
         alarm: RewardHackingDetector,
-        tracker: Tracker,
+        trackers: AllTrackers,
         start: Path,
         *,
         anchors: int,
@@ -51,7 +52,7 @@ class PeriodicEval(RunFeature):
         self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
         self._alarm = alarm
-        self._tracker = tracker
+        self._trackers = trackers
         self._start = start
         self._anchors = anchors
         self._every = every
@@ -90,7 +91,7 @@ class PeriodicEval(RunFeature):
     def _log(self, step: int, metrics: Metrics) -> None:
         """Log an evaluation that belongs to no step on its own line. Does nothing without held-out problems."""
         if metrics:
-            self._tracker.log(step, metrics)
+            self._trackers.log(step, metrics)
 
     def state(self) -> Mapping[str, Any]:
         return {

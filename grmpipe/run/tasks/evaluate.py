@@ -8,7 +8,6 @@ from grmpipe.config.judging import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
-from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_evaluation import EvaluationComponents, start_evaluation
@@ -16,6 +15,7 @@ from grmpipe.run.session import Run, Session
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
 from grmpipe.run.tasks.evaluate_policy import AnswerLog, evaluate_policy
 from grmpipe.run.tasks.stats import env_summary, judging
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDenied
@@ -63,7 +63,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}
-        self._observers.tracker.log(0, metrics)
+        self._observers.trackers.log(0, metrics)
         return "completed"
 
     async def close(self) -> None:

@@ -15,10 +15,11 @@ from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, w
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
-from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.components import counting_of, make_play, pass_reward_of, seed_of
 from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 from scheduler.clock import ActiveClock
 

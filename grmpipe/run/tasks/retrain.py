@@ -127,7 +127,7 @@ class RetrainRun(Run[PreparedRetraining]):
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
         group_metrics |= truth_metrics(groups, rule_of(self._config.judge))
-        self._observers.tracker.log(step, group_metrics | metrics)
+        self._observers.trackers.log(step, group_metrics | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 
@@ -154,7 +154,7 @@ class RetrainRun(Run[PreparedRetraining]):
             totals={},
             busy_s={"learner": self._busy_s},
             run_id=self._run_id,
-            wandb_run_id=self._observers.wandb.run_id,
+            trackers=self._observers.trackers.resume_states(),
         )
         self._writer.publish_when_written(draft, state, {"learner": learner})
         if not aside:

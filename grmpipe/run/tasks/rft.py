@@ -98,7 +98,7 @@ class RftRun(Run[Prepared]):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
             self._steps += 1
-            self._observers.tracker.log(self._steps, metrics)
+            self._observers.trackers.log(self._steps, metrics)
 
     def _epochs(self) -> Iterable[random.Random]:
         return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.rft.num_epochs))
@@ -110,7 +110,7 @@ class RftRun(Run[Prepared]):
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())
         self._observers.note(f"held out, after {self._steps} steps: {metrics_text}")
         if when == "initial" and evaluated.metrics:
-            self._observers.tracker.log(0, named(evaluated.metrics))
+            self._observers.trackers.log(0, named(evaluated.metrics))
 
     def summary(self, status: Status, failure: str | None) -> Summary:
         return Summary(

@@ -12,7 +12,6 @@ from grmpipe.judge.composition.composed_judge import bounds_of, members_of, with
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.recorder import GROUPS
-from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
@@ -31,6 +30,7 @@ from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
@@ -164,8 +164,8 @@ class TrainingRun(Run[Prepared]):
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
             metrics = metrics | await feature.after_step(end)
-        self._observers.tracker.log(report.step, metrics)
-        self._observers.tracker.table(report.step, features.periodic_eval.rows)
+        self._observers.trackers.log(report.step, metrics)
+        self._observers.trackers.table(report.step, features.periodic_eval.rows)
         self._report_alarms(features, is_last=is_last)
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not is_last:
@@ -264,7 +264,7 @@ class TrainingRun(Run[Prepared]):
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(self._alarms),
             run_id=self._run_id,
-            wandb_run_id=self._observers.wandb.run_id,
+            trackers=self._observers.trackers.resume_states(),
         )
         ranks = {model.learner_role: model.ranks for model in running.trained}
         begun = {grm.learner_role for grm in running.trainable_grms}  # by their own flows

@@ -90,7 +90,7 @@ class MetaRmRun(Run[MetaRmTraining]):
                     await learner.call_each("accumulate", packed)
                 metrics = cast(list[Metrics], await learner.call_all("step"))[0]
                 self._num_steps += 1
-                self._observers.tracker.log(self._num_steps, metrics)
+                self._observers.trackers.log(self._num_steps, metrics)
                 if self._num_steps % STEPS_PER_NOTE == 0:
                     self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {metrics['train/loss']:.3f}")
             await self._evaluate(learner)
@@ -108,7 +108,7 @@ class MetaRmRun(Run[MetaRmTraining]):
                 for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
                     probabilities[i] = sigmoid(float(logit))
         self._evaluations.append(measure(examples, probabilities, self._config.judge.k_meta))
-        self._observers.tracker.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
+        self._observers.trackers.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {metrics_text}")
 

@@ -18,6 +18,8 @@ from grmpipe.config.resume_rules import (
     free_on_resume,
 )
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.tracking import TrackingConfig
+from grmpipe.trackers.wandb_tracker import WandbConfig
 
 FREE = (
     "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.timeout_s",
@@ -73,9 +75,9 @@ def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None
 
 def test_a_change_is_told_without_secrets_and_how_the_run_is_called_is_none() -> None:
     old = RunConfig()
-    tags = dataclasses.replace(old.tracking, tags=["a"], project="p")
+    tags = TrackingConfig(wandb=WandbConfig(tags=["a"], project="p"))
     new = dataclasses.replace(old, resume="auto", run_dir="x", tracking=tags)
     told = changes_on_resume(old, new)
-    assert ConfigChange(key="tracking.project", old="grmpipe", new="p") in told
-    assert {change.key for change in told} == {"tracking.project", "tracking.tags"}
+    assert ConfigChange(key="tracking.wandb.project", old="grmpipe", new="p") in told
+    assert {change.key for change in told} == {"tracking.wandb.project", "tracking.wandb.tags"}
     assert changed_keys(old, new) == []

@@ -18,8 +18,8 @@ from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
 from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
 from grmpipe.observe.logs import setup_logging
-from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.run.observers import Observers, files_of
+from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 
@@ -244,8 +244,8 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     noisy.addHandler(logging.StreamHandler())
     noisy.propagate = False
     console = recorded(terminal=False)
-    setup_logging(tmp_path, console)
-    setup_logging(tmp_path, console)  # a second call duplicates nothing
+    setup_logging(tmp_path, console, ["wandb"])
+    setup_logging(tmp_path, console, ["wandb"])  # a second call duplicates nothing
     noisy.warning("a model of noise")
     logging.getLogger("somelibrary.worker").warning("noise of a worker")
     logging.getLogger("grmpipe.pipeline.interfaces").info("an inner matter")
@@ -282,12 +282,12 @@ def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
 ) -> None:
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(wandb_mode="disabled")), tmp_path, None, gauges=False)
+    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished")
     prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
     for step in range(2):
         observers.recorder.rollout(0, prompt, rollout)
-        observers.tracker.log(step, {})
+        observers.trackers.log(step, {})
     observers.close()
     assert observers.journal_failures == {"rollouts.jsonl": 2, "metrics.jsonl": 2}
     for name in ("rollouts.jsonl", "metrics.jsonl"):
@@ -321,9 +321,9 @@ def test_a_step_whose_groups_teach_nothing_says_so(terminal: bool) -> None:
 def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
     tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(wandb_mode="disabled")), tmp_path, None, gauges=False)
+    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     for step in (1, 2):
-        observers.tracker.log(step, {"train/zero_advantage_share": step / 2})
+        observers.trackers.log(step, {"train/zero_advantage_share": step / 2})
     observers.close()
     (tmp_path / "canaries.jsonl").touch()
     observers.show_end(tmp_path, [], None)

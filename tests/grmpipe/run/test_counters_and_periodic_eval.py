@@ -22,7 +22,7 @@ from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
-from grmpipe.observe.tracker import Tracker
+from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
 from grmpipe.run.features.periodic_eval import PeriodicEval
@@ -237,7 +237,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
         evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
     )
     alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, Tracker([]), NOWHERE, anchors=4, every=10)
+    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=4, every=10)
 
     async def end() -> None:
         assert await periodic_eval.after_step(end_of(2, is_last=True)) == {}
@@ -259,7 +259,7 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         periodic_eval = PeriodicEval(
             looker,
             RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
-            Tracker([]),
+            AllTrackers({}),
             NOWHERE,
             anchors=4,
             every=10,
@@ -354,7 +354,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         seed=0,
     )
     alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-    periodic_eval = PeriodicEval(looker, alarm, Tracker([]), NOWHERE, anchors=8, every=10)
+    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=8, every=10)
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
         asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(end_of(step * 10, is_last=False)))
@@ -363,7 +363,12 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
     assert ringing == [False, True, True, False, True]
     assert len(rung) == 2
     again = PeriodicEval(
-        looker, RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1), Tracker([]), NOWHERE, anchors=8, every=10
+        looker,
+        RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
+        AllTrackers({}),
+        NOWHERE,
+        anchors=8,
+        every=10,
     )
     again.restore(periodic_eval.state())
     assert again.ringing
@@ -407,7 +412,7 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
             play_sampled=play, play_greedy=play, judge=Pairs(), is_right=is_right, seed=0, compares=True,
         )  # fmt: skip
         alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
-        return PeriodicEval(looker, alarm, Tracker([]), tmp_path / "anchors.jsonl", anchors=8, every=10)
+        return PeriodicEval(looker, alarm, AllTrackers({}), tmp_path / "anchors.jsonl", anchors=8, every=10)
 
     begun = periodic()
     asyncio.run(begun.first(0))

@@ -1,4 +1,4 @@
-"""Sinks: each gets every step, none can fail one; metrics.jsonl is plain JSON and follows a resume."""
+"""Trackers: each gets every step, none can fail one; metrics.jsonl is plain JSON and follows a resume."""
 
 from __future__ import annotations
 
@@ -11,59 +11,92 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grmpipe.config.tracking import TrackingConfig
+from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.jsonl_sink import JsonlSink
-from grmpipe.observe.sample_rows import SampleRow, sample_row
-from grmpipe.observe.tracker import Tracker
+from grmpipe.observe.sample_rows import sample_row
+from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Failed, Judgement, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
 
-class Listener:
-    name = "listener"
-
+class Listener(Tracker):
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.rows: list[SampleRow] = []
 
     def log(self, step: int, metrics: Metrics) -> None:
         self.steps.append(step)
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         self.steps.append(step)
+        self.rows += rows
+
+    def resume_state(self) -> dict[str, str]:
+        return {"id": "a"}
 
     def close(self) -> None:
         self.steps.append(-1)
 
 
-class Broken(Listener):
-    name = "broken"
-
+class Broken(Tracker):
     def log(self, step: int, metrics: Metrics) -> None:
         raise OSError(28, f"No space left at step {step}")
 
-    table = close = lambda self, *_: 1 / 0  # type: ignore[assignment]
+    table = resume_state = close = lambda self, *_: 1 / 0  # type: ignore[assignment]
 
 
-def test_a_sink_that_raises_fails_nothing_is_counted_and_stays_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_raises_fails_nothing_is_counted_and_stays_on(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener()
-    tracker = Tracker([Broken(), listener])
+    trackers = AllTrackers({"broken": Broken(), "listener": listener}, {"broken": {"id": "b"}})
     with caplog.at_level(logging.WARNING):
         for step in range(3):
-            tracker.log(step, {"train/loss": 1.0})
-        tracker.table(3, [])
-        tracker.close()
+            trackers.log(step, {"train/loss": 1.0})
+        trackers.table(3, [])
+        assert trackers.resume_states() == {"broken": {"id": "b"}, "listener": {"id": "a"}}
+        trackers.close()
     assert listener.steps == [0, 1, 2, 3, -1]
-    assert tracker.failures == {"broken": 5}
+    assert trackers.failures == {"broken": 6}
     assert len(caplog.records) == 2  # the full disk and the division, once each
+    assert all("broken failed" in record.getMessage() for record in caplog.records)
 
 
-def test_an_interrupt_is_no_failure_of_a_sink() -> None:
+def test_a_tracker_that_cannot_be_opened_is_left_out_and_keeps_its_state(caplog: pytest.LogCaptureFixture) -> None:
+    trackers = AllTrackers({}, {"mine": {"id": "m"}})
+    trackers.open("mine", lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    trackers.log(0, {})
+    assert trackers.resume_states() == {"mine": {"id": "m"}}
+    assert trackers.failures == {"mine": 1}
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["mine failed"]
+
+
+def test_a_state_that_is_no_json_fails_no_checkpoint() -> None:
+    class Odd(Tracker):
+        def resume_state(self) -> dict[str, str]:
+            return {"id": Path()}  # type: ignore[dict-item]
+
+    trackers = AllTrackers({"odd": Odd(), "listener": Listener()})
+    assert trackers.resume_states() == {"listener": {"id": "a"}}
+    assert trackers.failures == {"odd": 1}
+
+
+@pytest.mark.parametrize(("every", "steps"), [(10, [10, 20]), (0, [])])
+def test_tables_come_every_so_many_steps_with_so_many_rows(every: int, steps: list[int]) -> None:
+    listener = Listener()
+    trackers = AllTrackers({"listener": listener}, table_every=every, table_rows=2)
+    row = judged_sibling(Failed(stage="judge", cause="timeout", attempts=1))
+    for step in range(5, 21, 5):
+        trackers.table(step, [row] * 3)
+    assert listener.steps == steps
+    assert len(listener.rows) == 2 * len(steps)
+
+
+def test_an_interrupt_is_no_failure_of_a_tracker() -> None:
     class Interrupted(Listener):
         def log(self, step: int, metrics: Metrics) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Tracker([Interrupted()]).log(0, {})
+        AllTrackers({"mine": Interrupted()}).log(0, {})
 
 
 def test_metrics_are_one_json_object_a_step_at_once_on_disk(tmp_path: Path) -> None:
@@ -141,17 +174,3 @@ def test_a_row_whose_judge_failed_has_no_score_and_says_why() -> None:
     row = judged_sibling(Failed(stage="judge", cause="truncated", attempts=2, detail="no verdict in 64 tokens"))
     assert row.score is None
     assert row.critique.startswith("[judge failed: truncated] no verdict in 64 tokens")
-
-
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        ({"wandb_mode": "on"}, "wandb_mode: unknown mode 'on'; known: auto, online, offline, disabled"),
-        ({"project": ""}, "project: is empty"),
-        ({"table_every": -1}, "table_every: must be 0"),
-        ({"table_rows": 0}, "table_rows: must be at least 1"),
-    ],
-)
-def test_bad_settings_name_the_key(bad: dict[str, str | int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        TrackingConfig(**bad)  # type: ignore[arg-type]

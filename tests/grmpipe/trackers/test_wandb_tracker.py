@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pty
 import subprocess
@@ -17,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config.tracking import TrackingConfig
-from grmpipe.observe import wandb_sink
-from grmpipe.observe.jsonl_sink import JsonlSink
-from grmpipe.observe.logs import replace_handlers, setup_logging
-from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.wandb_sink import WandbSink, modes_to_try
+from grmpipe.trackers import wandb_tracker
+from grmpipe.trackers.tracker import SampleRow, TrackedRun
+from grmpipe.trackers.wandb_tracker import WandbConfig, WandbTracker, modes_to_try
 
 PLANTED = "planted0123456789planted0123456789planted"
 ROW = SampleRow(
@@ -59,16 +55,21 @@ def history(run_dir: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in items]
 
 
+def tracked(run_dir: Path, **config: object) -> TrackedRun:
+    return TrackedRun(run_dir=run_dir, config=config, state={})
+
+
 def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> None:
     start_s = time.perf_counter()
-    sink = WandbSink(TrackingConfig(run_name="first", tags=["quick"]), tmp_path, {"train": {"lr": 3e-4}})
+    sink = WandbTracker(WandbConfig(run_name="first", tags=["quick"]), tracked(tmp_path, train={"lr": 3e-4}))
     took_s = time.perf_counter() - start_s
     for step in (1, 2):
         sink.log(step, {"train/grm_score": 4.0 + step})
     sink.close()
     assert history(tmp_path) == [{"step": 1, "train/grm_score": 5.0}, {"step": 2, "train/grm_score": 6.0}]
     (run,) = (record.run for record in records(tmp_path) if record.HasField("run"))
-    assert (run.run_id, run.project, run.display_name, list(run.tags)) == (sink.run_id, "grmpipe", "first", ["quick"])
+    assert (run.project, run.display_name, list(run.tags)) == ("grmpipe", "first", ["quick"])
+    assert sink.resume_state() == {"run_id": run.run_id}
     assert took_s < 20  # 0.7 s on a quiet machine, 9 s seen on a crowded one
     print(f"started in {took_s:.2f} s")
 
@@ -83,22 +84,22 @@ def test_a_start_that_takes_long_holds_up_nobody_who_logs_nothing(
         assert may_start.wait(30)
         return SimpleNamespace(log=logged.append, finish=lambda: None)
 
-    monkeypatch.setattr(wandb_sink, "start", slow_start)
-    sink = WandbSink(TrackingConfig(), tmp_path, {})
-    assert sink.run_id, "a checkpoint needs it before the start is over"
+    monkeypatch.setattr(wandb_tracker, "start", slow_start)
+    sink = WandbTracker(WandbConfig(), tracked(tmp_path))
+    assert sink.resume_state()["run_id"], "a checkpoint needs it before the start is over"
     may_start.set()
     sink.log(1, {"x": 1.0})
     sink.close()
-    sink.log(2, {"x": 2.0})
     assert logged == [{"step": 1, "x": 1.0}]
 
 
 def in_another_process(run_dir: Path, step: int) -> list[str]:
     """The command of a short run, which logs only `step`."""
     code = (
-        "from pathlib import Path; from grmpipe.config.tracking import TrackingConfig;"
-        "from grmpipe.observe.wandb_sink import WandbSink;"
-        f"sink = WandbSink(TrackingConfig(), Path({str(run_dir)!r}), {{}}, run_id='the-run');"
+        "from pathlib import Path; from grmpipe.trackers.tracker import TrackedRun;"
+        "from grmpipe.trackers.wandb_tracker import WandbConfig;"
+        f"run = TrackedRun(run_dir=Path({str(run_dir)!r}), config={{}}, state={{'run_id': 'the-run'}});"
+        "sink = WandbConfig().open(run);"
         f"sink.log({step}, {{'x': {step}.0}}); sink.close()"
     )
     return [sys.executable, "-c", code]
@@ -114,46 +115,15 @@ def test_a_resumed_run_is_the_same_run_on_the_same_step_axis(tmp_path: Path) -> 
     assert axes == ["step", "step"]
 
 
-def test_tables_of_rollouts_come_every_so_many_steps_with_so_many_rows(tmp_path: Path) -> None:
-    sink = WandbSink(TrackingConfig(table_every=10, table_rows=2), tmp_path, {})
-    for step in range(5, 21, 5):
-        sink.table(step, [ROW] * 3)
+def test_a_table_has_a_row_per_rollout_with_its_step(tmp_path: Path) -> None:
+    sink = WandbTracker(WandbConfig(), tracked(tmp_path))
+    for step in (10, 20):
+        sink.table(step, [ROW] * 2)
     sink.close()
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
     assert sorted(table["data"][0][0] for table in tables) == [10, 20]
     assert [len(table["data"]) for table in tables] == [2, 2]
     assert dict(zip(tables[0]["columns"], tables[0]["data"][0], strict=True))["critique"] == "Score: 10"
-
-
-def test_the_planted_secret_is_in_no_file_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", PLANTED)
-    monkeypatch.setenv("JUDGE_API_KEY", PLANTED[::-1])
-    monkeypatch.setattr(sys, "argv", ["launch.py", f"grm.api_key={PLANTED}"])
-    setup_logging(tmp_path)
-    try:
-        config = {"grm": {"api_key": "in the config only", "url": f"http://{PLANTED[::-1]}@judge"}, "note": PLANTED}
-        sink = WandbSink(TrackingConfig(wandb_mode="offline"), tmp_path, config)
-        sink.log(10, {"x": 1.0})
-        leaky = SampleRow(
-            group_id="g", sibling=0, question="q", answer=PLANTED, critique=PLANTED[::-1], score=None, truth=None
-        )
-        sink.table(10, [leaky])
-        sink.close()
-        JsonlSink(tmp_path / "metrics.jsonl").log(10, {"x": 1.0})
-        logging.getLogger("grmpipe").warning("refused by http://%s@judge", PLANTED[::-1])
-    finally:
-        replace_handlers(logging.getLogger())
-        replace_handlers(logging.getLogger("grmpipe"))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"run.log", "metrics.jsonl", "debug.log"} <= {path.name for path in files}
-    printed = "".join(capfd.readouterr()).encode()
-    for content in [printed, *(path.read_bytes() for path in files)]:
-        for secret in (PLANTED, PLANTED[::-1], "in the config only"):
-            assert secret.encode() not in content
-    (uploaded,) = (path.read_bytes() for path in files if path.suffix == ".wandb")
-    assert b"<redacted>" in uploaded  # the config is in it
 
 
 def test_in_a_terminal_without_a_key_nothing_is_asked_and_nothing_printed(tmp_path: Path) -> None:
@@ -178,22 +148,27 @@ def read_all(terminal: int) -> bytes:
 
 
 def test_what_cannot_go_online_goes_offline_under_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(wandb_tracker, "START_TIMEOUT_S", 0.5)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", PLANTED)
-    sink = WandbSink(TrackingConfig(), tmp_path, {})
+    sink = WandbTracker(WandbConfig(), tracked(tmp_path))
     sink.log(1, {"x": 1.0})
     sink.close()
     assert history(tmp_path) == [{"step": 1, "x": 1.0}]
-    assert all(path.name.endswith(sink.run_id) for path in tmp_path.glob("wandb/*run-*/"))
+    assert all(path.name.endswith(sink.resume_state()["run_id"]) for path in tmp_path.glob("wandb/*run-*/"))
 
 
-def test_disabled_leaves_nothing_and_keeps_the_id(tmp_path: Path) -> None:
-    sink = WandbSink(TrackingConfig(wandb_mode="disabled"), tmp_path, {}, run_id="abc")
-    sink.log(1, {"x": 1.0})
-    sink.table(10, [ROW])
-    sink.close()
-    assert (sink.run_id, list(tmp_path.iterdir())) == ("abc", [])
+def test_without_any_mode_that_starts_each_call_raises_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(wandb_tracker, "start", refused)
+    sink = WandbTracker(WandbConfig(), tracked(tmp_path))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="W&B did not start: .*No space left"):
+            sink.log(1, {"x": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -204,7 +179,6 @@ def test_disabled_leaves_nothing_and_keeps_the_id(tmp_path: Path) -> None:
         ("auto", {"WANDB_API_KEY": "k"}, ("online", "offline")),
         ("online", {}, ("online", "offline")),
         ("offline", {"WANDB_API_KEY": "k"}, ("offline",)),
-        ("disabled", {"WANDB_API_KEY": "k"}, ()),
     ],
 )
 def test_online_needs_a_key_or_a_wish(mode: str, environ: dict[str, str], tried: tuple[str, ...]) -> None:

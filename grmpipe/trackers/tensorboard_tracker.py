@@ -1,0 +1,58 @@
+"""Metrics and rollouts to TensorBoard's event files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.trackers.tracker import SampleRow, TrackedRun, Tracker, TrackerConfig
+from grmpipe.types import Metrics
+
+
+@dataclass(frozen=True)
+class TensorboardConfig(TrackerConfig):
+    """TensorBoard. `tensorboard --logdir runs` shows all runs in a folder."""
+
+    library = "tensorboard"
+
+    # Folder in which each run has a folder of its name with its event files; null: `tensorboard/` in run_dir.
+    log_dir: str | None = None
+
+    def open(self, run: TrackedRun) -> Tracker:
+        return TensorboardTracker(self, run)
+
+    def missing(self) -> str:
+        return "" if importlib.util.find_spec(self.library) else "type `pip install 'grmpipe[tensorboard]'`"
+
+
+class TensorboardTracker(Tracker):
+    """The event files of one run. A resume hides the steps after its checkpoint, which it makes again."""
+
+    def __init__(self, config: TensorboardConfig, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # late: it imports tensorboard, which may not be installed
+
+        own = run.run_dir / "tensorboard"
+        directory = own if config.log_dir is None else Path(config.log_dir) / run.run_dir.resolve().name
+        self._writer = SummaryWriter(str(directory), purge_step=run.first_step)
+        self._writer.add_text("config", as_code(json.dumps(run.config, indent=1)), run.first_step)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a killed process loses nothing of the steps before
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for row in rows:
+            text = f"{row.question}\n\n{row.answer}\n\n{row.critique}\n\nscore {row.score}, truth {row.truth}"
+            self._writer.add_text(f"rollouts/{row.group_id}_{row.sibling}", as_code(text), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def as_code(text: str) -> str:
+    """Markdown that shows a text as it is: TensorBoard renders texts."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
