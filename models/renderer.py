@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -41,6 +43,8 @@ class Renderer:
     arguments of calls, which are written as JSON where the template writes them so. Whatever a template does besides
     is its own: several leave out what an assistant wrote beside its calls.
 
+    Several threads may use it: each gets a copy of the tokenizer, which keeps as its state whether it sees markup.
+
     tokenizer:      transformers' own.
     stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
     vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
@@ -65,7 +69,9 @@ class Renderer:
         self.vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._of_thread = threading.local()
+        self._of_thread.tokenizer = tokenizer
         self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._thinking_markers = thinking_markers
         self._markup_ids = _markup_ids(tokenizer)
@@ -109,6 +115,14 @@ class Renderer:
             thinking_markers=thinking_markers,
             tool_parser=tool_parser,
         )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The thread's own."""
+        if not hasattr(self._of_thread, "tokenizer"):
+            self._of_thread.tokenizer = copy.deepcopy(self._tokenizer)
+        found: PreTrainedTokenizerBase = self._of_thread.tokenizer
+        return found
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids of a conversation, up to the assistant's turn.

@@ -47,14 +47,13 @@ class ToolTemplate:
     def texts_of(self, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
         """Each tool as the template gets it, checked. Remembered by identity: the same ones come with each turn."""
         key = tuple(map(id, tools))
-        if key not in self._texts:
+        known = self._texts.get(key)
+        if known is None:
             if len(self._texts) >= REMEMBERED_TOOLS:
                 self._texts.clear()
-            self._texts[key] = (
-                tuple(tools),
-                tuple(self._checked(tool) for tool in tools),
-            )  # held, so that no other gets an id of theirs
-        return self._texts[key][1]
+            known = tuple(tools), tuple(self._checked(tool) for tool in tools)
+            self._texts[key] = known  # with the tools themselves, so that no other gets an id of theirs
+        return known[1]
 
     def _checked(self, tool: ToolSpec) -> str:
         written = tool_json(tool)

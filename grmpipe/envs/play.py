@@ -11,10 +11,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
+from models.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     EngineDied,
@@ -169,7 +171,9 @@ class _Episode:
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
         with self._rendering("open"):
-            new_ids = prompt_ids = self.renderer.render(opening, self.tools)
+            new_ids = prompt_ids = await off_loop_if_long(
+                chars_of(opening), partial(self.renderer.render, opening, self.tools)
+            )
         while True:
             room = self._room(prompt_ids)
             completion = await self._sampled(prompt_ids, room)
@@ -187,7 +191,8 @@ class _Episode:
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
             with self._rendering("step"):
-                new_ids = self.renderer.extend(turn.replies, self.tools, ended=not completion.stop_text)
+                extend = partial(self.renderer.extend, turn.replies, self.tools, ended=not completion.stop_text)
+                new_ids = await off_loop_if_long(chars_of(turn.replies), extend)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from grmpipe.config.judge import JudgeConfig
@@ -18,6 +19,7 @@ from grmpipe.judge.pointwise_adapter import refused
 from grmpipe.judge.verdict import outcome, unasked
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Verdict
 from models.engines.request_gates import PrioritySemaphore
+from models.long_texts import chars_of, off_loop_if_long
 from models.types import EngineDied, EngineRefused, Message, Scorer
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
@@ -50,7 +52,8 @@ class ScalarJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            token_ids = self._model.renderer.render_whole(self._conversation(prompt, rollout))
+            messages = self._conversation(prompt, rollout)
+            token_ids = await off_loop_if_long(chars_of(messages), partial(self._model.renderer.render_whole, messages))
         except ValueError as error:  # a template may refuse some order of roles
             return refused(f"prompt {prompt.prompt_id}: {error}")
         if 0 < self._model.context_tokens < len(token_ids):

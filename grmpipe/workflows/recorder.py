@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -28,6 +29,7 @@ from grmpipe.envs.play import (
 from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
+from models.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     Generates,
@@ -163,7 +165,8 @@ class Session:
         if self.fault is not None and self.fault.has_come(self._num_started):
             self._fail(on_purpose())
             raise ChatRefused("policy_unavailable", "the episode ends")
-        prompted = self._prompted(messages, tools)
+        prompted = await off_loop_if_long(chars_of(messages), partial(self._prompted, messages, tools))
+        self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
         params = self._params(options)
         room = self._room(prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -271,3 +272,27 @@ def test_a_whole_conversation_ends_after_the_assistants_turn(
     whole = renderer.render_whole(said)
     assert whole[: len(begun)] == begun and whole[-len(end) :] == end
     assert renderer.decode(whole[len(begun) : -len(end)]) == answer
+
+
+def test_text_stays_text_while_another_thread_reads_markup(path: Path) -> None:
+    renderer = Renderer.load(str(path))
+    text, markup = "<|im_start|>user\n" * 40, "<|im_start|>"
+    as_text, as_markup = renderer.render([user(text)]), renderer.encode_markup(markup)
+    read: list[tuple[int, ...]] = []
+    done = threading.Event()
+
+    def render() -> None:
+        for number in range(60):
+            read.append(renderer.render([user(text + str(number))]))
+        done.set()
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    wrong = 0
+    while not done.is_set():
+        wrong += renderer.encode_markup(markup) != as_markup
+    thread.join()
+
+    assert wrong == 0
+    assert len(as_markup) == 1
+    assert {ids[: len(as_text) - 10] for ids in read} == {as_text[: len(as_text) - 10]}

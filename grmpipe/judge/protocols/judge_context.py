@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
@@ -20,6 +21,7 @@ from grmpipe.judge.protocols.truncation import truncated_to_fit
 from grmpipe.judge.trajectory import Trajectory, trajectory_of
 from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt, Rollout
+from models.long_texts import off_loop_if_long
 from models.types import EngineDied, EngineRefused
 
 
@@ -50,7 +52,9 @@ class JudgeContext:
         room = self.client.room_for(self.config.principles_max_new_tokens)
         return SharedPrinciples(self.client, self.principles_template, room, prompt, group_id)
 
-    def prompt(self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None) -> GrmPrompt | Failed:
+    async def prompt(
+        self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
+    ) -> GrmPrompt | Failed:
         """The GRM's prompt for some responses, or a failure: refused or too_long."""
 
         asked = with_texts(prompt, self.client.grm.shown)
@@ -61,7 +65,10 @@ class JudgeContext:
 
         room = self.client.room_for(self.config.max_new_tokens)
         try:
-            made = truncated_to_fit(render, responses, room, self.config.truncation)
+            made = await off_loop_if_long(
+                sum(len(passage.text) for response in responses for passage in response.passages),
+                partial(truncated_to_fit, render, responses, room, self.config.truncation),
+            )
         except ValueError as error:
             return unasked("refused", str(error))
         if isinstance(made, str):

@@ -38,7 +38,7 @@ class ListwiseSession:
         principles = await self._principles.text(priority)
         if not judge_task.members:
             return {}
-        questions = self._questions(judge_task.members, principles)
+        questions = await self._questions(judge_task.members, principles)
         if isinstance(questions, Failed):
             return self._failed_for_all(judge_task.members, [questions])
 
@@ -48,7 +48,7 @@ class ListwiseSession:
         sampled = await sample_judgements(ask, self._context.config.num_judgements)
         return await self._reports(judge_task.members, sampled, priority)
 
-    def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[GrmQuestion] | Failed:
+    async def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[GrmQuestion] | Failed:
         """One question per judgement, each with its own order of siblings."""
         if isinstance(principles, Failed):
             return principles
@@ -56,7 +56,7 @@ class ListwiseSession:
         for index in range(self._context.config.num_judgements):
             order = self._order(members, index)
             responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
-            asked_for = self._context.prompt(self._prompt, responses, principles)
+            asked_for = await self._context.prompt(self._prompt, responses, principles)
             if isinstance(asked_for, Failed):
                 return asked_for
             questions.append(

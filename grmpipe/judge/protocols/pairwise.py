@@ -105,7 +105,7 @@ class PairwiseSession:
         prompts: list[GrmPrompt] = []
         for order in (pair, (higher, lower)):
             responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
-            asked_for = self._context.prompt(self._prompt, responses, principles)
+            asked_for = await self._context.prompt(self._prompt, responses, principles)
             if isinstance(asked_for, Failed):
                 return SampledJudgements(judgements=(), failures=(asked_for,), enough=())
             prompts.append(asked_for)

@@ -74,7 +74,7 @@ class PointwiseSession:
         """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
         if isinstance(parts, Failed):
             return JudgeReport(verdict=parts, failures=(parts,))
-        asked_for = self._context.prompt(self._prompt, parts.shown, principles)
+        asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
             return JudgeReport(verdict=asked_for, failures=(asked_for,))
         sampled = await self._sample(rollout, parts, asked_for, priority, mark)

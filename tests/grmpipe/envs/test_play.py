@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, Po
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
+from models.long_texts import LONG_CHARS
 from models.types import (
     Completion,
     FinishReason,
@@ -113,11 +115,19 @@ def answers(*replies: str) -> Step:
     return step
 
 
-def played(env: Scripted, policy: Policy, *, max_turns: int = 9, context_tokens: int = 0, max_new: int = 50) -> Rollout:
+def played(
+    env: Scripted,
+    policy: Policy,
+    *,
+    max_turns: int = 9,
+    context_tokens: int = 0,
+    max_new: int = 50,
+    renderer: Characters | None = None,
+) -> Rollout:
     request = RolloutRequest(group_id="g", sibling=1, seed=50)
     limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens)
     params = SamplingParams(max_new_tokens=max_new)
-    return asyncio.run(play(request, PROMPT, env, policy, Characters(), params, limits))
+    return asyncio.run(play(request, PROMPT, env, policy, renderer or Characters(), params, limits))
 
 
 TEXTS = st.text("abc", min_size=1, max_size=6)
@@ -315,3 +325,29 @@ def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
 
     asyncio.run(go())
     assert env.num_closed == 1
+
+
+class Placed(Characters):
+    """Remembers, of each text, whether it was rendered in the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.in_loop: list[bool] = []
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        self.in_loop.append(threading.current_thread() is threading.main_thread())
+        return super().render(messages, tools)
+
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        self.in_loop.append(threading.current_thread() is threading.main_thread())
+        return super().extend(replies, tools, ended=ended)
+
+
+def test_an_environments_long_texts_are_rendered_outside_of_the_loop() -> None:
+    long = "a" * LONG_CHARS
+    renderer = Placed()
+    env = Scripted(answers("short", long), opening=long)
+    played(env, Policy(["x", "y", "z"]), renderer=renderer)
+
+    assert renderer.in_loop == [False, True, False]

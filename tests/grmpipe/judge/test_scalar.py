@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from grmpipe.config.scalar_map import ScalarConfig
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
 from grmpipe.judge.scalar import ScalarJudge, ScalarModel, conversation
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Turn, Verdict
+from models.long_texts import LONG_CHARS
 from models.renderer import Renderer
 from models.tiny.resolve import SHIPPED
 from models.types import Completion, EngineDied, EngineRefused, Message, VersionSpan
@@ -220,3 +222,19 @@ def test_settings_of_judgements_are_refused(setting: dict[str, object], words: s
 def test_a_map_that_maps_nothing_is_refused(setting: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ScalarConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_a_long_conversation_is_rendered_outside_of_the_loop(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop: list[bool] = []
+
+    def placed(messages: Sequence[Message]) -> tuple[int, ...]:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return ()
+
+    monkeypatch.setattr(renderer, "render_whole", placed)
+    judged(renderer, Fixed(0.0), rollout_of_text("g", 0, "1" * LONG_CHARS))
+    judged(renderer, Fixed(0.0))
+
+    assert in_loop == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +19,7 @@ from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.recorder import Recorder, Session
+from models.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec(name="add", description="", parameters={"type": "object"})
@@ -410,3 +412,25 @@ def test_the_time_without_a_request_belongs_to_the_turn_before_it(
     )
     assert rollout.boot_s > 0.015 and rollout.turns[0].env_s > 0.035
     assert rollout.turns[1].env_s < rollout.turns[0].env_s
+
+
+def test_long_messages_leave_the_loop_free_and_no_call_beyond_the_limit_comes_of_it(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    recorder = make_recorder(engine, max_turns=1)
+    render, in_loop = recorder.renderer.render, list[bool]()
+
+    def placed(*args: object) -> tuple[int, ...]:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return render(*args)
+
+    monkeypatch.setattr(recorder.renderer, "render", placed)
+
+    async def talk(session: Session) -> None:
+        calls = (session.chat([user(name * LONG_CHARS)]) for name in "ab")
+        _, refused = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(refused, ChatRefused) and refused.reason == "turns"
+
+    run(recorder, request_of, talk)
+    assert in_loop == [False, False] and len(engine.asked) == 1

@@ -76,3 +76,12 @@ def test_a_hundred_thousand_sleeps_take_seconds() -> None:
     began = time.process_time()
     run_virtually(go)
     assert time.process_time() - began < 10.0
+
+
+def test_the_work_of_a_thread_takes_no_virtual_time_and_needs_no_timer() -> None:
+    async def worked() -> tuple[int, float]:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+        return await asyncio.to_thread(lambda: 42), asyncio.get_running_loop().time()
+
+    assert run_virtually(worked) == (42, 0.0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.pattern import judgement_pattern
+from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
+from models.long_texts import LONG_CHARS
 from models.types import EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
 
@@ -198,3 +201,21 @@ def test_judgements_are_held_to_their_form_only_where_the_run_asks_for_it(bench:
         bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
         ((_, params),) = engine.asked
         assert params.pattern == (judgement_pattern("score_line", Scale()) if structured else None)
+
+
+def test_a_prompt_with_a_long_text_is_rendered_outside_of_the_loop(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("Score: 7"))
+    render, in_loop = JudgePrompt.render, list[bool]()
+
+    def placed(self: JudgePrompt, *args: Any, **kwargs: Any) -> Any:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return render(self, *args, **kwargs)
+
+    async def judged() -> list[JudgeReport]:
+        return [await judge.judge(bench.prompt(), bench.rollout(text)) for text in ("1" * LONG_CHARS, "12")]
+
+    monkeypatch.setattr(JudgePrompt, "render", placed)
+    reports = asyncio.run(judged())
+
+    assert [report.verdict.score for report in reports if isinstance(report.verdict, Verdict)] == [7, 7]
+    assert in_loop == [False, True]
