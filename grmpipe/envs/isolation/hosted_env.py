@@ -54,6 +54,7 @@ from scheduler.processes.wire_types import RemoteTraceback
 log = logging.getLogger(__name__)
 
 ENDING_S = 5.0  # until a killed seat has ended
+OWN_END_S = 1.0  # until a seat has ended that says no more
 
 
 class SeatLink(Protocol):
@@ -126,7 +127,7 @@ class HostedEnv:
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            raise fault_of("died", "its process ended in open", await self.kill()) from None
+            raise fault_of("died", "its process ended in open", await self._own_end()) from None
         if isinstance(reply, Opened):
             return reply.opening
         raise blamed(reply)
@@ -146,7 +147,7 @@ class HostedEnv:
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            return self._ended_in_step(await self.kill())
+            return self._ended_in_step(await self._own_end())
         if isinstance(reply, BlamedPolicy) and reply.ends and reply.kind == LIMIT:
             return stopped_at_limit(reply.text, await self.kill())
         if not isinstance(reply, Observed):
@@ -185,6 +186,14 @@ class HostedEnv:
             return await end_within(seat, ENDING_S)
         finally:
             self._give_back(is_closed=False)
+
+    async def _own_end(self) -> Ended | None:
+        """How a seat ended that says no more. Killed before it could tell, it would hide its limit."""
+        ended = None if self._seat is None else await end_within(self._seat, OWN_END_S)
+        if ended is None:
+            return await self.kill()
+        self._give_back(is_closed=False)
+        return ended
 
     async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""

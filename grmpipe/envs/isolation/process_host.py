@@ -45,11 +45,14 @@ class ProcessSeat:
         self,
         env: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         supervisor: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        words: socket.socket,
         folder: Path,
     ) -> None:
+        """words: the socket of `supervisor`. A word that a transport can't send costs the report that waits in it."""
         self._folder = folder
         self.reader, self.writer = env
-        self._reports, self._words = supervisor
+        self._reports, self._supervisor = supervisor
+        self._words = words
 
     async def ended(self) -> Ended | None:
         try:
@@ -59,14 +62,18 @@ class ProcessSeat:
         return report if isinstance(report, Ended) else None
 
     def terminate(self) -> None:
-        self._words.write(TERMINATE)
+        self._say(TERMINATE)
 
     def kill(self) -> None:
-        self._words.write(KILL)
+        self._say(KILL)
+
+    def _say(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._words.send(word)
 
     def release(self) -> None:
         self.writer.transport.abort()
-        self._words.transport.abort()
+        self._supervisor.transport.abort()
         with contextlib.suppress(OSError):  # not empty where the seat had no file system of its own
             self._folder.rmdir()
             return
@@ -184,7 +191,7 @@ class ProcessHost:
                 )
             streams = await stream_of(env), await stream_of(supervisor)
             undo.pop_all()
-        return ProcessSeat(*streams, folder)
+        return ProcessSeat(*streams, supervisor, folder)
 
     async def _running_server(self) -> socket.socket:
         """The socket to the fork server, which is started anew if it has ended."""
