@@ -19,7 +19,7 @@ from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.run.build.components import make_parts
+from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.start import start
 from grmpipe.run.observers import Observers
 from grmpipe.types import Rollout

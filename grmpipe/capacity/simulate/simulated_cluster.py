@@ -24,7 +24,7 @@ from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.run.build.composition import Learners, compose
+from grmpipe.run.build.compose_pipeline import Learners, compose
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup

@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grmpipe.run.build.engines import ServingEngines, elastic_pools
-from grmpipe.run.build.start_time_share import time_share_of
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
+from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool
-from scheduler.slots.health import RoleHealth
-from scheduler.slots.time_share import TimeShare
+from scheduler.slots.health import BringCurrent, RoleHealth
+from scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from scheduler.weights.weight_sync import WeightSync
 
 
@@ -71,3 +71,27 @@ def make_maintenance(
         for role, router in served.routers.items()
     )
     return Maintenance(health=health, elastic=elastic, share=share)
+
+
+def time_share_of(
+    prepared: Prepared,
+    routers: Mapping[str, Router],
+    bring_current: Mapping[str, BringCurrent],
+    learner: TimeSharedLearnerGroup,
+    events: EventSink,
+) -> TimeShare:
+    """The time-shared pool of the learner, which must have freed its device before."""
+    time_sharing = {name: prepared.roles.served[name] for name in prepared.placement.time_sharing_roles}
+    roles = {
+        name: SharedRole(
+            router=routers[name],
+            bring_current=bring_current[name],
+            sleeps=role.sleeps,
+            lends=role.device == "cuda",
+            is_pushed_to=role.learner == LEARNER,
+        )
+        for name, role in time_sharing.items()
+    }
+    share = TimeShare(prepared.roles[LEARNER].pool, roles, learner, events)
+    learner.learner_phase = share.learner_phase
+    return share

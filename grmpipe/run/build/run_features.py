@@ -12,7 +12,7 @@ from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.pipeline.service_health import JudgeFitness
-from grmpipe.run.build.components import make_evaluator
+from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings

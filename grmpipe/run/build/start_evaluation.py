@@ -11,14 +11,13 @@ from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRmScorer
 from grmpipe.run.build.engines import start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
-from grmpipe.run.build.registry import CLUSTERS, JudgeParts, make_judge
+from grmpipe.run.build.make_judge import JudgeParts, make_judge
+from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
-from grmpipe.run.build.start_meta_rm import meta_rm_of, start_scorers
-from grmpipe.run.build.start_scorers import ScalarModels, start_scalar_models
+from grmpipe.run.build.start_scorers import ScalarModels, meta_rm_of, start_meta_rm, start_scalar_models
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
-from models.repeatable_kernels import choose_repeatable_kernels
 from models.types import ChatEngine
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
@@ -70,10 +69,8 @@ async def start_evaluation(
     requests: of models that judge.
     """
     config, prepared = ready.config, ready.prepared
-    if config.train.deterministic or config.engine.embedded.batch_invariant:
-        choose_repeatable_kernels()
     is_local = bool(ready.models or config.judging.scorer_roles)
-    cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if is_local else None
+    cluster = await start_cluster(config, prepared.placement) if is_local else None
     endpoints = connect_endpoints(prepared.roles, requests)
     try:
         return await start_on(cluster, ready, endpoints, events, run_dir, requests)
@@ -100,7 +97,7 @@ async def start_on(
         served = await start_routers(cluster, prepared, events, ready.models)
         routers = served.routers
         maintenance = make_maintenance(prepared, served, None, {}, events)
-        scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
+        scorers = await start_meta_rm(cluster, prepared, events)
         meta_rm = meta_rm_of(prepared.meta_rm, scorers, requests)
     scalars = await start_scalar_models(cluster, prepared, events, requests)
     if ready.prompt_sets:

@@ -1,4 +1,4 @@
-"""Starts the scorers of roles that have a scalar model, or connects their endpoints."""
+"""Starts the scorers of the meta-RM and of scalar reward models, or connects their endpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import option_key_of
 from grmpipe.judge.logged_scorer import LoggedScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.scalar import ScalarModel
 from grmpipe.run.build.start_grm import LogOf
+from grmpipe.validate.meta_rm_model import MetaRmModel
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.scalar_model import FoundScalarModel
 from models.engines.endpoint_use import EndpointUse
@@ -19,6 +21,8 @@ from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
 from scheduler.routing.rate_limits import RateLimits
 from scheduler.routing.scorers import ScorerPool
+
+META_RM = "meta_rm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +128,26 @@ def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -
         requests=requests(name),
     )
     return one.engine.connect_scorer(model, use)
+
+
+async def start_meta_rm(cluster: Cluster, prepared: Prepared, events: EventSink) -> ScorerPool | None:
+    """Start a process on each seat of the role, as one scorer. None if no vote uses a meta-RM."""
+    config, meta_rm = prepared.config, prepared.meta_rm
+    if meta_rm is None:
+        return None
+    role = ScorerRole(
+        name=META_RM,
+        path=meta_rm.path,
+        dtype=config.meta_rm.dtype,
+        device=prepared.roles[META_RM].device,
+        max_batch_tokens=config.meta_rm.max_batch_tokens,
+        max_replacements=config.health.max_replacements,
+    )
+    return await start_scorer_pool(cluster, role, events)
+
+
+def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None, requests: LogOf) -> MetaRm | None:
+    """The meta-RM for votes."""
+    if meta_rm is None or scorers is None:
+        return None
+    return MetaRm(scorer=LoggedScorer(scorers, requests(META_RM)), context_tokens=meta_rm.context_tokens)

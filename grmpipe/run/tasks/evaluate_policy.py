@@ -17,7 +17,8 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.components import counting_of, make_play, pass_reward_of, seed_of
+from grmpipe.run.build.make_evaluator import counting_of, pass_reward_of, seed_of
+from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start_evaluation import EvaluationComponents
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet

@@ -19,8 +19,8 @@ from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.learner_pace import with_pace
-from grmpipe.run.build.registry import CLUSTERS
-from grmpipe.run.build.start_learner import learner_spec, policy_learning
+from grmpipe.run.build.start_cluster import start_cluster
+from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
@@ -56,7 +56,7 @@ class RetrainRun(Run[PreparedRetraining]):
         self._interrupted = False
 
     async def run(self) -> Status:
-        self._cluster = cluster = await CLUSTERS[self._config.cluster.kind](self._config, self._prepared.placement)
+        self._cluster = cluster = await start_cluster(self._config, self._prepared.placement)
         await check_shared(cluster, self._run_dir)
         learner = await self._start_learner(cluster)
         if (resumed := self._session.resumed) is not None:

@@ -26,8 +26,9 @@ from grmpipe.judge.labels import Fate, hinted, kept_of, without_hint
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
-from grmpipe.run.build.components import make_evaluator, make_play, too_long
-from grmpipe.run.build.composition import compose_push
+from grmpipe.run.build.compose_pipeline import compose_push, too_long
+from grmpipe.run.build.make_evaluator import make_evaluator
+from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import named

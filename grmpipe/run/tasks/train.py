@@ -17,7 +17,7 @@ from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.build.components import make_parts
+from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_features
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export

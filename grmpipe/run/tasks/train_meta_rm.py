@@ -21,7 +21,7 @@ from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.build.engines import engine_factory
-from grmpipe.run.build.registry import CLUSTERS
+from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_grm import local_grm
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.session import Run, Session
@@ -121,7 +121,7 @@ class MetaRmRun(Run[MetaRmTraining]):
 
     @asynccontextmanager
     async def _cluster(self, placement: Placement) -> AsyncIterator[Cluster]:
-        cluster = await CLUSTERS[self._config.cluster.kind](self._config, placement)
+        cluster = await start_cluster(self._config, placement)
         try:
             yield cluster
         finally:

@@ -166,7 +166,7 @@ def test_the_factory_of_an_engine_travels(kind: str) -> None:
 
 def test_making_a_factory_imports_no_engine_of_another_maker() -> None:
     code = (
-        "import sys, grmpipe.run.build.components, grmpipe.capacity.plan.plan_report\n"
+        "import sys, grmpipe.run.build.compose_pipeline, grmpipe.capacity.plan.plan_report\n"
         "assert not {'vllm', 'sglang'} & {name.split('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,13 +1,12 @@
-"""The tables of judges and clusters: a new kind is a file, a row here, a YAML and a test."""
+"""Makes the judge of a run. The table of judges: a new kind is a file, a row here, a YAML and a test."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import key_of_judge
-from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.env_rewards import EnvRewardJudge
@@ -20,9 +19,6 @@ from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.scalar import ScalarJudge, ScalarModel
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
-from grmpipe.validate.sections import section
-from scheduler.placement import Placement
-from scheduler.processes.actors import Cluster, InProcessCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +75,6 @@ def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return load_custom_judge(judge, key_of_judge(name))
 
 
-async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
-    from scheduler.processes.ray_cluster import RayCluster
-
-    with section(""):  # what only the machines of a joined cluster know is refused in the same form
-        return await RayCluster.start(config.cluster, placement)
-
-
-async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
-    return InProcessCluster(placement)
-
-
 JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "scalar": scalar_judge,
@@ -97,8 +82,4 @@ JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "env": env_judge,
     "label": label_judge,
     "custom": custom_judge,
-}
-CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
-    "ray": ray_cluster,
-    "inprocess": inprocess_cluster,
 }

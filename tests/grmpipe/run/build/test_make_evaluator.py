@@ -16,7 +16,8 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RuleJudge
-from grmpipe.run.build.components import first_of_all_answers, freeing, pass_reward_of
+from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
+from grmpipe.run.build.make_play import freeing
 from grmpipe.types import Judge, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())

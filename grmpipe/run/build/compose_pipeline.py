@@ -19,12 +19,16 @@ from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
+from grmpipe.run.build.make_play import make_play
+from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.observers import Observers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Judge, Prompt
+from grmpipe.validate.prepare import Prepared
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
 from scheduler.slots.health import push_to_living
@@ -105,3 +109,38 @@ def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> 
     """A push of the learner's weights to every living engine of the policy, with confirmation."""
     push = functools.partial(push_to_living, sync, engines)
     return push if share is None else lambda version: share.push(lambda: push(version))
+
+
+def make_parts(
+    prepared: Prepared, running: RunComponents, observers: Observers, cotrainings: CoTrainings
+) -> PipelineComponents:
+    """The components of the policy's pipeline."""
+    learners = Learners(
+        policy=running.learner,
+        sync=running.sync,
+        engines=running.policy,
+        critic=running.critic,
+        share=running.maintenance.share,
+        cotrainings=cotrainings,
+    )
+    return compose(
+        prepared.config,
+        learners,
+        prompts=prepared.prompts,
+        too_long=too_long(prepared),
+        play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
+        seats=running.envs.seats,
+        judge=running.judge,
+        journal=observers.recorder,
+        events=observers.timeline,
+    )
+
+
+def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:
+    """A function: whether a prompt leaves no room for an answer in the policy's context window."""
+    policy, max_new_tokens = prepared.policy, prepared.config.rollout.max_new_tokens
+
+    def check(prompt: Prompt) -> bool:
+        return len(policy.renderer.render(prompt.messages)) + max_new_tokens > policy.context_tokens
+
+    return check

@@ -10,7 +10,7 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents
-from grmpipe.run.build.composition import Learners, compose, compose_breaker
+from grmpipe.run.build.compose_pipeline import Learners, compose, compose_breaker
 from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.train.learner.batch_trainer import BatchTrainer

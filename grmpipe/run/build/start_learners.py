@@ -1,27 +1,35 @@
-"""Starts the ranks of a trained model, and makes the sync of its weights to its engines."""
+"""Starts the ranks of the models that are trained, and makes the syncs of their weights to their engines."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.critic import policy_train
+from grmpipe.config.critic import critic_train, policy_train
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.run.build.engines import probe_of
-from grmpipe.run.features.cotrain.grm_settings import grm_algorithm, grm_train
+from grmpipe.run.build.engines import ServingEngines, probe_of, start_routers
+from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_train
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.weight_route import transport_of
 from models.weights.transports import transport_kind
+from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
+from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
+CRITIC = "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +123,75 @@ def weight_sync(
         ranks_per_engine=role.num_gpus,
         new_address=functools.partial(cluster.free_address, learning.learner),
     )
+
+
+async def start_together(
+    cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, ServingEngines]:
+    """Start learner and engines at the same time; on a shared GPU the learner first."""
+    ranks, served = await asyncio.gather(
+        cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
+        start_routers(cluster, prepared, events),
+    )
+    return LearnerGroup(ranks, learning.train.parallel.cp), served
+
+
+async def start_time_shared(
+    cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, ServingEngines]:
+    """Start the learner first, which then frees the device for the engines."""
+    ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
+    learner = TimeSharedLearnerGroup(ranks, learning.train.parallel.cp)
+    await learner.keep_on_device("nothing")
+    return learner, await start_routers(cluster, prepared, events)
+
+
+async def start_trainable_grms(
+    cluster: Cluster, prepared: Prepared, served: ServingEngines, run_dir: Path
+) -> tuple[TrainableGrm, ...]:
+    """Start the ranks of the GRMs that are trained next to the policy."""
+    trained = [grm for grm in prepared.grms if prepared.roles.served[grm.name].learner is not None]
+    return tuple(
+        await asyncio.gather(
+            *(start_trainable_grm(cluster, prepared, grm, served.routers[grm.name], run_dir) for grm in trained)
+        )
+    )
+
+
+async def start_trainable_grm(
+    cluster: Cluster, prepared: Prepared, grm: Model, engines: Router, run_dir: Path
+) -> TrainableGrm:
+    learning = grm_learning(prepared.config, grm, prepared.roles)
+    transport = transport_between(cluster, prepared, learning)
+    spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
+    ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+    learner = LearnerGroup(ranks, learning.train.parallel.cp)
+    sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
+    return TrainableGrm(
+        model=grm,
+        settings=learning.role.model,
+        engines=engines,
+        learner=learner,
+        learner_role=learning.learner,
+        sync=sync,
+    )
+
+
+async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) -> Critic | None:
+    """Start the critic. None if no estimator needs one."""
+    config, model = prepared.config, prepared.critic
+    if model is None:
+        return None
+    from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec  # late: it imports torch
+
+    spec = CriticSpec(
+        model_path=model.path,
+        tokenizer_path=model.tokenizer_path,
+        train=critic_train(config.critic, config.train),
+        device=prepared.roles[CRITIC].device,
+        value_clip=config.critic.value_clip,
+        updates_per_batch=config.critic.updates(config.algorithm, config.train),
+    )
+    ranks = await cluster.start_group(CRITIC, functools.partial(CriticLearner, spec))
+    group = CriticGroup(ranks, events, config.critic.parallel.cp)
+    return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

@@ -1,0 +1,54 @@
+"""Started components -> an episode of the policy, without its request and prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grmpipe.envs.attempts import with_attempts
+from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
+from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.run.build.start_envs import Envs
+from grmpipe.types import Prompt, Rollout
+from grmpipe.validate.prepare import Prepared
+from grmpipe.workflows.recorder import Recorder
+from models.types import KeepsTrajectories, SamplingParams
+from scheduler.routing.router import Router
+
+
+def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: float) -> Play:
+    """An episode without its request and prompt. engines: of the policy."""
+    rollout, env = prepared.config.rollout, prepared.config.env
+    sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
+    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature, stop=tuple(rollout.stop))
+    limits = EpisodeLimits(
+        max_turns=rollout.max_turns,
+        context_tokens=prepared.policy.context_tokens,
+        episode_s=env.episode_s,
+        timed=not env.env_kind.is_single,
+    )
+
+    if (workflow := envs.workflow) is not None:
+        recorder = Recorder(sampler, renderer, params, limits, envs.events)
+        asked = freeing(workflow.play(recorder), engines)
+        return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
+    make = envs.make
+    assert make is not None, "an episode without a workflow has an environment"
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
+
+    if env.env_kind.is_single:
+        return played
+    return with_attempts(freeing(played, engines), attempts=env.attempts, retry_s=env.retry_s)
+
+
+def freeing(play: Play, engines: KeepsTrajectories) -> Play:
+    """A play at whose end the engines free what they keep of the episode for further turns."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        try:
+            return await play(request, prompt, on_first_token)
+        finally:
+            engines.end_trajectory(request.trajectory_id)
+
+    return played
