@@ -89,17 +89,7 @@ class CoTraining:
             grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
         )
         self._pacer.grm_stepped(self._pipeline_state.version)
-        pass_reward = config.first_judge.scale.reward_of(config.labels.pass_score)
-        self._judging_tasks = JudgingTaskStream(
-            JudgingTasks.under(self._judge, config.labels),
-            rule_named(config.judge.rule),
-            prepared.judging_tasks[role],
-            rollout_share=self._cotrain.rollout_share,
-            window=self._cotrain.rollout_window,
-            seed=config.seed,
-            pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
-            key=f"{key_of_model(role)}.train",
-        )
+        self._judging_tasks = make_judging_tasks(prepared, role)
         for prompt, rollout in kept:
             self._add(prompt, rollout)
         self._judging_version = self._pipeline_state.version  # of its engines
@@ -223,6 +213,22 @@ class CoTraining:
             "push_s": report.sync.seconds,
         }
         self._metrics = {f"{self.role}/{name}": value for name, value in learnt.items()}
+
+
+def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
+    config = prepared.config
+    cotrain = config.trained_grms[role]
+    pass_reward = config.first_judge.scale.reward_of(config.labels.pass_score)
+    return JudgingTaskStream(
+        JudgingTasks.under(config.judge_training(role), config.labels),
+        rule_named(config.judge.rule),
+        prepared.judging_tasks[role],
+        rollout_share=cotrain.rollout_share,
+        window=cotrain.rollout_window,
+        seed=config.seed,
+        pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
+        key=f"{key_of_model(role)}.train",
+    )
 
 
 @dataclass(frozen=True, slots=True)
