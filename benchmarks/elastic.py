@@ -31,8 +31,9 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
+from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
+from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -289,7 +290,16 @@ async def simulate(case: Case) -> Outcome:
         too_long=lambda prompt: False,
         play=played,
         judge=PointwiseAdapter(Judge({role: routers[role] for role in mix.roles[1:]}, mix.judgements)),
-        judge_guard=JudgeFitness(CircuitBreaker(max_failure_rate=1.0, window=32, pause_s=5.0)),
+        judge_guard=JudgeHealth(
+            ServiceHealth(
+                "judging",
+                max_failure_rate=1.0,
+                window=32,
+                pause_s=5.0,
+                counted="verdicts",
+                key="judge.max_failure_rate",
+            )
+        ),
         trainer=Trainer(weights),
         push_weights=push,
         journal=NoJournal(),

@@ -12,10 +12,10 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.pipeline.flow_health import FlowHealth
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
-from grmpipe.pipeline.service_health import EnvFitness, PolicyFitness
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 from models.seeds import derive_seed, first_name
@@ -66,8 +66,7 @@ class Producer:
         self.expiring: Stage[Group] = Stage(
             "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
         )
-        self._fitness = PolicyFitness.of(config)
-        self._env_fitness = EnvFitness.of(config)
+        self._health = FlowHealth(config)
         self._seats: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
         self._config = config
@@ -87,8 +86,7 @@ class Producer:
         while True:
             await self._parts.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
-            await self._fitness.until_fit(self._clock)
-            await self._env_fitness.until_fit(self._clock)
+            await self._health.until_fit(self._clock)
             seats = await self._parts.seats.book(self._config.group_size)
             prompt_index = self._buffer.next_prompt_index
             try:
@@ -170,9 +168,9 @@ class Producer:
         except EpisodeFailed as error:
             self._counters.episode_failed(error.failures)
             self._fail(group, f"env_{error.failed.cause}", str(error))
-            self._env_fitness.episode_ended(error.failed)
+            self._health.episode_ended(error.failed)
             return
-        self._env_fitness.episode_ended(rollout)
+        self._health.episode_ended(rollout)
         if self._buffer.add_rollout(group, rollout):
             self._counters.rollout(rollout)
             session = group.session
@@ -267,7 +265,7 @@ class Producer:
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
         self._seats.pop(group.group_id).end()
-        self._fitness.group_ended(group)
+        self._health.group_ended(group)
 
 
 def cause_of(error: EngineRefused | RolloutAborted) -> str:

@@ -30,8 +30,9 @@ from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit, PolicyUnfit
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
@@ -214,13 +215,20 @@ class Bench:
         version = self.pipeline_state.version if self.pipeline_state else 0
         self.engines = [self.make_engine(version) for _ in range(self.num_engines)]
         self.policy = Router("policy", {f"policy-{n}": engine for n, engine in enumerate(self.engines)})
-        breaker = CircuitBreaker(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
+        health = ServiceHealth(
+            "judging",
+            max_failure_rate=self.max_failure_rate,
+            window=32,
+            pause_s=5.0,
+            counted="verdicts",
+            key="judge.max_failure_rate",
+        )
         parts = PipelineComponents(
             prompts=self.prompts,
             too_long=self.too_long,
             play=self.play,
             judge=self.group_judge or PointwiseAdapter(self.judge),
-            judge_guard=JudgeFitness(breaker),
+            judge_guard=JudgeHealth(health),
             trainer=self.trainer,
             push_weights=self.push,
             journal=self.journal,
@@ -381,7 +389,7 @@ def test_the_deadline_stands_still_during_a_sync() -> None:
 def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_cause() -> None:
     lost = Failed(stage="judge", cause="unparseable", attempts=2)
     bench = Bench(flow(), judge=Judge(mishap=lambda rollout: lost), max_failure_rate=0.2)
-    with pytest.raises(JudgeUnfit, match="unparseable"):
+    with pytest.raises(Unfit, match="unparseable"):
         bench.run()
     assert max(bench.judge.began) - min(bench.judge.began) > 5.0  # the pause
     assert bench.trainer.steps == []
@@ -390,7 +398,7 @@ def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_c
 def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the_cause() -> None:
     """The judge has no time limit of its own: the deadlines of groups end its verdicts."""
     bench = Bench(flow(), judge=Judge(delay=lambda rollout: 1e9), max_failure_rate=0.2)
-    with pytest.raises(JudgeUnfit, match=r"again after a pause of 5 s: \d+ timeout; the last one: .*group deadline"):
+    with pytest.raises(Unfit, match=r"again after a pause of 5 s: \d+ timeout; the last one: .*group deadline"):
         bench.run()
     assert max(bench.judge.began) < 100  # two deadlines of 10 s and a pause
     assert bench.trainer.steps == []
@@ -448,7 +456,7 @@ def test_a_policy_that_brings_no_rollout_pauses_and_then_stops_the_run_with_the_
     lengths: Callable[[RequestContext], int], words: str
 ) -> None:
     bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
-    with pytest.raises(PolicyUnfit, match=rf"rollout\.max_failure_rate=0\.5\), again after a pause of 5 s: {words}"):
+    with pytest.raises(Unfit, match=rf"rollout\.max_failure_rate=0\.5\), again after a pause of 5 s: {words}"):
         bench.run()
     assert len(bench.journal.ends) < 40
 

@@ -23,8 +23,9 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
+from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
+from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.checksum import checksum
@@ -352,7 +353,16 @@ class Run:
             too_long=lambda prompt: False,
             play=self.play,
             judge=PointwiseAdapter(self),
-            judge_guard=JudgeFitness(CircuitBreaker(max_failure_rate=1.0, window=32, pause_s=5.0)),
+            judge_guard=JudgeHealth(
+                ServiceHealth(
+                    "judging",
+                    max_failure_rate=1.0,
+                    window=32,
+                    pause_s=5.0,
+                    counted="verdicts",
+                    key="judge.max_failure_rate",
+                )
+            ),
             trainer=TimeSharedTrainer(self.learner, begin_learner_phase(self.share)) if self.share else self.learner,
             push_weights=self.push,
             journal=self,

@@ -18,7 +18,8 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
@@ -74,7 +75,7 @@ def compose(
         too_long=too_long,
         play=learners.cotrainings.recorded(play),
         judge=judge,
-        judge_guard=JudgeFitness(compose_breaker(config)),
+        judge_guard=JudgeHealth(compose_health(config)),
         trainer=compose_trainer(config, learners),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal,
@@ -84,14 +85,16 @@ def compose(
     )
 
 
-def compose_breaker(config: RunConfig) -> CircuitBreaker:
-    """The breaker on the verdicts that are trained on: by the settings of the only judge, or of the first one."""
+def compose_health(config: RunConfig) -> ServiceHealth:
+    """The health of the judge, by verdicts that are trained on: with the settings of the only judge, or of the first."""
     name = JUDGE if len(config.judging.judges) > 1 else next(iter(config.judging.judges))
     judge = config.all_judges[name]
-    return CircuitBreaker(
+    return ServiceHealth(
+        "judging",
         max_failure_rate=judge.max_failure_rate,
         window=judge.failure_window,
         pause_s=config.judge.pause_s,
+        counted="verdicts",
         key=f"{key_of_judge(name)}.max_failure_rate",
     )
 

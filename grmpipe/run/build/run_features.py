@@ -11,7 +11,7 @@ from grmpipe.config.judging import POLICY
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents
-from grmpipe.pipeline.service_health import JudgeFitness
+from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
@@ -84,7 +84,7 @@ def make_judge_monitor(
     prepared: Prepared, running: RunComponents, parts: PipelineComponents, observers: Observers, run_dir: Path
 ) -> JudgeMonitor:
     config, first = prepared.config, prepared.config.first_judge
-    assert isinstance(parts.judge_guard, JudgeFitness)
+    assert isinstance(parts.judge_guard, JudgeHealth)
     generative, members = config.judging.generative, members_of(running.judge)
     learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
     changing = {name for name, one in generative.items() if one.model in learning}
@@ -92,7 +92,7 @@ def make_judge_monitor(
         judge=running.judge,
         members=members,
         frozen=members.keys() - changing if members else () if changing else ("",),
-        fitness=parts.judge_guard,
+        health=parts.judge_guard,
         compares=config.judging.compares,
         scale=(first.score_min, first.score_max),
         show_thoughts=first.show_thoughts,

@@ -22,7 +22,8 @@ from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.observe.records import decode_messages
-from grmpipe.pipeline.service_health import JudgeFitness, JudgeUnfit
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
 
@@ -52,7 +53,7 @@ class MonitoredJudge:
     judge: Judge
     members: Mapping[str, Judge] = field(default_factory=dict)
     frozen: Collection[str] = ("",)
-    fitness: JudgeFitness
+    health: JudgeHealth
     compares: bool
     scale: tuple[int, int]
     show_thoughts: bool = False
@@ -110,23 +111,23 @@ class JudgeMonitor(RunFeature):
 
     async def measure(self, step: int, metrics: Metrics) -> Metrics:
         """Returns further metrics of a step. `metrics`: all its other metrics."""
-        monitor_metrics = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
+        monitor_metrics = self._monitored.health.bias_metrics() | self._fitted(metrics)
         if self._config.every and step % self._config.every == 0:
             monitor_metrics |= await self._check(step)
         self._exceeded = self._limits.read(step, metrics | monitor_metrics)
         return monitor_metrics | self._limits.metrics()
 
     def alarms(self, *, is_last: bool) -> Iterator[str]:
-        """Drifts and exceeded limits. Raises JudgeUnfit to stop the run."""
+        """Drifts and exceeded limits. Raises Unfit to stop the run."""
         yield from super().alarms(is_last=is_last)
         exceeded, self._exceeded = self._exceeded, []
         for one in exceeded:
             if one.new:
                 yield one.text
             if one.action == "stop":
-                raise JudgeUnfit(one.text)
+                raise Unfit(one.text)
             if one.action == "pause":
-                self._monitored.fitness.trip(one.text)
+                self._monitored.health.trip(one.text)
         if is_last:
             yield from self._limits.never_read(checks=self._config.every > 0, why_unchecked=self._why_unchecked)
 

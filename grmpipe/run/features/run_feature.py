@@ -46,7 +46,7 @@ class RunFeature:
         return {}
 
     def alarms(self, *, is_last: bool) -> Iterable[str]:
-        """New alarms, each once. Called after the metrics were written; may raise JudgeUnfit to end the run.
+        """New alarms, each once. Called after the metrics were written; may raise Unfit to end the run.
 
         is_last: no step follows.
         """

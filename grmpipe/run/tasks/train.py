@@ -174,7 +174,7 @@ class TrainingRun(Run[Prepared]):
             feature.next_step()
 
     def _report_alarms(self, features: RunFeatures, *, is_last: bool = False) -> None:
-        """Report new alarms to the summary, the log and the console. Raises JudgeUnfit if one ends the run."""
+        """Report new alarms to the summary, the log and the console. Raises Unfit if one ends the run."""
         for alarm in (alarm for feature in features.each for alarm in feature.alarms(is_last=is_last)):
             self._alarms.append(alarm)
             log.info("alarm: %s", alarm)

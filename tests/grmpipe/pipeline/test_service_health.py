@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.pipeline.service_health import CircuitBreaker
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.types import Failed, Verdict
 
 GOOD = Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1)
@@ -13,41 +16,58 @@ TIMEOUT = Failed(stage="judge", cause="timeout", attempts=1, detail="no answer w
 UNPARSEABLE = Failed(stage="judge", cause="unparseable", attempts=2, detail="it ends with 'hm'")
 
 
-def breaker(window: int = 16) -> CircuitBreaker:
-    return CircuitBreaker(max_failure_rate=0.25, window=window, pause_s=30.0)
+class Watched(ServiceHealth):
+    """The health of a judge at moments that a test names."""
+
+    def __init__(self, window: int = 16, max_failure_rate: float = 0.25) -> None:
+        self.now_s = 0.0
+        super().__init__(
+            "judging",
+            max_failure_rate=max_failure_rate,
+            window=window,
+            pause_s=30.0,
+            counted="verdicts",
+            key="judge.max_failure_rate",
+            now=lambda: self.now_s,
+        )
+
+    def at(self, now_s: float) -> Watched:
+        self.now_s = now_s
+        return self
 
 
-def feed(breaker: CircuitBreaker, now_s: float, *verdicts: Verdict | Failed) -> str:
+def feed(watched: Watched, now_s: float, *verdicts: Verdict | Failed) -> str:
     for verdict in verdicts:
-        breaker.record(verdict, now_s)
-    return breaker.state(now_s)
+        with contextlib.suppress(Unfit):
+            watched.at(now_s).record(verdict)
+    return watched.state
 
 
 def test_the_gate_waits_for_a_quarter_of_its_window() -> None:
-    watched = breaker(window=16)
+    watched = Watched()
     assert feed(watched, 0, TIMEOUT, TIMEOUT, TIMEOUT) == "closed"
     assert feed(watched, 0, TIMEOUT) == "open"
 
 
 def test_a_rate_at_the_limit_is_fine_and_one_above_it_pauses() -> None:
-    watched = breaker()
+    watched = Watched()
     assert feed(watched, 0, *[GOOD] * 12, *[TIMEOUT] * 4) == "closed"
     assert feed(watched, 0, TIMEOUT) == "open"
 
 
 def test_it_pauses_then_is_half_open_with_an_empty_window_then_stops() -> None:
-    watched = breaker()
+    watched = Watched()
     feed(watched, 100.0, *[TIMEOUT] * 4)
-    assert (watched.state(129.9), watched.seconds_to_pause(120.0)) == ("open", 10.0)
-    assert (watched.state(130.0), watched.seconds_to_pause(130.0)) == ("half-open", 0.0)
+    assert (watched.at(129.9).state, watched.at(120.0).pause_left_s) == ("open", 10.0)
+    assert (watched.at(130.0).state, watched.pause_left_s) == ("half-open", 0.0)
     assert feed(watched, 131.0, TIMEOUT, TIMEOUT, TIMEOUT) == "half-open"
     assert feed(watched, 131.0, UNPARSEABLE) == "stopped"
-    assert (watched.state(1e9), watched.seconds_to_pause(131.0)) == ("stopped", 0.0)
+    assert (watched.at(1e9).state, watched.pause_left_s) == ("stopped", 0.0)
     assert feed(watched, 1e9, *[GOOD] * 100) == "stopped"
 
 
 def test_verdicts_that_arrive_in_the_pause_do_not_count() -> None:
-    watched = breaker()
+    watched = Watched()
     feed(watched, 0.0, *[TIMEOUT] * 4)
     feed(watched, 15.0, *[TIMEOUT] * 50)
     assert feed(watched, 31.0, *[GOOD] * 15) == "half-open"
@@ -55,46 +75,57 @@ def test_verdicts_that_arrive_in_the_pause_do_not_count() -> None:
 
 
 def test_a_whole_window_below_the_rate_earns_another_pause() -> None:
-    watched = breaker(window=16)
+    watched = Watched()
     feed(watched, 0.0, *[TIMEOUT] * 4)
     assert feed(watched, 31.0, *[GOOD] * 15, *[TIMEOUT] * 5) == "open"
     assert feed(watched, 62.0, *[TIMEOUT] * 4) == "stopped"
 
 
 def test_old_verdicts_leave_the_window() -> None:
-    watched = breaker(window=16)
+    watched = Watched()
     feed(watched, 0, *[GOOD] * 1000)
     assert feed(watched, 0, *[TIMEOUT] * 5) == "open"
 
 
 def test_the_cause_is_told_in_plain_words_with_counts() -> None:
-    watched = breaker()
-    assert watched.stop_cause() == ""
+    watched = Watched()
+    assert watched.cause == ""
     feed(watched, 0.0, GOOD, TIMEOUT, TIMEOUT, UNPARSEABLE)
-    assert watched.stop_cause() == (
+    assert watched.cause == (
         "3 of the last 4 verdicts failed (75%; judge.max_failure_rate=0.25): 2 timeout, 1 unparseable; "
         "the last one: it ends with 'hm'"
     )
     feed(watched, 30.0, *[TIMEOUT] * 4)
-    assert "again after a pause of 30 s: 4 timeout" in watched.stop_cause()
+    assert "again after a pause of 30 s: 4 timeout" in watched.cause
 
 
 @given(failures=st.lists(st.booleans(), max_size=200), window=st.integers(1, 40))
 def test_a_breaker_opens_exactly_when_the_window_exceeds_the_rate(failures: list[bool], window: int) -> None:
-    watched = breaker(window)
+    watched = Watched(window)
     for count in range(1, len(failures) + 1):
-        watched.record(TIMEOUT if failures[count - 1] else GOOD, 0.0)
+        watched.record(TIMEOUT if failures[count - 1] else GOOD)
         recent = failures[:count][-window:]
         exceeded = len(recent) >= max(1, window // 4) and sum(recent) / len(recent) > 0.25
-        assert watched.state(0.0) == ("open" if exceeded else "closed")
+        assert watched.state == ("open" if exceeded else "closed")
         if exceeded:
             break
 
 
 def test_the_cause_names_the_judges_whose_failures_they_are() -> None:
-    watched = breaker()
-    watched.record(UNPARSEABLE, 0.0, ("second", "third"))
+    watched = Watched()
+    watched.record(UNPARSEABLE, ("second", "third"))
     for verdict in (TIMEOUT, UNPARSEABLE, UNPARSEABLE):
-        watched.record(verdict, 0.0, ("second",))
-    cause = watched.stop_cause()
+        watched.record(verdict, ("second",))
+    cause = watched.cause
     assert "3 unparseable, 1 timeout; judges that failed: second in 4, third in 1; the last one: it ends" in cause
+
+
+def test_another_reason_pauses_first_and_stops_the_second_time() -> None:
+    watched = Watched()
+    watched.trip("too long-winded")
+    assert (watched.at(1.0).state, watched.pause_left_s) == ("open", 29.0)
+    watched.at(2.0).trip("in the pause it is told nothing new")
+    assert watched.at(31.0).state == "half-open"
+    with pytest.raises(Unfit, match="too long-winded, again after a pause of 30 s"):
+        watched.at(40.0).trip("too long-winded")
+    assert watched.at(41.0).state == "stopped"

@@ -24,7 +24,8 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import (
@@ -426,20 +427,31 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
     assert len(rung) == 1 and "the reward is 1.00 (0.50 at step 0)" in rung[0]
 
 
+def health_of_judge(window: int, pause_s: float) -> ServiceHealth:
+    return ServiceHealth(
+        "judging",
+        max_failure_rate=0.5,
+        window=window,
+        pause_s=pause_s,
+        counted="verdicts",
+        key="judge.max_failure_rate",
+    )
+
+
 def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:
     async def go() -> None:
-        fitness = JudgeFitness(CircuitBreaker(max_failure_rate=0.5, window=4, pause_s=0.05))
+        health = JudgeHealth(health_of_judge(window=4, pause_s=0.05))
         clock = ActiveClock()
         before = clock.now()
         for _ in range(2):
-            fitness.verdict(JudgeReport(verdict=LOST))
+            health.verdict(JudgeReport(verdict=LOST))
         paused = asyncio.get_running_loop().time()
-        await fitness.until_fit(clock)
+        await health.until_fit(clock)
         assert asyncio.get_running_loop().time() - paused >= 0.04
         assert clock.now() - before < 0.04
-        with pytest.raises(JudgeUnfit, match="timeout"):
+        with pytest.raises(Unfit, match="timeout"):
             for _ in range(4):
-                fitness.verdict(JudgeReport(verdict=LOST))
+                health.verdict(JudgeReport(verdict=LOST))
 
     asyncio.run(go())
 
@@ -450,11 +462,11 @@ def test_a_failed_composition_is_blamed_on_the_judges_that_failed() -> None:
     jury = dataclasses.replace(good, by_judge={"judge": JudgeReport(verdict=LOST), "second": good})
 
     async def go() -> str:
-        breaker = CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
-        fitness = JudgeFitness(breaker)
+        service = health_of_judge(window=8, pause_s=30.0)
+        health = JudgeHealth(service)
         for report in (jury, failed, failed):
-            fitness.verdict(report)
-        return breaker.stop_cause()
+            health.verdict(report)
+        return service.cause
 
     assert "2 of the last 3 verdicts failed" in (cause := asyncio.run(go()))
     assert "; judges that failed: second in 2" in cause, "a jury without a member has a verdict"

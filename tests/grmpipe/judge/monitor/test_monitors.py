@@ -17,7 +17,6 @@ from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.monitor.overoptimization import Fit, fit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.pipeline.service_health import CircuitBreaker
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
 
@@ -221,14 +220,3 @@ def test_a_limit_that_makes_no_sense_is_refused(values: dict, told: str) -> None
 def test_counts_of_watching_are_no_less_than_none() -> None:
     with pytest.raises(ValueError, match="canaries: must be 0"):
         JudgeMonitorConfig(canaries=-1)
-
-
-def test_a_tripped_gate_pauses_first_and_stops_the_second_time() -> None:
-    breaker = CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
-    breaker.trip("too long-winded", 0.0)
-    assert (breaker.state(1.0), breaker.seconds_to_pause(1.0)) == ("open", 29.0)
-    breaker.trip("in the pause it is told nothing new", 2.0)
-    assert breaker.state(31.0) == "half-open"
-    breaker.trip("too long-winded", 40.0)
-    assert breaker.state(41.0) == "stopped"
-    assert breaker.stop_cause() == "too long-winded, again after a pause of 30 s"

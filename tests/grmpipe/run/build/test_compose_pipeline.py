@@ -10,7 +10,7 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents
-from grmpipe.run.build.compose_pipeline import Learners, compose, compose_breaker
+from grmpipe.run.build.compose_pipeline import Learners, compose, compose_health
 from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.train.learner.batch_trainer import BatchTrainer
@@ -59,11 +59,11 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
     assert parts.play == ("recorded", PLAY)
 
 
-def test_the_breaker_has_the_settings_of_the_only_judge() -> None:
+def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
     exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
-    breaker = compose_breaker(RunConfig(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
-    breaker.record(Failed(stage="judge", cause="died", attempts=1, detail=""), 0.0)
-    assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in breaker.stop_cause()
+    health = compose_health(RunConfig(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
+    health.record(Failed(stage="judge", cause="died", attempts=1, detail=""))
+    assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in health.cause
 
 
 def test_the_critic_values_the_groups_of_the_flow() -> None:

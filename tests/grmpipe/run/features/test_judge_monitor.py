@@ -17,7 +17,8 @@ from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.pipeline.service_health import CircuitBreaker, JudgeFitness, JudgeUnfit
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.run.features.judge_monitor import (
     JudgeMonitor,
     MonitoredJudge,
@@ -54,8 +55,10 @@ class Scene:
     second: ByLength | None = None  # composed with the judge
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(kind="mix", mix={"judge": 0.9, "second": 0.1}))
     compares: bool = False
-    breaker: CircuitBreaker = field(
-        default_factory=lambda: CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
+    service: ServiceHealth = field(
+        default_factory=lambda: ServiceHealth(
+            "judging", max_failure_rate=0.5, window=8, pause_s=30.0, counted="verdicts", key="judge.max_failure_rate"
+        )
     )
     alarms: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -68,7 +71,7 @@ class Scene:
         watched = MonitoredJudge(
             judge=judge,
             members=members_of(judge),
-            fitness=JudgeFitness(self.breaker),
+            health=JudgeHealth(self.service),
             compares=self.compares,
             frozen=self.frozen,
             scale=(1, 10),
@@ -233,7 +236,7 @@ def test_a_limit_warns_and_another_stops_with_its_words(tmp_path: Path) -> None:
         }  # fmt: skip
         scene.hear(judge_monitor, is_last=False)
         await judge_monitor.measure(2, {"train/reward": 0.0})
-        with pytest.raises(JudgeUnfit, match=r"judge_monitor.limits.gone: at step 2 train/reward is 0, below 0.1"):
+        with pytest.raises(Unfit, match=r"judge_monitor.limits.gone: at step 2 train/reward is 0, below 0.1"):
             scene.hear(judge_monitor, is_last=False)
 
     scene.run(watch)
@@ -256,12 +259,11 @@ def test_a_resumed_watchman_does_not_tell_again_what_rang_before_the_last_line(t
 def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path) -> None:
     limits = {"ties": LimitConfig(metric="judge/ties", above=0.5, action="pause")}
     scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits=limits))
-    breaker = scene.breaker
 
     async def watch(judge_monitor: JudgeMonitor) -> None:
         await judge_monitor.measure(1, {"judge/ties": 0.9})
         scene.hear(judge_monitor, is_last=False)
-        assert breaker.state(asyncio.get_running_loop().time()) == "open"
+        assert scene.service.state == "open"
         await judge_monitor.measure(2, {"judge/ties": 0.9})
         scene.hear(judge_monitor, is_last=False)  # nothing is new during the pause
 

@@ -1,0 +1,34 @@
+"""What a run's verdicts say of its judge: its health, and its bias by position."""
+
+from __future__ import annotations
+
+from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
+from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.types import Failed, JudgeReport, Metrics
+from scheduler.clock import ActiveClock
+
+
+class JudgeHealth:
+    """Pauses judging above the failure rate, and then stops the run."""
+
+    def __init__(self, health: ServiceHealth) -> None:
+        self._health = health
+        self._bias: dict[str, PositionBias] = {}  # by judge; of a single one under no name
+        self.trip = health.trip
+
+    async def until_fit(self, clock: ActiveClock) -> None:
+        await self._health.until_fit(clock)
+
+    def verdict(self, report: JudgeReport) -> None:
+        """Count a verdict. Raises Unfit if it stops the run."""
+        for name, own in report.own_reports.items():
+            self._bias[name] = self._bias.get(name, PositionBias()).with_judgements(own.judgements)
+        failed = [name for name, own in report.by_judge.items() if isinstance(own.verdict, Failed)]
+        self._health.record(report.verdict, failed)
+
+    def bias_metrics(self) -> Metrics:
+        """Order flips, ties and wins of the first place since the last call, also by judge if there are several. Empty
+        for judges of single responses.
+        """
+        metrics, self._bias = bias_metrics(self._bias), {}
+        return metrics
