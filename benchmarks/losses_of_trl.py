@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS
+from grmpipe.config.algorithm_tables import AGGREGATIONS, DualClip, OffPolicy
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo_clip, token_mean": ({}, {"loss_type": "dapo"}),
     "ppo_clip, sequence_mean": ({"aggregation": "sequence_mean"}, {"loss_type": "grpo"}),
     "ppo_clip, constant": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
-    "dual_clip": ({"loss": "dual_clip", "dual_clip_ratio": 2.0}, {"loss_type": "dapo", "delta": 2.0}),
+    "dual_clip": ({"loss": "dual_clip", "dual_clip": DualClip(ratio=2.0)}, {"loss_type": "dapo", "delta": 2.0}),
     "gspo": (
         {"loss": "gspo", "aggregation": "sequence_mean"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "k3 in the loss": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
     "off_policy rejection": (
-        {"rejections": ["off_policy"], "off_policy_delta": 0.05},
+        {"rejections": ["off_policy"], "off_policy": OffPolicy(delta=0.05)},
         {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
     ),
 }

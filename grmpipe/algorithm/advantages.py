@@ -50,6 +50,19 @@ def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.nda
     return center(rewards_G) / (spread + min_group_std)
 
 
+def compare_at(
+    places: Sequence[tuple[int, int]], values: Sequence[np.ndarray], algorithm: AlgorithmConfig
+) -> list[tuple[int, int, float]]:
+    """(sibling, step, advantage) for some steps of siblings, whose values are compared as GRPO compares outcomes. None
+    for a single one.
+    """
+    if len(places) < 2:
+        return []
+    there_G = np.array([values[sibling][step] for sibling, step in places])
+    compared_G = standardize(there_G, algorithm.std, algorithm.min_group_std)
+    return [(*place, advantage) for place, advantage in zip(places, compared_G, strict=True)]
+
+
 def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     """Each reward minus the mean of the others, G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
     return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
@@ -101,7 +114,7 @@ def rloo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_k, algorithm.min_group_std))
+    return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k, algorithm.min_group_std))
 
 
 # -- rewards within a rollout ----------------------------------------------------------------------------------------
@@ -132,12 +145,9 @@ def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     found = [to_come(rewards, rewards.earned_K.tolist(), algorithm.gamma) for rewards in group]
     advantages = [np.zeros(len(returns_K)) for returns_K in found]
     for k in range(max(map(len, found))):
-        there = [sibling for sibling, returns_K in enumerate(found) if len(returns_K) > k]
-        if len(there) > 1:
-            at_step_G = np.array([found[sibling][k] for sibling in there])
-            compared_G = standardize(at_step_G, algorithm.std, algorithm.min_group_std)
-            for sibling, advantage in zip(there, compared_G, strict=True):
-                advantages[sibling][k] = advantage
+        there = [(sibling, k) for sibling, returns_K in enumerate(found) if len(returns_K) > k]
+        for sibling, step, advantage in compare_at(there, found, algorithm):
+            advantages[sibling][step] = advantage
     return [rewards.spread(advantages_K) for rewards, advantages_K in zip(group, advantages, strict=True)]
 
 
@@ -163,11 +173,8 @@ def gae(
     Tokens with `mask_N` 0 (from the environment) aren't sampled: V and A of the next sampled token pass through, and
     both results are 0. Put a reward for such a token on the sampled token before it.
     """
-    rewards, values, mask = (
-        rewards_N.tolist(),
-        values_N.tolist(),
-        mask_N.tolist(),
-    )  # indexing an array is 10 times slower
+    # Indexing an array is 10 times slower.
+    rewards, values, mask = rewards_N.tolist(), values_N.tolist(), mask_N.tolist()
     advantages, next_value, next_advantage = [0.0] * len(rewards), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         if mask[t]:

@@ -98,30 +98,30 @@ def uncorrected(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
 
 def truncated_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """TIS: min(w, cap) per token."""
-    return drift.log_weights_T.exp().clamp(max=algorithm.tis_cap)
+    return drift.log_weights_T.exp().clamp(max=algorithm.tis.cap)
 
 
 def truncated_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence TIS: min(product of w, cap), for all tokens of a rollout."""
-    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence_cap), drift.sequence_lengths_S)
+    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence.cap), drift.sequence_lengths_S)
 
 
 def masked_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
-    return to_tokens(weights_S * (weights_S <= algorithm.sequence_cap), drift.sequence_lengths_S)
+    return to_tokens(weights_S * (weights_S <= algorithm.sequence.cap), drift.sequence_lengths_S)
 
 
 def icepop(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """w within the band, 0 outside, per token."""
     weights_T = drift.log_weights_T.exp()
-    return weights_T * ((weights_T >= algorithm.icepop_low) & (weights_T <= algorithm.icepop_high))
+    return weights_T * ((weights_T >= algorithm.icepop.low) & (weights_T <= algorithm.icepop.high))
 
 
 def decoupled(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Decoupled PPO (arXiv 2505.24298): w up to the cap, 0 above it, per token."""
     weights_T = drift.log_weights_T.exp()
-    return weights_T * (weights_T <= algorithm.decoupled_cap)
+    return weights_T * (weights_T <= algorithm.decoupled.cap)
 
 
 Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
@@ -139,12 +139,12 @@ def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
 def geometric(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Keep a rollout iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
     mean_S = mean_by_sequence(drift.log_weights_T, drift.loss_mask_T, drift.sequence_lengths_S).exp()
-    return (mean_S >= algorithm.geometric_low) & (mean_S <= algorithm.geometric_high)
+    return (mean_S >= algorithm.geometric.low) & (mean_S <= algorithm.geometric.high)
 
 
 def veto(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Keep a rollout iff no token of it has a w below: the trainer would never have said that."""
-    hits_T = (drift.log_weights_T.exp() < algorithm.veto_below).to(drift.loss_mask_T.dtype)
+    hits_T = (drift.log_weights_T.exp() < algorithm.veto.below).to(drift.loss_mask_T.dtype)
     return sum_by_sequence(hits_T, drift.sequence_lengths_S) == 0
 
 
@@ -153,7 +153,7 @@ def off_policy(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the rollout."""
     behind_S = mean_by_sequence(drift.log_behind_T, drift.loss_mask_T, drift.sequence_lengths_S)
     advantage_S = mean_by_sequence(drift.advantages_T, drift.loss_mask_T, drift.sequence_lengths_S)
-    return ~((advantage_S < 0) & (behind_S > algorithm.off_policy_delta))
+    return ~((advantage_S < 0) & (behind_S > algorithm.off_policy.delta))
 
 
 Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: kept

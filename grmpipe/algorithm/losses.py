@@ -62,11 +62,11 @@ def ppo_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """PPO's loss, limited to dual_clip_ratio |A| if A < 0: a bad token that became likely can't dominate a batch (arXiv
+    """PPO's loss, limited to dual_clip.ratio |A| if A < 0: a bad token that became likely can't dominate a batch (arXiv
     1912.09729).
     """
     policy = ppo_clip(scored, algorithm)
-    most_T = torch.where(scored.advantages_T < 0, -algorithm.dual_clip_ratio * scored.advantages_T, torch.inf)
+    most_T = torch.where(scored.advantages_T < 0, -algorithm.dual_clip.ratio * scored.advantages_T, torch.inf)
     capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
     return PolicyLoss(loss_T=torch.minimum(policy.loss_T, most_T), clipped_T=policy.clipped_T.maximum(capped_T))
 

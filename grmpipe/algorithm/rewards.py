@@ -118,10 +118,10 @@ def shaped(
     rewards: Rewards, rollout: Rollout, algorithm: AlgorithmConfig, max_new_tokens: int, kl_N: np.ndarray | None
 ) -> Rewards:
     """The rewards with the penalties of the algorithm. `kl_N`: nats per token; None if the KL isn't in the reward."""
-    if algorithm.overlong_buffer_share > 0:
+    if algorithm.overlong_buffer.share > 0:
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-        share = overlong(longest, max_new_tokens, algorithm.overlong_buffer_share * max_new_tokens)
-        rewards = charged(rewards, (0.0,) * (len(rewards.values_K) - 1) + (algorithm.overlong_penalty * share,))
+        share = overlong(longest, max_new_tokens, algorithm.overlong_buffer.share * max_new_tokens)
+        rewards = charged(rewards, (0.0,) * (len(rewards.values_K) - 1) + (algorithm.overlong_buffer.penalty * share,))
     if kl_N is not None:
         rewards = charged(rewards, tuple(algorithm.kl_coefficient * kl for kl in by_step(rewards, kl_N)))
     return rewards

@@ -13,6 +13,7 @@ from grmpipe.algorithm.advantages import (
     Advantages,
     Group,
     OfGroup,
+    compare_at,
     gae,
     outcomes,
     over_tokens,
@@ -47,30 +48,27 @@ def among_equal_states(group: Group, values: Sequence[np.ndarray], algorithm: Al
                 met.setdefault(key, []).append((sibling, turn))
     advantages = [np.zeros(len(values_U)) for values_U in values]
     for places in met.values():
-        if len(places) > 1:
-            there_G = np.array([values[sibling][turn] for sibling, turn in places])
-            compared_G = standardize(there_G, algorithm.std, algorithm.min_group_std)
-            for (sibling, turn), advantage in zip(places, compared_G, strict=True):
-                advantages[sibling][turn] = advantage
+        for sibling, turn, advantage in compare_at(places, values, algorithm):
+            advantages[sibling][turn] = advantage
     return advantages
 
 
 def gigpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """GRPO's advantage of the episode, plus `step_advantage_w` times that of each turn's return from there on among all
-    turns in the same state (GiGPO, arXiv 2505.10978, eq. 3 to 9).
+    """GRPO's advantage of the episode, plus `gigpo.step_advantage_w` times that of each turn's return from there on
+    among all turns in the same state (GiGPO, arXiv 2505.10978, eq. 3 to 9).
     """
     episodes = over_tokens(group, standardize(outcomes(group), algorithm.std, algorithm.min_group_std))
     found = [to_come_by_turn(rewards, algorithm.gamma) for rewards in group]
     steps = among_equal_states(group, found, algorithm)
     return [
-        episode_N + algorithm.step_advantage_w * rewards.over_turns(step_U)
+        episode_N + algorithm.gigpo.step_advantage_w * rewards.over_turns(step_U)
         for rewards, episode_N, step_U in zip(group, episodes, steps, strict=True)
     ]
 
 
 def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """GRPO's advantage of the outcome, plus in each turn before the last `turn_advantage_coef` times that of the turn's
-    own reward among the siblings that have it before their last (MT-GRPO, arXiv 2505.11821).
+    """GRPO's advantage of the outcome, plus in each turn before the last `mt_grpo.turn_advantage_coef` times that of
+    the turn's own reward among the siblings that have it before their last (MT-GRPO, arXiv 2505.11821).
 
     The outcome is the reward of the last turn; the rewards of the turns before it aren't part of it.
     """
@@ -78,12 +76,9 @@ def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     last_G = standardize(np.array([earned_U[-1] for earned_U in earned]), algorithm.std, algorithm.min_group_std)
     advantages = [np.full(len(earned_U), outcome) for earned_U, outcome in zip(earned, last_G, strict=True)]
     for turn in range(max(map(len, earned)) - 1):
-        there = [sibling for sibling, earned_U in enumerate(earned) if len(earned_U) > turn + 1]
-        if len(there) > 1:
-            own_G = np.array([earned[sibling][turn] for sibling in there])
-            compared_G = standardize(own_G, algorithm.std, algorithm.min_group_std)
-            for sibling, advantage in zip(there, compared_G, strict=True):
-                advantages[sibling][turn] += algorithm.turn_advantage_coef * advantage
+        there = [(sibling, turn) for sibling, earned_U in enumerate(earned) if len(earned_U) > turn + 1]
+        for sibling, _, advantage in compare_at(there, earned, algorithm):
+            advantages[sibling][turn] += algorithm.mt_grpo.turn_advantage_coef * advantage
     return [rewards.over_turns(advantages_U) for rewards, advantages_U in zip(group, advantages, strict=True)]
 
 
@@ -103,7 +98,9 @@ def gae_of_turns(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarr
     inner_U = np.array([rewards_N[tokens.start : tokens.stop - 1].sum() for tokens in turns])
     steps_U = rewards_N[last_U] + np.append(inner_U[1:], 0.0)
     everyone_U = np.ones(len(turns))
-    _, returns_U = gae(steps_U, expected_N[last_U], everyone_U, algorithm.high_level_gamma, algorithm.gae_lambda)
+    _, returns_U = gae(
+        steps_U, expected_N[last_U], everyone_U, algorithm.gae_turns.high_level_gamma, algorithm.gae_lambda
+    )
     rewards_N[last_U] = returns_U
     within = [
         gae(rewards_N[t], expected_N[t], np.ones(t.stop - t.start), algorithm.gamma, algorithm.gae_lambda)

@@ -1,6 +1,8 @@
-"""The parts of an algorithm by name: where the function of each is, what others must know of it. Imports none of them.
+"""The parts of an algorithm by name: where the function of each is, what others must know of it, its own settings.
+Imports none of them.
 
-A new one is a function, a row here, a YAML in conf/algorithm/ and a test. One of the user's own is named by its dotted
+A new one is a function, a row here (with its block in KindSettings, if it has keys of its own), a YAML in
+conf/algorithm/ and a test. One of the user's own is named by its dotted
 path: that of a function; of a LossKind or an EstimatorKind where the defaults below don't fit it; of an Aggregation.
 """
 
@@ -8,9 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
+from grmpipe.config.bounds import Bounded, above, at_least, between_0_and_1
 from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
 from grmpipe.config.path_table import PathTable
 
@@ -47,7 +50,7 @@ class EstimatorKind:
     needs_critic: it uses a critic's values.
     targets:      dotted path of (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
                   the critic learns, if there is one.
-    uses_pass_k:  it compares subsets of `algorithm.pass_k` siblings, so a group must have several.
+    uses_pass_k:  it compares subsets of `algorithm.pass_at_k.k` siblings, so a group must have several.
     """
 
     function: str
@@ -63,6 +66,100 @@ class EstimatorKind:
     def has_zero_groups(self) -> bool:
         """Whether a group can be seen to have no gradient, whatever is in its batch."""
         return self.compares == "outcomes" or (self.need == "group" and not self.needs_critic)
+
+
+@dataclass(frozen=True)
+class GaeTurns(Bounded):
+    """Settings of `algorithm.estimator=gae_turns` (VAGEN, arXiv 2510.16907)."""
+
+    high_level_gamma: float = between_0_and_1(0.95)  # Discount per turn.
+
+
+@dataclass(frozen=True)
+class Gigpo(Bounded):
+    """Settings of `algorithm.estimator=gigpo` (arXiv 2505.10978)."""
+
+    step_advantage_w: float = at_least(0, 1.0)  # Weight of the advantage among turns of equal state.
+
+
+@dataclass(frozen=True)
+class MtGrpo(Bounded):
+    """Settings of `algorithm.estimator=mt_grpo` (arXiv 2505.11821)."""
+
+    turn_advantage_coef: float = at_least(0, 1.0)  # Weight of a turn's own advantage next to the outcome's.
+
+
+@dataclass(frozen=True)
+class PassAtK(Bounded):
+    """Settings of `algorithm.estimator=pass_at_k` (arXiv 2508.10751)."""
+
+    k: int = at_least(1, 4)  # [siblings] Siblings that share one success; below train.group_size.
+
+
+@dataclass(frozen=True)
+class DualClip(Bounded):
+    """Settings of `algorithm.loss=dual_clip` (arXiv 1912.09729)."""
+
+    ratio: float = above(1, 3.0)  # Largest ratio with which a token of negative advantage counts.
+
+
+@dataclass(frozen=True)
+class Cap(Bounded):
+    """A cap on the weight w of a token, or on its product over a rollout."""
+
+    cap: float = above(0, 2.0)  # Largest weight; above it the weight is the cap for tis and sequence_tis, else 0.
+
+
+@dataclass(frozen=True)
+class Band(Bounded):
+    """The band of a ratio."""
+
+    low: float = above(0, 0.5)  # Smallest ratio that is trained.
+    high: float = 5.0  # Largest ratio that is trained.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low < self.high:
+            raise ValueError(f"high: must be above low = {self.low}, got {self.high}")
+
+
+@dataclass(frozen=True)
+class Veto(Bounded):
+    """Settings of the rejection `veto`."""
+
+    below: float = above(0, 1e-4)  # A rollout with a token whose w is below is not trained.
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """Settings of the rejection `off_policy` (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    # [nats] A rollout of negative advantage is not trained if mean(log mu - log pi_theta) is above.
+    delta: float = 0.1
+
+
+@dataclass(frozen=True)
+class KindSettings:
+    """The settings of single estimators, losses, corrections and rejections, in the block of each."""
+
+    gae_turns: GaeTurns = field(default_factory=GaeTurns)
+    gigpo: Gigpo = field(default_factory=Gigpo)
+    mt_grpo: MtGrpo = field(default_factory=MtGrpo)
+    pass_at_k: PassAtK = field(default_factory=PassAtK)
+    dual_clip: DualClip = field(default_factory=DualClip)
+    tis: Cap = field(default_factory=Cap)  # Settings of `algorithm.correction=tis`, on w of a token.
+    # Settings of `algorithm.correction=sequence_tis` and `sequence_mis`, on the product of w over a rollout; 2 to 10
+    # are in use.
+    sequence: Cap = field(default_factory=lambda: Cap(3.0))
+    # Settings of `algorithm.correction=icepop`: a token whose w is outside has weight 0.
+    icepop: Band = field(default_factory=Band)
+    decoupled: Cap = field(default_factory=lambda: Cap(5.0))  # Settings of `algorithm.correction=decoupled`, on w.
+    # Settings of the rejection `geometric`, on exp(mean log w) of a rollout.
+    geometric: Band = field(default_factory=lambda: Band(0.99, 1.01))
+    veto: Veto = field(default_factory=Veto)
+    off_policy: OffPolicy = field(default_factory=OffPolicy)
+    # Options of your own loss or estimator. Nothing else reads them.
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 LOSSES: dict[str, LossKind] = {

@@ -5,48 +5,37 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from grmpipe.config.bounds import Bounded, above, at_least
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import ParallelConfig
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(Bounded):
     """A model with a scalar head that predicts the remaining reward, with its own learner.
 
-    Other settings (Adam's betas, weight_decay, schedule, activation_checkpointing) are those of `train`.
+    Other settings (optimizer, max_grad_norm, dtype, schedule, activation_checkpointing) are those of `train`.
     """
 
     enabled: bool = False  # Train a critic, as algorithm.estimator=gae and gae_raw need.
     # Causal language model, or model with a scalar head, to start from; null: the policy's. A new head predicts 0.
     path: str | None = None
-    lr: float = 1e-3  # Peak learning rate of the critic.
-    lr_warmup_steps: int = 5  # Steps of the run in which the critic's learning rate rises.
-    warmup_steps: int = 0  # First steps of the run, in which only the critic is trained.
+    lr: float = above(0, 1e-3)  # Peak learning rate of the critic.
+    lr_warmup_steps: int = at_least(0, 5)  # Steps of the run in which the critic's learning rate rises.
+    warmup_steps: int = at_least(0, 0)  # First steps of the run, in which only the critic is trained.
     # [reward] Clip of a value around the one at the start of the batch; null: no clip.
     value_clip: float | None = 0.5
     # [updates] Optimizer steps of the critic on each batch; null: as algorithm.updates_per_batch.
-    updates_per_batch: int | None = None
+    updates_per_batch: int | None = at_least(1, None)
     # Most packed tokens of a pass on one rank; null: as train.micro_batch_tokens.
-    micro_batch_tokens: int | None = None
-    max_grad_norm: float = 1.0  # Norm that the critic's gradients are clipped to.
-    dtype: str | None = None  # Type of the forward and backward pass; null: as train.dtype.
+    micro_batch_tokens: int | None = at_least(1, None)
     # How the critic's ranks share it; train.parallel is only for the policy.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        for key in ("lr", "max_grad_norm"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        super().__post_init__()
         if self.value_clip is not None and not self.value_clip > 0:
             raise ValueError(f"value_clip: must be above 0, got {self.value_clip}; null clips nothing")
-        for key in ("lr_warmup_steps", "warmup_steps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        for key in ("updates_per_batch", "micro_batch_tokens"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, or null, got {getattr(self, key)}")
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype: unknown value {self.dtype!r}; known: float32, bfloat16, null")
         if self.path == "":
             raise ValueError("path: is empty; give a model, or null for the policy's own")
 
@@ -81,9 +70,7 @@ def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
         train,
         lr=critic.lr,
         warmup_steps=critic.lr_warmup_steps,
-        max_grad_norm=critic.max_grad_norm,
         micro_batch_tokens=critic.micro_batch_tokens or train.micro_batch_tokens,
-        dtype=critic.dtype or train.dtype,
         parallel=critic.parallel,
     )
 

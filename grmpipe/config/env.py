@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from grmpipe.config.bounds import Bounded, above_0_to_1, at_least
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
 
@@ -142,7 +143,7 @@ def mcp_server(name: str, values: object) -> McpServerConfig:
 
 
 @dataclass(frozen=True)
-class EnvConfig:
+class EnvConfig(Bounded):
     """The environment that the policy acts in."""
 
     # Environment of a rollout; single_turn: one prompt, one answer; tools: typed functions that the policy calls;
@@ -164,21 +165,21 @@ class EnvConfig:
     # For tools: limit on a call, from its start; the policy reads its end as the call's result. null: nine tenths of
     # step_s, which is also what all calls of a turn have together.
     call_s: float | None = None
-    max_parallel_calls: int = 16  # For tools: most calls of a turn that run at once; 1: one after the other.
+    # For tools: most calls of a turn that run at once; 1: one after the other.
+    max_parallel_calls: int = at_least(1, 16)
     close_s: float = 10.0  # Limit on the end of an episode's environment.
     episode_s: float = 600.0  # After this time no further turn begins; the rollout is judged as it is.
-    attempts: int = 3  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
-    retry_s: float = 0.5  # Wait before the second episode; twice as long before each further one.
+    attempts: int = at_least(1, 3)  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
+    retry_s: float = at_least(0, 0.5)  # Wait before the second episode; twice as long before each further one.
     # [episodes] Most episodes open at the same time. A group waits until there is room for all its siblings.
-    capacity: int = 256
+    capacity: int = at_least(1, 256)
     boots_per_minute: float | None = None  # Most starts of environments in a minute; null: no limit.
     # [characters] Longest message of the environment; the middle of a longer one is left out.
-    max_observation_chars: int = 8000
-    # [share] Share of episodes that failed in all their attempts, above which no group is opened for pause_s; if it is
-    # exceeded again, the run stops.
-    max_failure_rate: float = 0.5
-    failure_window: int = 64  # [episodes] Latest episodes that max_failure_rate is measured over.
-    pause_s: float = 30.0  # Length of a pause, in which no group is opened.
+    max_observation_chars: int = at_least(1, 8000)
+    # [share] Share of the last 64 episodes that failed in all their attempts, above which no group is opened for
+    # pause_s; if it is exceeded again, the run stops.
+    max_failure_rate: float = above_0_to_1(0.5)
+    pause_s: float = at_least(0, 30.0)  # Length of a pause, in which no group is opened.
     # Module and name of further exceptions that are the policy's doing, as my_agent.TooManyMoves: one of them, or of
     # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
     # frameworks (docs/agents.md) count by themselves.
@@ -186,6 +187,7 @@ class EnvConfig:
     inject_faults: float = 0.0  # [share] Share of episodes in which the environment is made to fail, to test a run.
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in ENVS:
             raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
         if self.runs_in not in WORKFLOW_PLACES:
@@ -203,18 +205,8 @@ class EnvConfig:
                 f"call_s: must be above 0 and below step_s = {self.step_s:g} (seconds), got {self.call_s}; raise "
                 "env.step_s too"
             )
-        for key in ("attempts", "capacity", "max_observation_chars", "failure_window", "max_parallel_calls"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        for key in ("retry_s", "pause_s"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ValueError(f"{key}: must be 0 or more, in seconds, got {getattr(self, key)}")
         if self.boots_per_minute is not None and not 0 < self.boots_per_minute < math.inf:
             raise ValueError(f"boots_per_minute: must be above 0, or null for no limit, got {self.boots_per_minute}")
-        if not 0 < self.max_failure_rate <= 1:
-            raise ValueError(
-                f"max_failure_rate: must be above 0 and at most 1 (a share of episodes), got {self.max_failure_rate}"
-            )
         for name in self.policy_errors:
             if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
                 raise ValueError(

@@ -30,12 +30,10 @@ class IsolationConfig:
     max_files: int = 256  # [files] Open files of each process.
     file_mb: int = 64  # [MB] Files in the episode's folder, which is deleted at its end.
     network: bool = False  # Whether an episode has the network.
-    read: list[str] = field(
-        default_factory=list
-    )  # Files and folders that an episode may read, besides Python, its packages and /usr.
-    pass_env: list[str] = field(
-        default_factory=list
-    )  # Names of environment variables that an episode gets; it gets no others.
+    # Files and folders that an episode may read, besides Python, its packages and /usr.
+    read: list[str] = field(default_factory=list)
+    # Names of environment variables that an episode gets; it gets no others.
+    pass_env: list[str] = field(default_factory=list)
     image: str = ""  # For kind=container: the image, with Python, msgspec and your code in it.
     runtime: str = "docker"  # For kind=container: docker, podman or apptainer.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,15 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import ROLES
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
-# Sections of earlier versions -> those that have their keys; a name behind one stays where {} is.
+# Keys and sections of earlier versions -> those that have their values; a name behind one stays where {} is.
 MOVED = {
     "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
-    "simulate.costs.grms": "simulate.costs.models", "tracking.wandb_mode": "tracking.wandb.mode",
+    "simulate.costs.grms": "simulate.costs.models",
+    "train.adam_betas": "train.optimizer.betas", "train.weight_decay": "train.optimizer.weight_decay",
+    "algorithm.overlong_penalty": "algorithm.overlong_buffer.penalty", "algorithm.pass_k": "algorithm.pass_at_k.k",
+    "algorithm.high_level_gamma": "algorithm.gae_turns.high_level_gamma",
+    "algorithm.step_advantage_w": "algorithm.gigpo.step_advantage_w",
+    "algorithm.turn_advantage_coef": "algorithm.mt_grpo.turn_advantage_coef",
 }  # fmt: skip
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
@@ -73,7 +79,14 @@ def moved(key: str) -> str:
                 name, _, rest = rest.partition(".")
                 new = new.format(name or "<name>")
             return f"{group}{at}{new}.{rest}".rstrip(".")
-    return ""
+    return _in_blocks().get(key, "")
+
+
+@functools.cache
+def _in_blocks() -> dict[str, str]:
+    """The keys of blocks as they were spelt before: algorithm.tis_cap -> algorithm.tis.cap."""
+    split = ((key, key.rsplit(".", 1)) for key in known_keys() if key.count(".") == 2)
+    return {f"{block}_{leaf}": key for key, (block, leaf) in split}
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -92,7 +105,7 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
 
 def shares_words(typed: str, known: str) -> bool:
     """Whether at least half of the words of a typed key are, up to a slip, words of a known one; or it is a slip as a
-    whole. Letters alone make drop_zero_advantage like step_advantage_w.
+    whole. Letters alone make drop_zero_advantage like negative_advantage_w.
     """
     words, others = typed.split("_"), known.split("_")
     shared = sum(bool(difflib.get_close_matches(word, others, n=1, cutoff=0.7)) for word in words)

@@ -3,7 +3,7 @@
     python -m grmpipe.config.reference
 
 The sentence of a key is the comment at the end of its line or, if that is too long, the comment right above it. A
-comment with an empty line below is a heading.
+comment with an empty line below is a heading. That of a section stands before its class's docstring.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -91,20 +91,36 @@ def page() -> str:
     top = [section.name for section in sections if section.name and "." not in section.name]
     contents = " · ".join(["[run](#run)", *(f"[{name}](#{name})" for name in top)])
     head = HEAD.format(count=sum(len(section.entries) for section in sections), contents=contents)
-    return "\n".join([head, *map(section_text, sections)])
+    return "\n".join([head, *map(section_text, without_repeats(sections))])
+
+
+def without_repeats(sections: Iterable[KeySection]) -> Iterator[KeySection]:
+    """The sections; one whose rows stand in an earlier section, under its name, names that one instead."""
+    seen: dict[tuple[KeyEntry, ...], str] = {}
+    for section in sections:
+        rows = tuple(replace(entry, key=entry.key.removeprefix(section.name)) for entry in section.entries)
+        first = seen.setdefault(rows, section.name)
+        if not rows or first == section.name:
+            yield section
+        else:
+            same = f"{section.about} The keys are those of [{first}](#{first.replace('.', '')})."
+            yield replace(section, about=same, entries=())
 
 
 # -- from dataclasses to entries --------------------------------------------------------------------------------------
 
 
-def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None = None) -> Iterator[KeySection]:
+def sections_of(
+    cls: type, name: str = "", values: Mapping[str, object] | None = None, comment: str = ""
+) -> Iterator[KeySection]:
     """The sections of a dataclass: its own keys, then those nested in it, in the order of their fields.
 
-    values: defaults given by its owner; None: its own. Raises ValueError for a key without a sentence.
+    values: defaults given by its owner; None: its own. comment: its owner's, if it has one. Raises ValueError for a key
+    without a sentence.
     """
     values = defaults_of(cls) if values is None else values
     prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), comments_of(cls)
-    nested: list[tuple[type, str, Mapping[str, object] | None]] = []
+    nested: list[tuple[type, str, Mapping[str, object] | None, str]] = []
     alike: list[KeySection] = []
     entries: list[KeyEntry] = []
     for spec in dataclasses.fields(cls):
@@ -115,15 +131,15 @@ def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None =
             meaning = f"{comments.get(spec.name, '')} The keys are those of [{prefix}{first}](#{first})."
             alike.append(KeySection(name=f"{key}.<name>", about=meaning, entries=()))
         elif member is not None:
-            nested.append((member, f"{key}.<name>", None))
+            nested.append((member, f"{key}.<name>", None, ""))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            nested.append((type(value), key, vars(value)))
+            nested.append((type(value), key, vars(value), comments.get(spec.name, "")))
         else:
             entries.append(entry_of(cls, spec.name, key, hints[spec.name], values, comments.get(spec.name, "")))
-    yield KeySection(name=name, about=about(cls), entries=tuple(entries))
+    yield KeySection(name=name, about=f"{comment}\n\n{about(cls)}".strip(), entries=tuple(entries))
     yield from alike
-    for inner, path, given in nested:
-        yield from sections_of(inner, path, given)
+    for inner in nested:
+        yield from sections_of(*inner)
 
 
 def entry_of(cls: type, name: str, key: str, hint: object, values: Mapping[str, object], comment: str) -> KeyEntry:

@@ -21,16 +21,16 @@ FREE_ON_RESUME = (
     "grm.lora.sync",
     # The learning rate is a function of the completed share of the run.
     "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
-    "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "grm.train.lr",
+    "critic.lr", "critic.lr_warmup_steps", "grm.train.lr",
     # The split and saving of a batch: the gradients are the same.
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
-    "train.activation_offload", "train.optimizer_offload", "train.checkpoint_every", "train.async_checkpoints",
+    "train.activation_offload", "train.optimizer.offload", "train.checkpoint_every", "train.async_checkpoints",
     "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "grm.train.parallel",
     "critic.micro_batch_tokens",
     "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
     "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",
-    "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
+    "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.pause_s",
     "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.max_concurrency",
     # The inputs of the alarm.
     "judge.anchors", "judge.anchor_every", "judge.anchor_min_reward_rise", "judge.anchor_min_gold_fall",

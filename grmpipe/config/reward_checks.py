@@ -85,7 +85,7 @@ def check_normalised_units(tree: RewardTree, algorithm: AlgorithmConfig) -> None
                 f"{algorithm.estimator} does not; type algorithm.estimator=reinforce_pp_baseline, or "
                 f"{path}.normalise=none"
             )
-        penalties = (("overlong_buffer_share", algorithm.overlong_buffer_share > 0, "0"),)
+        penalties = (("overlong_buffer.share", algorithm.overlong_buffer.share > 0, "0"),)
         for key, is_set, off in (*penalties, ("kl_in_reward", algorithm.kl_in_reward, "false")):
             if is_set:
                 raise ValueError(

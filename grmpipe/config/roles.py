@@ -196,8 +196,8 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
 
 def resolve_other(name: str, config: RunConfig, placement: Placement) -> ResolvedRole:
     """The resolved role of a learner, a critic, a meta-RM or a scalar reward model."""
-    own = {"learner": config.train.dtype, "critic": config.critic.dtype or config.train.dtype}
-    keys = {"learner": "train.dtype", "critic": "critic.dtype"}
+    own = dict.fromkeys(("learner", "critic"), config.train.dtype)
+    keys = dict.fromkeys(own, "train.dtype")
     for role in config.judging.scorer_roles:
         own[role], keys[role] = config.models_by_role[role].dtype, f"{key_of_model(role)}.dtype"
     return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))

@@ -23,6 +23,7 @@ class TrackingConfig:
     table_rows: int = 8  # [rows] Rollouts of a table.
     console: bool = True  # Show progress: a live panel in a terminal, a line per step elsewhere.
     # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
+
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from grmpipe.config.algorithm_tables import (
     AGGREGATIONS_BY_TOKEN,
@@ -12,10 +11,12 @@ from grmpipe.config.algorithm_tables import (
     ONE_OF_EACH,
     REJECTIONS,
     EstimatorKind,
+    KindSettings,
     LossKind,
     estimator_named,
     loss_named,
 )
+from grmpipe.config.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
 from grmpipe.config.path_table import PathTable
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
@@ -31,7 +32,34 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class OverlongConfig(Bounded):
+    """The cost of answers near the limit of rollout.max_new_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
+
+    # Last part of rollout.max_new_tokens in which an answer costs more and more; 0: off (DAPO: 4096 of 20480).
+    share: float = between_0_and_1(0.0)
+    penalty: float = at_least(0, 1.0)  # [reward] Cost of an answer that fills that part.
+
+
+@dataclass(frozen=True)
+class ReplayBufferConfig(Bounded):
+    """The groups of earlier batches that are trained again."""
+
+    # [groups] Those that each batch trains again, none older than train.max_staleness; 0: none.
+    groups: int = at_least(0, 0)
+    uses: int = at_least(1, 1)  # [batches] Most further batches in which a group is trained again.
+
+
+@dataclass(frozen=True)
+class ResetConfig(Bounded):
+    """The resets of the policy towards its initial weights."""
+
+    every: int = at_least(0, 0)  # [batches] Interval between two resets; 0: none.
+    # Share of the way to the initial weights that a reset goes; it also clears the optimizer's moments.
+    share: float = above_0_to_1(0.2)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig(KindSettings, Bounded):
     """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update per batch.
 
     Defaults without a paper are this project's.
@@ -39,10 +67,7 @@ class AlgorithmConfig:
 
     # Rewards, before advantages are estimated.
 
-    # Last part of rollout.max_new_tokens in which an answer costs more and more; 0: off (DAPO: 4096 of 20480).
-    overlong_buffer_share: float = 0.0
-    # [reward] Cost of an answer that fills that part (DAPO, arXiv 2503.14476, section 3.4).
-    overlong_penalty: float = 1.0
+    overlong_buffer: OverlongConfig = field(default_factory=OverlongConfig)
 
     # Advantages.
 
@@ -51,34 +76,26 @@ class AlgorithmConfig:
     estimator: str = "grpo"
     std: str = "population"  # Standard deviation that advantages are divided by; none: by nothing.
     # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
-    min_group_std: float = 1e-6
+    min_group_std: float = above(0, 1e-6)
     # Discount per step of a process reward; per turn for gigpo; per token for gae, gae_raw, gae_turns and for
     # reinforce_pp with a KL in the reward.
-    gamma: float = 1.0
+    gamma: float = between_0_and_1(1.0)
     # For gae, gae_raw and gae_turns: weight of later steps; 1 uses the full return, 0 only the critic's next value.
-    gae_lambda: float = 1.0
-    high_level_gamma: float = 0.95  # For gae_turns: discount per turn (VAGEN, arXiv 2510.16907).
-    # For gigpo: weight of the advantage among turns of equal state (arXiv 2505.10978).
-    step_advantage_w: float = 1.0
-    # For mt_grpo: weight of a turn's own advantage next to the outcome's (arXiv 2505.11821).
-    turn_advantage_coef: float = 1.0
-    pass_k: int = 4  # [siblings] For pass_at_k: siblings that share one success; below train.group_size.
-    negative_weight: float = 1.0  # Factor on advantages below 0.
+    gae_lambda: float = between_0_and_1(1.0)
+    negative_weight: float = at_least(0, 1.0)  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
-    weight_half_std: float | None = None
+    weight_half_std: float | None = above(0, None)
     # [batches] Zero-advantage groups that a step may drop and replace, in multiples of
     # train.groups_per_batch; 0: none (DAPO).
-    dynamic_sampling_batches: float = 0.0
+    dynamic_sampling_batches: float = at_least(0, 0.0)
 
     # The policy loss.
 
     # Loss of the policy, by r = pi_theta / pi_prox: a row of docs/algorithms.md, which has the formulas, or the dotted
     # path of your own function.
     loss: str = "ppo_clip"
-    clip_low: float = 0.2  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
-    clip_high: float = 0.2  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
-    # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
-    dual_clip_ratio: float = 3.0
+    clip_low: float = above(0, 0.2)  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
+    clip_high: float = above(0, 0.2)  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
     # What token losses are divided by: trained tokens; rollouts, after a mean over each; rollouts times
     # rollout.max_new_tokens; or the dotted path of an Aggregation of your own.
     aggregation: str = "token_mean"
@@ -91,50 +108,32 @@ class AlgorithmConfig:
     # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token; or the dotted path of a function
     # of your own.
     correction: str = "tis"
-    tis_cap: float = 2.0  # For tis: largest weight of a token.
-    # For sequence_tis and sequence_mis: cap on the product of w over a rollout; 2 to 10 are in use.
-    sequence_cap: float = 3.0
-    icepop_low: float = 0.5  # For icepop: a token whose w is below has weight 0.
-    icepop_high: float = 5.0  # For icepop: a token whose w is above has weight 0.
-    decoupled_cap: float = 5.0  # For decoupled: a token whose w is above has weight 0.
     # Tests that a rollout must pass to be trained, or dotted paths of functions of your own; one that fails still
     # counts in the batch's denominator.
     rejections: list[str] = field(default_factory=list)
-    geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a rollout that is trained.
-    geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a rollout that is trained.
-    veto_below: float = 1e-4  # For veto: a rollout with a token whose w is below is not trained.
-    # [nats] For off_policy: a rollout of negative advantage is not trained if mean(log mu - log pi_theta) is above.
-    off_policy_delta: float = 0.1
     # Mixtures of experts: whose choice of experts the updates repeat: none, the sampler's (R3, arXiv 2510.11370), or
     # that of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
     router_replay: str = "none"
 
     # Regularisation.
 
-    kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
+    kl_coefficient: float = at_least(0, 0.0)  # Weight of the KL to the frozen reference; 0: no reference is loaded.
     # Estimator of the KL per token, or the dotted path of a function of your own; k1 is for the reward alone.
     kl_estimator: str = "k3"
     # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
     kl_in_reward: bool = False
-    entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
+    entropy_coefficient: float = at_least(0, 0.0)  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
 
     # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
-    updates_per_batch: int = 1
-    # [groups] Groups of earlier batches that each batch trains again, none older than train.max_staleness; 0: none.
-    replay_buffer_groups: int = 0
-    replay_buffer_uses: int = 1  # [batches] Most further batches in which a group is trained again.
-    reset_every: int = 0  # [batches] Interval between two resets towards the initial weights; 0: none.
-    # Share of the way to the initial weights that a reset goes; it also clears the optimizer's moments.
-    reset_share: float = 0.2
-
-    # Options of your own loss or estimator. Nothing else reads them.
-    options: dict[str, Any] = field(default_factory=dict)
+    updates_per_batch: int = at_least(1, 1)
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+    reset: ResetConfig = field(default_factory=ResetConfig)
 
     def __post_init__(self) -> None:
         self._check_names()
-        self._check_numbers()
+        super().__post_init__()
         self._check_credit()
         self._check_without_effect()
         self._check_weighed_once()
@@ -169,36 +168,6 @@ class AlgorithmConfig:
         for key, known in (("std", STD_KINDS), ("router_replay", ROUTER_REPLAYS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
-
-    def _check_numbers(self) -> None:
-        above_0 = (
-            "clip_low", "clip_high", "tis_cap", "sequence_cap", "decoupled_cap", "icepop_low", "geometric_low",
-            "veto_below", "min_group_std",
-        )  # fmt: skip
-        for key in above_0:
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        for key in (
-            "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "dynamic_sampling_batches",
-            "replay_buffer_groups", "reset_every", "step_advantage_w", "turn_advantage_coef",
-        ):  # fmt: skip
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if not 0 < self.reset_share <= 1:
-            raise ValueError(f"reset_share: must be above 0 and at most 1, got {self.reset_share}")
-        for key in ("pass_k", "updates_per_batch", "replay_buffer_uses"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
-            if not getattr(self, low) < getattr(self, high):
-                raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
-        for key in ("gamma", "gae_lambda", "high_level_gamma", "overlong_buffer_share"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
-        if self.weight_half_std is not None and not self.weight_half_std > 0:
-            raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
-        if not self.dual_clip_ratio > 1:
-            raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
 
     def _check_without_effect(self) -> None:
         """Check that a setting that costs something can change the training."""
@@ -269,17 +238,17 @@ def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 def check_replay_buffer(algorithm: AlgorithmConfig, max_staleness: int) -> None:
     """Raises ValueError if nothing could be replayed, or nothing would correct for its age."""
-    if algorithm.replay_buffer_groups == 0:
+    if algorithm.replay_buffer.groups == 0:
         return
     if max_staleness == 0:
         raise ValueError(
-            "algorithm.replay_buffer_groups: a trained group is at least one version old, and train.max_staleness=0 "
+            "algorithm.replay_buffer.groups: a trained group is at least one version old, and train.max_staleness=0 "
             "allows "
-            "none; type train.max_staleness=1 or more, or algorithm.replay_buffer_groups=0"
+            "none; type train.max_staleness=1 or more, or algorithm.replay_buffer.groups=0"
         )
     if algorithm.correction == "none" and algorithm.proximal != "sampler":
         raise ValueError(
-            "algorithm.replay_buffer_groups: nothing corrects for the age of replayed groups; type "
+            "algorithm.replay_buffer.groups: nothing corrects for the age of replayed groups; type "
             "algorithm.correction=tis, "
             "or algorithm.proximal=sampler"
         )
@@ -287,10 +256,11 @@ def check_replay_buffer(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raises ValueError if the whole group is the only subset of k, so that no sibling adds anything."""
-    if algorithm.estimator_kind.uses_pass_k and algorithm.pass_k >= group_size:
+    if algorithm.estimator_kind.uses_pass_k and algorithm.pass_at_k.k >= group_size:
         raise ValueError(
-            f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: if each "
-            f"choice includes all siblings, none adds anything; type algorithm.pass_k={group_size // 2} or less"
+            f"algorithm.pass_at_k.k: must be below train.group_size = {group_size}, got {algorithm.pass_at_k.k}: if "
+            "each choice includes all siblings, none adds anything; type "
+            f"algorithm.pass_at_k.k={group_size // 2} or less"
         )
 
 
@@ -304,33 +274,49 @@ def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class OptimizerConfig(Bounded):
+    """AdamW of a learner."""
+
+    weight_decay: float = at_least(0, 0.0)  # AdamW's weight decay.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
+    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
+    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
+    state_dtype: str = "float32"
+    # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: must be two numbers in [0, 1), got {self.betas}")
+        if self.state_dtype not in OPTIMIZER_STATE_DTYPES:
+            raise ValueError(
+                f"state_dtype: unknown value {self.state_dtype!r}; known: {', '.join(OPTIMIZER_STATE_DTYPES)}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig(Bounded):
     """The learner and its batches. A batch is `groups_per_batch` groups of `group_size` siblings."""
 
-    num_steps: int = 80  # Steps of the run; each trains one batch.
-    groups_per_batch: int = 16  # [groups] Groups of a batch, one per prompt.
+    num_steps: int = at_least(1, 80)  # Steps of the run; each trains one batch.
+    groups_per_batch: int = at_least(1, 16)  # [groups] Groups of a batch, one per prompt.
     group_size: int = 8  # [rollouts] Rollouts of each prompt.
     min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
     # [steps] Most steps between the weights that sampled a group's oldest token and those it trains; 0: synchronous.
-    max_staleness: int = 1
+    max_staleness: int = at_least(0, 1)
     # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
     # order of their prompts, and weights are pushed when every open group is judged.
     deterministic: bool = False
     # Most packed tokens of a forward pass on one rank; ranks that share samples take micro-batches parallel.cp times as
     # long.
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = at_least(1, 4096)
     prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
-    lr: float = 3e-4  # Peak learning rate of AdamW.
-    warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
+    lr: float = above(0, 3e-4)  # Peak learning rate of AdamW.
+    warmup_steps: int = at_least(0, 5)  # Steps in which the learning rate rises linearly.
     schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
-    weight_decay: float = 0.0  # AdamW's weight decay.
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
-    max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
-    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
-    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
-    optimizer_state_dtype: str = "float32"
-    # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
-    optimizer_offload: bool = False
+    max_grad_norm: float = above(0, 1.0)  # Norm that gradients are clipped to.
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
     # Library that trains: fsdp2, or the dotted path of your own LearnerRank (grmpipe/train/learner/backend.py).
@@ -348,19 +334,14 @@ class TrainConfig:
     # Inputs of layers wait in pinned host memory for the backward pass; for long micro-batches of deep models.
     activation_offload: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
-    keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints to keep.
+    checkpoint_every: int = at_least(0, 20)  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
+    keep_checkpoints: int = at_least(1, 2)  # [checkpoints] Newest checkpoints to keep.
     # Write checkpoints during training, from a copy in host memory; false: training waits.
     async_checkpoints: bool = True
     export_dtype: str | None = None  # Type of the models that a run exports at its end; null: that of their engines.
 
     def __post_init__(self) -> None:
-        for key in ("num_steps", "groups_per_batch", "micro_batch_tokens"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        for key in ("max_staleness", "warmup_steps", "weight_decay", "checkpoint_every"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
+        super().__post_init__()
         if self.group_size < 2:
             raise ValueError(f"group_size: must be at least 2 (a baseline needs siblings), got {self.group_size}")
         if not 2 <= self.min_valid_siblings <= self.group_size:
@@ -368,9 +349,6 @@ class TrainConfig:
                 f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, "
                 f"got {self.min_valid_siblings}"
             )
-        for name, value in (("lr", self.lr), ("max_grad_norm", self.max_grad_norm)):
-            if not value > 0:
-                raise ValueError(f"{name}: must be above 0, got {value}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
         if self.dtype not in (AUTO, *DTYPES):
@@ -380,11 +358,6 @@ class TrainConfig:
             raise ValueError(
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
                 "(that of the run's engines)"
-            )
-        if self.optimizer_state_dtype not in OPTIMIZER_STATE_DTYPES:
-            raise ValueError(
-                f"optimizer_state_dtype: unknown value {self.optimizer_state_dtype!r}; known: "
-                f"{', '.join(OPTIMIZER_STATE_DTYPES)}"
             )
         if self.activation_checkpointing not in (None, *CHECKPOINTING):
             raise ValueError(
@@ -396,10 +369,6 @@ class TrainConfig:
                 "activation_offload: without checkpointing there are no inputs of layers to offload; type "
                 "activation_checkpointing=full, or activation_offload=false"
             )
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
-        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
-            raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
 
     @property
     def activations(self) -> Activations:

@@ -17,6 +17,8 @@ CAUSES: Mapping[str, InfraCause] = {  # causes of dropped groups that are the fa
     "rollout_died": "died",
     KILLED_ENGINES: "died",
 }
+GROUPS_IN_VIEW = 32  # the latest ones, whose failures count
+EPISODES_IN_VIEW = 64
 NUM_FIRST = 8  # episodes; if all of these fail through the environment's own code, it never worked
 OWN_CODE: tuple[EnvCause, ...] = ("broken", "protocol")
 
@@ -28,7 +30,7 @@ class FlowHealth:
         self._engines = ServiceHealth(
             "rolling out",
             max_failure_rate=config.rollout_max_failure_rate,
-            window=config.rollout_failure_window,
+            window=GROUPS_IN_VIEW,
             pause_s=config.rollout_pause_s,
             counted="groups",
             key="rollout.max_failure_rate",
@@ -36,7 +38,7 @@ class FlowHealth:
         self._envs = ServiceHealth(
             "playing",
             max_failure_rate=config.env_max_failure_rate,
-            window=config.env_failure_window,
+            window=EPISODES_IN_VIEW,
             pause_s=config.env_pause_s,
             counted="episodes",
             key="env.max_failure_rate",

@@ -108,10 +108,8 @@ class FlowConfig:
     seed: int
     group_prefix: str = "g"  # of group_ids; each of two flows in one run has its own
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
-    rollout_failure_window: int = 32  # in groups
     rollout_pause_s: float = 30.0
     env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
-    env_failure_window: int = 64  # in episodes
     env_pause_s: float = 30.0
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
@@ -141,10 +139,8 @@ class FlowConfig:
             judge_concurrency=judge_concurrency,
             seed=seed,
             rollout_max_failure_rate=rollout.max_failure_rate,
-            rollout_failure_window=rollout.failure_window,
             rollout_pause_s=rollout.pause_s,
             env_max_failure_rate=env.max_failure_rate,
-            env_failure_window=env.failure_window,
             env_pause_s=env.pause_s,
             max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,

@@ -24,11 +24,17 @@ from models.lm.offloaded_memory import OffloadedMemory
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters: frozen ones have no moments."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    betas = (train.adam_betas[0], train.adam_betas[1])
-    if train.optimizer_state_dtype == "float32":
-        return torch.optim.AdamW(learning, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
+    betas = (train.optimizer.betas[0], train.optimizer.betas[1])
+    if train.optimizer.state_dtype == "float32":
+        return torch.optim.AdamW(
+            learning, lr=train.lr, betas=betas, weight_decay=train.optimizer.weight_decay, fused=True
+        )
     return CompactAdamW(
-        learning, lr=train.lr, betas=betas, weight_decay=train.weight_decay, state_dtype=train.optimizer_state_dtype
+        learning,
+        lr=train.lr,
+        betas=betas,
+        weight_decay=train.optimizer.weight_decay,
+        state_dtype=train.optimizer.state_dtype,
     )
 
 

@@ -77,7 +77,6 @@ def test_several_updates_and_unwhitened_advantages_train_by_a_dual_clip(small_ru
         ((*PPO, "critic.warmup_steps=3"), r"critic\.warmup_steps"),
         ((*PPO, "critic.lr=0"), r"critic\.lr"),
         ((*PPO, "critic.value_clip=0"), r"critic\.value_clip: .*null"),
-        ((*PPO, "critic.dtype=int8"), r"critic\.dtype"),
         ((*PPO, "critic=path"), r"critic\.path: is empty"),
         ((*PPO, "critic.path=tiny://nothing"), r"critic\.path"),
         ((*PPO, "~placement.roles.critic"), r"placement\.roles\.critic: has no pool"),

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixture
 RUN = (
     "cluster=ray", "train.deterministic=true", "train.num_steps=3", "train.max_staleness=1", "train.lr=3e-3",
     "algorithm.kl_coefficient=0.05", "algorithm.kl_in_reward=true", "algorithm.updates_per_batch=2",
-    "algorithm.loss=gspo", "algorithm.replay_buffer_groups=1",
+    "algorithm.loss=gspo", "algorithm.replay_buffer.groups=1",
 )  # fmt: skip
 SHARED = ("placement=two_ranks", "train.parallel.cp=2", "train.micro_batch_tokens=512")
 ONE_RANK = ("placement=two_ranks", "placement.roles.learner.replicas=1", "train.micro_batch_tokens=1024")

@@ -24,7 +24,7 @@ from grmpipe.algorithm.advantages import (
     whiten,
 )
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind
+from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind, PassAtK
 from grmpipe.config.train import AlgorithmConfig
 
 COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # gae_raw uses only a critic's values
@@ -131,7 +131,7 @@ def test_equal_rewards_teach_nothing(name: str, std: str) -> None:
 @pytest.mark.parametrize("gap", [1e-16, 1e-9, 1e-7])
 @pytest.mark.parametrize("name", COMPARING)
 def test_nearly_equal_rewards_do_not_explode(name: str, gap: float) -> None:
-    found = estimated(name, [outcome(0.5), outcome(0.5), outcome(0.5 + gap)], pass_k=2)
+    found = estimated(name, [outcome(0.5), outcome(0.5), outcome(0.5 + gap)], pass_at_k=PassAtK(k=2))
     assert max(abs(advantage) for (advantage,) in found) < 0.1
 
 
@@ -235,7 +235,7 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
     """Also next to another group, if the batch is whitened."""
     for weight in (1.0, 0.3):
         other = [outcome(0.2, 3), outcome(0.9)]
-        rows = estimated(name, [outcome(one) for one in group], other, pass_k=k, negative_weight=weight)
+        rows = estimated(name, [outcome(one) for one in group], other, pass_at_k=PassAtK(k=k), negative_weight=weight)
         ordered = [row[0] for _, row in sorted(zip(group, rows[: len(group)], strict=True), key=lambda pair: pair[0])]
         assert all(a <= b + 1e-9 for a, b in itertools.pairwise(ordered))
 
@@ -243,14 +243,16 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_a_group_without_gradient_has_no_advantages_beside_any_other_group(name: str) -> None:
     """Groups of equal outcomes, of one token each. A critic's values, or the batch's mean, may give them advantages."""
-    algorithm = AlgorithmConfig(estimator=name, pass_k=2)
+    algorithm = AlgorithmConfig(estimator=name, pass_at_k=PassAtK(k=2))
     for equal in ([outcome(0.5), outcome(0.5)], [outcome(1.0)] * 4):
         found = estimate([equal, [outcome(0.2), outcome(0.9)]], algorithm)[0]
         assert all_advantages_zero(equal, algorithm) == (max(abs(float(one[0])) for one in found) < 1e-9)
 
 
 def test_a_group_of_no_more_than_k_siblings_has_one_best_of_k_and_so_no_gradient() -> None:
-    assert all_advantages_zero([outcome(0.0), outcome(1.0)], AlgorithmConfig(estimator="pass_at_k", pass_k=2))
+    assert all_advantages_zero(
+        [outcome(0.0), outcome(1.0)], AlgorithmConfig(estimator="pass_at_k", pass_at_k=PassAtK(k=2))
+    )
 
 
 def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
@@ -327,6 +329,6 @@ def test_reinforce_pp_baseline_takes_the_groups_mean_off_first() -> None:
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_what_needs_only_its_group_is_the_same_alone_and_what_needs_the_batch_is_not(name: str) -> None:
     first, second = [outcome(0.0), outcome(1.0)], [outcome(2.0), outcome(7.0)]
-    alone = estimated(name, first, pass_k=1) + estimated(name, second, pass_k=1)
-    together = estimated(name, first, second, pass_k=1)
+    alone = estimated(name, first, pass_at_k=PassAtK(k=1)) + estimated(name, second, pass_at_k=PassAtK(k=1))
+    together = estimated(name, first, second, pass_at_k=PassAtK(k=1))
     assert (alone == together) is (ESTIMATORS[name].need == "group")

@@ -27,7 +27,7 @@ from grmpipe.algorithm.corrections import (
     truncated_sequence,
     veto,
 )
-from grmpipe.config.algorithm_tables import CORRECTIONS
+from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Veto
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -69,7 +69,7 @@ def test_what_would_be_broadcast_is_refused_by_key_function_and_line(key: str, a
 
 
 def test_tis_caps_the_ratio_from_above_only() -> None:
-    assert truncated_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis_cap=2.0)).tolist() == pytest.approx(
+    assert truncated_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis=Cap(cap=2.0))).tolist() == pytest.approx(
         [0.1, 1.1, 2.0]
     )
 
@@ -77,38 +77,43 @@ def test_tis_caps_the_ratio_from_above_only() -> None:
 def test_sequence_weights_are_products_over_a_sample() -> None:
     """Products 1.32 and 6.0; the second is capped, or masked."""
     drifted = drift([1.1, 1.2, 2.0, 3.0], [2, 2])
-    assert truncated_sequence(drifted, AlgorithmConfig(sequence_cap=3.0)).tolist() == pytest.approx(
+    assert truncated_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
         [1.32, 1.32, 3.0, 3.0]
     )
-    assert masked_sequence(drifted, AlgorithmConfig(sequence_cap=3.0)).tolist() == pytest.approx([1.32, 1.32, 0.0, 0.0])
+    assert masked_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
+        [1.32, 1.32, 0.0, 0.0]
+    )
 
 
 def test_what_is_not_trained_is_in_no_product_and_no_mean() -> None:
     drifted = drift([50.0, 1.1, 1.2], mask=[0.0, 1.0, 1.0])
-    assert truncated_sequence(drifted, AlgorithmConfig(sequence_cap=100.0)).tolist() == pytest.approx([1.32] * 3)
-    assert geometric(drifted, AlgorithmConfig(geometric_low=1.14, geometric_high=1.16)).tolist() == [
+    assert truncated_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=100.0))).tolist() == pytest.approx([1.32] * 3)
+    assert geometric(drifted, AlgorithmConfig(geometric=Band(low=1.14, high=1.16))).tolist() == [
         True
     ]  # sqrt(1.32) = 1.149
-    assert veto(drift([1e-9, 1.0], mask=[0.0, 1.0]), AlgorithmConfig(veto_below=1e-4)).tolist() == [True]
+    assert veto(drift([1e-9, 1.0], mask=[0.0, 1.0]), AlgorithmConfig(veto=Veto(below=1e-4))).tolist() == [True]
 
 
 @pytest.mark.parametrize(("length", "product"), [(10, 2.59), (100, 13_780)])
 def test_products_grow_with_the_length_and_the_geometric_mean_does_not(length: int, product: float) -> None:
     drifted = drift([1.1] * length)
     assert drifted.product_S().exp().item() == pytest.approx(product, rel=2e-3)
-    assert geometric(drifted, AlgorithmConfig(geometric_low=1.09, geometric_high=1.11)).tolist() == [True]
-    assert geometric(drifted, AlgorithmConfig(geometric_low=0.99, geometric_high=1.01)).tolist() == [False]
+    assert geometric(drifted, AlgorithmConfig(geometric=Band(low=1.09, high=1.11))).tolist() == [True]
+    assert geometric(drifted, AlgorithmConfig(geometric=Band(low=0.99, high=1.01))).tolist() == [False]
 
 
 def test_icepop_zeroes_what_is_outside_its_band_and_decoupled_what_is_above() -> None:
     drifted = drift([0.4, 0.5, 1.3, 5.0, 5.1])
-    within = AlgorithmConfig(icepop_low=0.5, icepop_high=5.0, decoupled_cap=5.0)
+    within = AlgorithmConfig(icepop=Band(low=0.5, high=5.0), decoupled=Cap(cap=5.0))
     assert icepop(drifted, within).tolist() == pytest.approx([0.0, 0.5, 1.3, 5.0, 0.0])
     assert decoupled(drifted, within).tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
 
 
 def test_veto_needs_one_impossible_token() -> None:
-    assert veto(drift([1.0, 5e-5, 1.0, 1.0, 2e-4], [3, 2]), AlgorithmConfig(veto_below=1e-4)).tolist() == [False, True]
+    assert veto(drift([1.0, 5e-5, 1.0, 1.0, 2e-4], [3, 2]), AlgorithmConfig(veto=Veto(below=1e-4))).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_off_policy_drops_bad_samples_that_became_unlikely() -> None:
@@ -116,9 +121,9 @@ def test_off_policy_drops_bad_samples_that_became_unlikely() -> None:
     behind = [math.exp(0.3), math.exp(0.1), math.exp(0.2), math.exp(-0.2)]
     bad = drift([1.0] * 4, [2, 2], behind=behind, advantages=[-1.0] * 4)
     good = drift([1.0] * 4, [2, 2], behind=behind, advantages=[1.0] * 4)
-    assert off_policy(bad, AlgorithmConfig(off_policy_delta=0.1)).tolist() == [False, True]
-    assert off_policy(bad, AlgorithmConfig(off_policy_delta=0.3)).tolist() == [True, True]
-    assert off_policy(good, AlgorithmConfig(off_policy_delta=0.1)).tolist() == [True, True]
+    assert off_policy(bad, AlgorithmConfig(off_policy=OffPolicy(delta=0.1))).tolist() == [False, True]
+    assert off_policy(bad, AlgorithmConfig(off_policy=OffPolicy(delta=0.3))).tolist() == [True, True]
+    assert off_policy(good, AlgorithmConfig(off_policy=OffPolicy(delta=0.1))).tolist() == [True, True]
 
 
 def test_a_sample_is_kept_only_if_all_rejections_keep_it() -> None:
@@ -139,7 +144,7 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
     one, nothing = torch.ones(2), torch.zeros(2)
     drifted = measure_drift(far, far, nothing, one, one, torch.tensor([1, 1]))
     for name in CORRECTIONS:
-        algorithm = AlgorithmConfig(correction=name, tis_cap=1e12, sequence_cap=1e12, decoupled_cap=1e12)
+        algorithm = AlgorithmConfig(correction=name, tis=Cap(cap=1e12), sequence=Cap(cap=1e12), decoupled=Cap(cap=1e12))
         assert correction(drifted, algorithm).isfinite().all()
 
 

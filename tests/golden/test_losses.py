@@ -26,7 +26,7 @@ from grmpipe.algorithm.losses import (
     policy_loss,
     ppo_clip,
 )
-from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossKind
+from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, DualClip, LossKind
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -97,7 +97,7 @@ def test_a_clipped_token_has_no_gradient() -> None:
 def test_dual_clip_bounds_what_was_bad_and_became_likely() -> None:
     """A < 0: the loss r |A| stops at 3 |A|. A > 0: as before."""
     tokens = scored([0.5, 2.0, 5.0, 5.0], [-2, -2, -2, 2])
-    policy = dual_clip(tokens, AlgorithmConfig(dual_clip_ratio=3.0))
+    policy = dual_clip(tokens, AlgorithmConfig(dual_clip=DualClip(ratio=3.0)))
     assert policy.loss_T.tolist() == pytest.approx([1.6, 4.0, 6.0, -2.4])
     assert policy.clipped_T.tolist() == [1, 0, 1, 1]
     assert gradient(tokens, policy) == pytest.approx([0.0, 4.0, 0.0, 0.0])
@@ -195,7 +195,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
         loss_mask_T=torch.ones(12, dtype=torch.float64),
         sequence_lengths_S=torch.tensor(lengths),
     )
-    ours = loss_of(name)(tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip_ratio=3.0))
+    ours = loss_of(name)(tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip=DualClip(ratio=3.0)))
     parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
     expected = [numpy_loss(name, np.exp(lp - prox), lp, a) for lp, prox, a in parts]
     np.testing.assert_allclose(ours.loss_T.numpy(), np.concatenate(expected), atol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 
 from grmpipe.algorithm.advantages import returns
 from grmpipe.algorithm.rewards import Rewards, overlong, rewards_of, shaped
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.train.batching.kl_in_reward import rollout_key
 from grmpipe.train.batching.samples import earned
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
@@ -62,7 +62,7 @@ def test_overlong_grows_over_the_buffer(num_tokens: int, share: float) -> None:
 
 
 def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
-    algorithm = AlgorithmConfig(overlong_buffer_share=0.4, overlong_penalty=2.0)
+    algorithm = AlgorithmConfig(overlong_buffer=OverlongConfig(share=0.4, penalty=2.0))
     played = rollout(3, 9)
     found = shaped(rewards_of(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
     assert found.values_K == (1.0, 1.0 - 2.0 * 0.75)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grmpipe.algorithm.advantages import all_advantages_zero, estimate, gae_of, targets_of
 from grmpipe.algorithm.rewards import Rewards, rewards_of
 from grmpipe.algorithm.turn_advantages import gae_of_turns
+from grmpipe.config.algorithm_tables import GaeTurns, Gigpo, MtGrpo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
@@ -46,7 +47,7 @@ def test_gigpo_adds_the_comparison_of_turns_in_the_same_state() -> None:
     b has 1 and 0.
     """
     group = [turns(1.0, 1.0, keys="ab"), turns(0.0, 0.0, keys="ab"), turns(1.0, keys="a")]
-    found = estimated("gigpo", group, gamma=0.5, std="none", step_advantage_w=2.0)
+    found = estimated("gigpo", group, gamma=0.5, std="none", gigpo=Gigpo(step_advantage_w=2.0))
     a = 2.5 / 3
     assert found[0] == pytest.approx([1 + 2 * (1.5 - a), 1 + 2 * 0.5])
     assert found[1] == pytest.approx([-1 + 2 * (0 - a), -1 - 2 * 0.5])
@@ -115,7 +116,7 @@ EPISODE = st.lists(st.tuples(st.sampled_from("ab c"), st.floats(-2, 2)), min_siz
 @given(st.lists(EPISODE, min_size=2, max_size=5), st.integers(1, 3), st.sampled_from([1.0, 0.7]))
 def test_gigpo_equals_the_slow_reference(episodes: list[list[tuple[str, float]]], length: int, gamma: float) -> None:
     group = [turns(*(r for _, r in one), keys="".join(key for key, _ in one), length=length) for one in episodes]
-    found = estimated("gigpo", group, gamma=gamma, step_advantage_w=0.5, min_group_std=1e-3)
+    found = estimated("gigpo", group, gamma=gamma, gigpo=Gigpo(step_advantage_w=0.5), min_group_std=1e-3)
     for mine, expected in zip(found, slow_gigpo(group, gamma, 0.5), strict=True):
         assert mine == pytest.approx(expected, abs=1e-9)
 
@@ -126,7 +127,7 @@ def test_gigpo_equals_the_slow_reference(episodes: list[list[tuple[str, float]]]
 def test_mt_grpo_adds_a_turns_own_advantage_to_that_of_the_outcome() -> None:
     """Outcomes 1, 0, 0, 1: +1 and -1. First turns 0, 2 of the two with a second turn: -1 and +1."""
     group = [turns(0.0, 1.0), turns(2.0, 0.0), turns(0.0), turns(1.0)]
-    found = estimated("mt_grpo", group, turn_advantage_coef=0.5)
+    found = estimated("mt_grpo", group, mt_grpo=MtGrpo(turn_advantage_coef=0.5))
     assert [one for row in found for one in row] == pytest.approx([1 - 0.5, 1, -1 + 0.5, -1, -1, 1], abs=1e-5)
 
 
@@ -144,7 +145,7 @@ def test_mt_grpo_compares_turns_of_a_mean_by_their_own_rewards() -> None:
 @pytest.mark.parametrize("name", ["gigpo", "mt_grpo"])
 def test_one_turn_is_grpo(name: str) -> None:
     group = [turns(reward, keys="s", length=2) for reward in (0.3, 0.9, 0.0)]
-    weights = {"step_advantage_w": 0.0}
+    weights = {"gigpo": Gigpo(step_advantage_w=0.0)}
     assert estimated(name, group, **weights) == estimated("grpo", group)
 
 
@@ -168,7 +169,9 @@ def test_gae_over_turns_by_hand() -> None:
     rewards = Rewards(
         num_tokens=3, ends_K=(2, 3), values_K=(3.0, 5.0), expected_N=np.array([1.0, 2.0, 4.0]), turn_ends_U=(2, 3)
     )
-    advantages, returned = gae_of_turns(rewards, AlgorithmConfig(estimator="gae_turns", high_level_gamma=0.5))
+    advantages, returned = gae_of_turns(
+        rewards, AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=0.5))
+    )
     assert advantages == pytest.approx([4.5, 3.5, 1.0])
     assert returned == pytest.approx([5.5, 5.5, 5.0])
 
@@ -195,7 +198,9 @@ def slow_turns(rewards: Rewards, gamma: float, lam: float, by_turn: float) -> np
 
 @pytest.mark.parametrize(("gamma", "lam", "by_turn"), [(1.0, 1.0, 0.95), (0.9, 0.8, 0.7), (1.0, 0.0, 1.0)])
 def test_gae_over_turns_equals_the_slow_reference(gamma: float, lam: float, by_turn: float) -> None:
-    algorithm = AlgorithmConfig(estimator="gae_turns", gamma=gamma, gae_lambda=lam, high_level_gamma=by_turn)
+    algorithm = AlgorithmConfig(
+        estimator="gae_turns", gamma=gamma, gae_lambda=lam, gae_turns=GaeTurns(high_level_gamma=by_turn)
+    )
     rewards = valued(3, 1, 4, 2)
     found, returned = gae_of_turns(rewards, algorithm)
     np.testing.assert_allclose(found, slow_turns(rewards, gamma, lam, by_turn), atol=1e-12)
@@ -208,7 +213,7 @@ def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns()
         num_tokens=9, ends_K=(2, 4, 7, 9), values_K=(1.0, 2.0, 4.0, 8.0), expected_N=DRAW.normal(size=9),
         turn_ends_U=(4, 4, 9),
     )  # fmt: skip
-    algorithm = AlgorithmConfig(estimator="gae_turns", high_level_gamma=1.0)
+    algorithm = AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=1.0))
     for mine, expected in zip(gae_of_turns(rewards, algorithm), gae_of(rewards, algorithm), strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-12)
 
@@ -216,7 +221,8 @@ def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns()
 def test_the_critic_learns_the_returns_of_its_estimator() -> None:
     rewards = valued(2, 3)
     of_turns, of_tokens = (
-        targets_of(name)(rewards, AlgorithmConfig(high_level_gamma=0.5)) for name in ("gae_turns", "gae")
+        targets_of(name)(rewards, AlgorithmConfig(gae_turns=GaeTurns(high_level_gamma=0.5)))
+        for name in ("gae_turns", "gae")
     )
     assert np.abs(of_turns[1] - of_tokens[1]).max() > 1e-3
     np.testing.assert_allclose(of_tokens[1], gae_of(rewards, AlgorithmConfig())[1])

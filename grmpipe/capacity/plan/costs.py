@@ -164,7 +164,7 @@ def speed_by_sheet(
         keeps_attention=activations.checkpointing == "selective",
         copies=train.parallel.dp_replicate,
         token_bytes_to_host=inputs,
-        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer_offload else 0.0,
+        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer.offload else 0.0,
     )
 
 

@@ -139,7 +139,7 @@ def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: T
     """
     shared = f", over {shards} ranks" if shards > 1 else ""
     parts = [replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // shards) for part in held]
-    if train.optimizer_offload:
+    if train.optimizer.offload:
         parts = [
             replace(
                 part,
@@ -171,7 +171,7 @@ def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
 
 def moment_bytes(train: TrainConfig, num_values: int) -> int:
     """The bytes of both moments of this number of trained values."""
-    return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer_state_dtype])
+    return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer.state_dtype])
 
 
 def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
@@ -343,8 +343,8 @@ def _smaller(train: TrainConfig) -> str:
     unset = [
         *(["train.activation_checkpointing=full"] if not train.activations.recomputes else []),
         *(["train.activation_offload=true"] if not train.activation_offload else []),
-        *(["train.optimizer_offload=true"] if not train.optimizer_offload else []),
-        *(["train.optimizer_state_dtype=int8"] if train.optimizer_state_dtype != "int8" else []),
+        *(["train.optimizer.offload=true"] if not train.optimizer.offload else []),
+        *(["train.optimizer.state_dtype=int8"] if train.optimizer.state_dtype != "int8" else []),
     ]
     return f"type {' '.join(unset)}, " if unset else ""
 

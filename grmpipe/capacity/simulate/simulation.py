@@ -119,12 +119,12 @@ def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]
 
 
 def rollout_lengths(survey: Survey) -> Lengths:
-    """Lengths of an earlier run, otherwise lognormal: with the configured median, or with the mean of task=plan."""
+    """Lengths of an earlier run, otherwise lognormal with the mean of task=plan."""
     settings = survey.config.simulate
     if settings.lengths is not None:
         return measured(lengths_measured(POLICY, "rollouts", settings.lengths))
     mean = policy_lengths(survey).new_tokens
-    return lognormal_about(settings.rollout_median_tokens, mean, settings.rollout_sigma)
+    return lognormal_about(mean, settings.rollout_sigma)
 
 
 def judgement_lengths(name: str, survey: Survey) -> Lengths:
@@ -133,12 +133,12 @@ def judgement_lengths(name: str, survey: Survey) -> Lengths:
     if settings.lengths is not None:
         return measured(lengths_measured(name, f"judgements of {name}", settings.lengths))
     mean = judge_lengths(name, survey).new_tokens
-    return lognormal_about(settings.judgement_median_tokens, mean, settings.judgement_sigma)
+    return lognormal_about(mean, settings.judgement_sigma)
 
 
-def lognormal_about(median: float, mean: float, sigma: float) -> Lengths:
-    """Lognormal lengths with this median, or, if it is 0, with this mean."""
-    return lognormal(median or mean / math.exp(sigma**2 / 2), sigma)
+def lognormal_about(mean: float, sigma: float) -> Lengths:
+    """Lognormal lengths with this mean."""
+    return lognormal(mean / math.exp(sigma**2 / 2), sigma)
 
 
 def lengths_measured(whose: str, what: str, run_dir: str) -> list[int]:

@@ -170,7 +170,7 @@ def checkpoint_gb(config: RunConfig) -> float:
     if "critic" in config.roles and config.critic.path is None:
         learning.append((config.policy.shape, LoraConfig()))
     num_values = sum(trained_values(shape, lora) for shape, lora in learning)
-    num_bytes = num_values * (4 + 2 * BYTES_OF_A_MOMENT[config.train.optimizer_state_dtype])
+    num_bytes = num_values * (4 + 2 * BYTES_OF_A_MOMENT[config.train.optimizer.state_dtype])
     return (config.train.keep_checkpoints + 1) * num_bytes / 1e9
 
 

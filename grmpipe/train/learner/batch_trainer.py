@@ -40,16 +40,16 @@ class BatchTrainer:
         """`max_new_tokens`: of a turn; needed if long answers are penalised. `critic`: if advantages need one.
         `seed`: of the split of groups over several updates.
         """
-        assert max_new_tokens > 0 or algorithm.overlong_buffer_share == 0, "a penalty for length needs the limit"
+        assert max_new_tokens > 0 or algorithm.overlong_buffer.share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._critic = critic
         self._algorithm = algorithm
         self._seed = seed
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
         self._replay = ReplayBuffer(
-            groups_per_batch=algorithm.replay_buffer_groups,
+            groups_per_batch=algorithm.replay_buffer.groups,
             max_age=train.max_staleness,
-            times=algorithm.replay_buffer_uses,
+            times=algorithm.replay_buffer.uses,
         )
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.max_packed_tokens
@@ -141,7 +141,7 @@ class BatchTrainer:
         return self._learner.version // self._updates if self._critic is None else self._critic.version
 
     def _replay_metrics(self) -> Metrics:
-        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_buffer_groups > 0 else {}
+        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_buffer.groups > 0 else {}
 
     async def discard(self) -> None:
         """Drop the open batch: its gradients and samples."""

@@ -112,8 +112,8 @@ class Learner(TrainingRank):
         self._reference = self._load_reference() if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
-        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer_offload)
-        self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
+        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer.offload)
+        self._reset = Reset(self._model, spec.algorithm.reset.share) if spec.algorithm.reset.every > 0 else None
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
         names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent, names)
@@ -225,7 +225,7 @@ class Learner(TrainingRank):
         if self._reset is None:
             return {}
         ends_batch = self._version % self._updates_per_batch == 0
-        every, last_version = self._spec.algorithm.reset_every, self._spec.first_version + self._train.num_steps
+        every, last_version = self._spec.algorithm.reset.every, self._spec.first_version + self._train.num_steps
         if due := ends_batch and reset_is_due(self.policy_version, every, last_version):
             with self._moments.on_device():
                 self._reset.apply(self._model, self._optimizer)

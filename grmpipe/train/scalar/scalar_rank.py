@@ -59,7 +59,7 @@ class ScalarRank(TrainingRank):
         with without_gradient(self._model):
             probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
-        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer_offload)
+        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer.offload)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
 
     def scores(self, batch: PackedSequences) -> np.ndarray:

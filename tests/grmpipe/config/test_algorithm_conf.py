@@ -45,9 +45,9 @@ def test_every_name_has_a_file(key: str, names: Iterable[str]) -> None:
 
 
 def test_a_replay_that_could_hold_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.replay_buffer_groups"):
+    with pytest.raises(ConfigError, match=r"algorithm\.replay_buffer\.groups"):
         composed("algorithm=[grpo,replay_buffer]", "train.max_staleness=0")
-    assert composed("algorithm=[grpo,replay_buffer]").replay_buffer_groups == 4
+    assert composed("algorithm=[grpo,replay_buffer]").replay_buffer.groups == 4
 
 
 def test_one_choice_is_a_whole_algorithm() -> None:
@@ -57,15 +57,15 @@ def test_one_choice_is_a_whole_algorithm() -> None:
 
 
 def test_choices_add_up() -> None:
-    algorithm = composed("algorithm=[gspo,icepop,veto]", "algorithm.icepop_high=2")
+    algorithm = composed("algorithm=[gspo,icepop,veto]", "algorithm.icepop.high=2")
     assert (algorithm.loss, algorithm.aggregation) == ("gspo", "sequence_mean")
-    assert (algorithm.correction, algorithm.icepop_high, algorithm.rejections) == ("icepop", 2.0, ["veto"])
+    assert (algorithm.correction, algorithm.icepop.high, algorithm.rejections) == ("icepop", 2.0, ["veto"])
 
 
 def test_choices_that_would_weigh_twice_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.correction: icepop .*twice.*algorithm\.correction=none"):
         composed("algorithm=[ppo_sampler,icepop]")
-    with pytest.raises(ConfigError, match=r"algorithm\.pass_k"):
+    with pytest.raises(ConfigError, match=r"algorithm\.pass_at_k\.k"):
         composed("algorithm=pass_at_k", "train.group_size=4")
 
 
@@ -84,4 +84,4 @@ def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
 
 def test_dapo_charges_half_the_range_of_rewards_for_length() -> None:
     """The paper's rewards are -1 and 1, its penalty -1; here rewards span 1."""
-    assert composed("algorithm=dapo").overlong_penalty == 0.5
+    assert composed("algorithm=dapo").overlong_buffer.penalty == 0.5

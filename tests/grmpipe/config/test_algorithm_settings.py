@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 
-from grmpipe.config.algorithm_tables import CORRECTIONS
+from grmpipe.config.algorithm_tables import CORRECTIONS, PassAtK
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import (
     AlgorithmConfig,
+    ReplayBufferConfig,
     check_interpolated,
     check_pass_k,
     check_replay_buffer,
     check_spread,
 )
+from grmpipe.config.yaml_io import from_values
 
 
 @pytest.mark.parametrize(
@@ -25,24 +31,36 @@ from grmpipe.config.train import (
         ("kl_estimator", "k4"),
         ("rejections", ["geometric", "veto", "unlucky"]),
         ("clip_low", 0.0),
-        ("tis_cap", -1.0),
-        ("sequence_cap", float("nan")),
-        ("icepop_high", 0.5),
-        ("geometric_high", 0.99),
-        ("dual_clip_ratio", 1.0),
         ("gamma", 1.5),
-        ("pass_k", 0),
         ("negative_weight", -0.1),
         ("weight_half_std", 0.0),
-        ("overlong_buffer_share", 1.1),
         ("dynamic_sampling_batches", -1.0),
         ("updates_per_batch", 0),
-        ("replay_buffer_groups", -1),
+        ("tis.cap", -1.0),
+        ("sequence.cap", float("nan")),
+        ("icepop.low", 0.0),
+        ("icepop.high", 0.5),
+        ("geometric.high", 0.99),
+        ("veto.below", 0.0),
+        ("dual_clip.ratio", 1.0),
+        ("gae_turns.high_level_gamma", 1.5),
+        ("gigpo.step_advantage_w", -1.0),
+        ("mt_grpo.turn_advantage_coef", -1.0),
+        ("pass_at_k.k", 0),
+        ("overlong_buffer.share", 1.1),
+        ("overlong_buffer.penalty", -1.0),
+        ("replay_buffer.groups", -1),
+        ("replay_buffer.uses", 0),
+        ("reset.every", -1),
+        ("reset.share", 0.0),
     ],
 )
 def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: "):
-        AlgorithmConfig(**{key: value})  # type: ignore[arg-type]
+    block, _, leaf = key.rpartition(".")
+    usual = dataclasses.asdict(AlgorithmConfig())
+    given = {**usual, block: {**usual[block], leaf: value}} if block else {**usual, leaf: value}
+    with pytest.raises(ConfigError, match=rf"^algorithm\.{re.escape(key)}: "):
+        from_values(AlgorithmConfig, given, "algorithm.")
 
 
 @pytest.mark.parametrize("estimator", ["gae", "gae_raw", "gae_turns", "reinforce_pp"])
@@ -78,19 +96,21 @@ def test_a_loss_without_a_ratio_takes_one_update_a_batch() -> None:
 
 
 def test_k_is_below_the_group_size() -> None:
-    with pytest.raises(ValueError, match=r"^algorithm\.pass_k: .*type algorithm\.pass_k=2"):
-        check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=4), 4)
-    check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=3), 4)
-    check_pass_k(AlgorithmConfig(estimator="grpo", pass_k=9), 4)
+    with pytest.raises(ValueError, match=r"^algorithm\.pass_at_k\.k: .*type algorithm\.pass_at_k\.k=2"):
+        check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_at_k=PassAtK(k=4)), 4)
+    check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_at_k=PassAtK(k=3)), 4)
+    check_pass_k(AlgorithmConfig(estimator="grpo", pass_at_k=PassAtK(k=9)), 4)
 
 
 def test_a_replay_needs_staleness_and_a_correction() -> None:
-    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer_groups: .*train\.max_staleness=1"):
-        check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2), 0)
-    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer_groups: .*algorithm\.correction=tis"):
-        check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2, correction="none"), 1)
-    check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2), 1)
-    check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2, correction="none", proximal="sampler"), 1)
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer\.groups: .*train\.max_staleness=1"):
+        check_replay_buffer(AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=2)), 0)
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer\.groups: .*algorithm\.correction=tis"):
+        check_replay_buffer(AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=2), correction="none"), 1)
+    check_replay_buffer(AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=2)), 1)
+    check_replay_buffer(
+        AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=2), correction="none", proximal="sampler"), 1
+    )
     check_replay_buffer(AlgorithmConfig(), 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,8 +100,13 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_key_of_a_run_is_on_the_page_once() -> None:
-    on_page = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    assert sorted(on_page) == sorted(leaves(FULL))
+    on_page: dict[str, list[str]] = {}
+    for block in re.split(r"^##+ `?", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        name = re.split(r"[`\n]", block)[0]
+        on_page[name] = re.findall(r"^\| `([^`]+)`", block, re.M)
+        if "<name>" not in name and (same := re.search(r"The keys are those of \[(.+?)\]", block)):
+            on_page[name] = [name + key.removeprefix(same[1]) for key in on_page[same[1]]]
+    assert sorted(key for keys in on_page.values() for key in keys) == sorted(leaves(FULL))
 
 
 def test_a_key_has_its_own_comment_unit_default_and_choices() -> None:

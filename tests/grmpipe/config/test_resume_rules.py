@@ -34,8 +34,8 @@ BOUND = (
     "judge.parser", "judge.vote", "judge.score_max", "judge.truncation", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
-    "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.weight_decay",
-    "train.adam_betas", "critic.enabled", "grm.train.enabled", "engine.vllm.max_context_tokens",
+    "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.optimizer.weight_decay",
+    "train.optimizer.betas", "critic.enabled", "grm.train.enabled", "engine.vllm.max_context_tokens",
     "engine.openai.extra_body.model", "rft.num_samples",
 )  # fmt: skip
 

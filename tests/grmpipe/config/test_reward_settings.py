@@ -20,7 +20,7 @@ from grmpipe.config.reward_checks import (
     check_rewards_used,
     check_sources,
 )
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 
 JUDGES = ("judge", "safety", "short")
 MIX = {"kind": "mix", "mix": {"judge": 0.7, "safety": 0.3}}
@@ -192,8 +192,8 @@ def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
     ("algorithm", "message"),
     [
         (
-            {"overlong_buffer_share": 0.1},
-            r"^algorithm\.overlong_buffer_share: .*type algorithm\.overlong_buffer_share=0, or",
+            {"overlong_buffer": OverlongConfig(share=0.1)},
+            r"^algorithm\.overlong_buffer\.share: .*type algorithm\.overlong_buffer\.share=0, or",
         ),
         ({"estimator": "gae"}, r"^rewards\.style\.normalise: .*type algorithm\.estimator=reinforce_pp_baseline, or"),
         ({"estimator": "reinforce_pp"}, r"^rewards\.style\.normalise: .* reinforce_pp does not"),

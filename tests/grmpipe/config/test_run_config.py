@@ -87,6 +87,8 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["+cotrains={s: {lr: 1}}"], "unknown key 'cotrains'; type models.<name>.train"),
         (["+simulate.costs.grms={s: {step_s: 1}}"], "unknown key 'simulate.costs.grms'; type simulate.costs.models"),
         (["tracking.wandb_mode=offline"], "unknown key 'tracking.wandb_mode'; type tracking.wandb.mode"),
+        (["algorithm.icepop_low=0.4"], "unknown key 'algorithm.icepop_low'; type algorithm.icepop.low"),
+        (["train.adam_betas=[0.8,0.9]"], "unknown key 'train.adam_betas'; type train.optimizer.betas"),
         (["tracking.project=mine"], "unknown key 'tracking.project'; did you mean tracking.wandb.project?"),
         (["tracking.wandb.mode=disabled"], "tracking.wandb.mode: unknown mode 'disabled'; known: auto, online"),
         (["tracking.trackers=[mlflow]"], "tracking.trackers: unknown value 'mlflow'; known: wandb, tensorboard"),
@@ -170,7 +172,11 @@ def test_an_error_of_a_section_gets_the_sections_key() -> None:
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     config = from_values(
         RunConfig,
-        {"train": {"lr": 1e-5, "adam_betas": [0.8, 0.9]}, "placement": {"pools": {"a": {"slots": 2}}}, "seed": 3},
+        {
+            "train": {"lr": 1e-5, "optimizer": {"betas": [0.8, 0.9]}},
+            "placement": {"pools": {"a": {"slots": 2}}},
+            "seed": 3,
+        },
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_yaml(tmp_path / "config.yaml") == config

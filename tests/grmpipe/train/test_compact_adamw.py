@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, OptimizerConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.compact_adamw import CompactAdamW
@@ -148,7 +148,7 @@ def test_rows_at_a_time_change_nothing(state_dtype: str, monkeypatch: pytest.Mon
 def test_a_learner_learns_what_was_good(path: str, make_samples, state_dtype: str) -> None:  # type: ignore[no-untyped-def]
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
-    learner = Learner(spec_of(path, optimizer_state_dtype=state_dtype))
+    learner = Learner(spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype)))
 
     def objective() -> float:
         logprobs_E = learner.old_pass(batch).logprobs_T[batch.places_E]
@@ -165,7 +165,7 @@ def test_a_learner_learns_what_was_good(path: str, make_samples, state_dtype: st
 def test_the_same_run_twice_is_the_same_to_the_bit_also_through_a_checkpoint(
     path: str, make_samples, state_dtype: str, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
-    spec = spec_of(path, optimizer_state_dtype=state_dtype)
+    spec = spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype))
     straight, resumed = Learner(spec), Learner(spec)
     trained(straight, make_samples, range(2))
     straight.save(str(tmp_path / "at2"))
@@ -183,8 +183,8 @@ def test_the_same_run_twice_is_the_same_to_the_bit_also_through_a_checkpoint(
     "state_dtype", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("float32", "bfloat16")), "int8"]
 )
 def test_moments_wait_on_the_host_and_change_no_step(path: str, make_samples, state_dtype: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    here = Learner(spec_of(path, optimizer_state_dtype=state_dtype))
-    away = OffloadingLearner(spec_of(path, optimizer_state_dtype=state_dtype, optimizer_offload=True))
+    here = Learner(spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype)))
+    away = OffloadingLearner(spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype, offload=True)))
     for learner in (here, away):
         trained(learner, make_samples, range(2))
     away.move_state("nothing")  # also on a device that engines share
@@ -192,7 +192,7 @@ def test_moments_wait_on_the_host_and_change_no_step(path: str, make_samples, st
     held = [sum(_local(moment).untyped_storage().nbytes() for moment in moments_of(o._optimizer)) for o in (here, away)]
     assert held[0] > 10_000 and held[1] == 0
     away.save(str(tmp_path / "away"))
-    resumed = Learner(spec_of(path, optimizer_state_dtype=state_dtype))
+    resumed = Learner(spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype)))
     resumed.load(str(tmp_path / "away"))
     for learner in (here, away, resumed):
         trained(learner, make_samples, range(2, 3))
@@ -210,9 +210,9 @@ def test_two_ranks_with_every_memory_option_are_one_rank_with_none(
     """Gradients of three steps, with checkpointed and offloaded activations, chunks of the head, moments of 8 bits that
     wait on the host; and their checkpoint goes on identically on one rank.
     """
-    plain = spec_of(path, optimizer_state_dtype="int8")
+    plain = spec_of(path, optimizer=OptimizerConfig(state_dtype="int8"))
     saving = spec_of(
-        path, optimizer_state_dtype="int8", optimizer_offload=True, activation_checkpointing="selective",
+        path, optimizer=OptimizerConfig(state_dtype="int8", offload=True), activation_checkpointing="selective",
         activation_offload=True, fp32_lm_head=True,
     )  # fmt: skip
     batches = [make_samples(13, seed) for seed in range(3)]
@@ -248,7 +248,5 @@ def of_run(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_state_that_is_no_choice_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"^optimizer_state_dtype: unknown value 'fp8'; known: float32, bfloat16, int8"
-    ):
-        TrainConfig(optimizer_state_dtype="fp8")
+    with pytest.raises(ValueError, match=r"^state_dtype: unknown value 'fp8'; known: float32, bfloat16, int8"):
+        OptimizerConfig(state_dtype="fp8")

@@ -23,6 +23,9 @@ from grmpipe.config.algorithm_tables import (
     LOSSES,
     PROXIMALS,
     REJECTIONS,
+    Band,
+    OffPolicy,
+    Veto,
 )
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.packer import Packer
@@ -31,7 +34,9 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.lm.packing import Packing, Prefixes
 
 VOCABULARY, MAX_NEW_TOKENS = 64, 8
-OFF_POLICY = {"clip_low": 0.3, "clip_high": 0.3, "geometric_low": 0.5, "geometric_high": 1.5, "off_policy_delta": 0.01}
+OFF_POLICY = {
+    "clip_low": 0.3, "clip_high": 0.3, "geometric": Band(low=0.5, high=1.5), "off_policy": OffPolicy(delta=0.01)
+}  # fmt: skip
 
 
 def algorithm_of(**keys: object) -> AlgorithmConfig:
@@ -133,8 +138,8 @@ def test_what_is_rejected_has_no_gradient_and_keeps_its_place_in_the_denominator
     """A veto that no sample passes leaves nothing; one that all pass changes nothing."""
     samples = make_samples(8)
     plain, _ = gradient(samples, 40, AlgorithmConfig())
-    harmless, _ = gradient(samples, 40, AlgorithmConfig(rejections=["veto"], veto_below=1e-30))
-    nothing, _ = gradient(samples, 40, AlgorithmConfig(rejections=["veto"], veto_below=1e30))
+    harmless, _ = gradient(samples, 40, AlgorithmConfig(rejections=["veto"], veto=Veto(below=1e-30)))
+    nothing, _ = gradient(samples, 40, AlgorithmConfig(rejections=["veto"], veto=Veto(below=1e30)))
     np.testing.assert_array_equal(harmless, plain)
     assert not nothing.any()
 

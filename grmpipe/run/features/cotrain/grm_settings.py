@@ -75,7 +75,6 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> 
         seed=config.seed,
         group_prefix="lesson",
         rollout_max_failure_rate=config.rollout.max_failure_rate,
-        rollout_failure_window=config.rollout.failure_window,
         rollout_pause_s=config.rollout.pause_s,
         max_zero_advantage_groups=int(cotrain.dynamic_sampling_batches * train.groups_per_batch),
         algorithm=grm_algorithm(cotrain),

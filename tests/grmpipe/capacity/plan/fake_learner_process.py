@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, PreTrainedModel
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.yaml_io import from_values
 from grmpipe.train import compact_moments
 from grmpipe.train.batching.packer import pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
@@ -39,7 +40,7 @@ from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.parallelize import parallelize
 from models.lm.ranks import RankMeshes
-from models.settings import KEEP_ALL, Activations, ParallelConfig
+from models.settings import KEEP_ALL, Activations
 from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8
@@ -186,11 +187,11 @@ def measure(
     learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
     activations_module.save_on_cpu = NowhereHooks  # type: ignore[assignment, misc]
-    settings = {**train, "parallel": ParallelConfig(**train.get("parallel", {}))}
+    train = {"dtype": "bfloat16", **train}
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**model).save_pretrained(path)
         spec = LearnerSpec(
-            model_path=path, train=TrainConfig(dtype="bfloat16", **settings),
+            model_path=path, train=from_values(TrainConfig, train),
             algorithm=AlgorithmConfig(**algorithm), max_new_tokens=num_tokens, device="cpu",
         )  # fmt: skip
         batch = micro_batch(num_tokens)
@@ -204,7 +205,7 @@ def measure(
                 learner._optimizer.step()
                 in_step = held.peak
                 integers = integer_bytes(learner._optimizer)
-                if spec.train.optimizer_offload:
+                if spec.train.optimizer.offload:
                     learner._optimizer.state.clear()
                 held.peak = resting = held.now
                 learner.accumulate(batch)

@@ -94,7 +94,7 @@ def test_merged_adapters_of_a_mixture_send_no_experts() -> None:
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
     here = learner(surveyed("train.activation_checkpointing=full"))
-    moments = learner(surveyed("train.activation_checkpointing=full", "train.optimizer_offload=true"))
+    moments = learner(surveyed("train.activation_checkpointing=full", "train.optimizer.offload=true"))
     inputs = learner(surveyed("train.activation_checkpointing=full", "train.activation_offload=true"))
     assert moments.step_s > here.step_s and moments.token_s == here.token_s
     assert inputs.token_s > here.token_s and inputs.step_s == here.step_s

@@ -17,7 +17,7 @@ from grmpipe.config.yaml_io import build
 
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 OFFLOADED = {**FULL, "activation_offload": True}
-ALL = {**OFFLOADED, "optimizer_offload": True}
+ALL = {**OFFLOADED, "optimizer": {"offload": True}}
 
 
 def check(case: LearnerCase, most_gb: float) -> None:
@@ -42,7 +42,7 @@ def test_the_plan_knows_that_a_reference_is_held_in_the_dtype_it_computes_in() -
         {"activation_checkpointing": "none"},
         {"activation_checkpointing": "selective"},
         FULL,
-        {**OFFLOADED, "optimizer_state_dtype": "int8"},
+        {**OFFLOADED, "optimizer": {"state_dtype": "int8"}},
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"])
@@ -107,12 +107,12 @@ def test_a_reference_takes_the_bytes_of_its_dtype(surveyed: Any, dtype: str, num
 def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(surveyed: Any) -> None:
     found, advised = [], []
     off = [
-        "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer_offload=false",
-        "train.optimizer_state_dtype=float32",
+        "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false",
+        "train.optimizer.state_dtype=float32",
     ]  # fmt: skip
     on = [
-        "train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer_offload=true",
-        "train.optimizer_state_dtype=int8",
+        "train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer.offload=true",
+        "train.optimizer.state_dtype=int8",
     ]  # fmt: skip
     for number in range(len(on) + 1):
         survey = surveyed("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.algorithm_tables import ESTIMATORS
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.algorithm_tables import ESTIMATORS, PassAtK
+from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
 from grmpipe.train.batching.samples import count, split_rollout, to_samples
@@ -75,7 +75,7 @@ def judged_groups(draw: st.DrawFn) -> JudgedGroup:
 def test_what_failed_changes_nothing_in_its_batch(
     judged: JudgedGroup, estimator: str, std: str, other_ids: tuple[int, ...], data: st.DataObject
 ) -> None:
-    algorithm = AlgorithmConfig(estimator=estimator, std=std, pass_k=2)
+    algorithm = AlgorithmConfig(estimator=estimator, std=std, pass_at_k=PassAtK(k=2))
     failures = [i for i, found in enumerate(judged.verdicts) if isinstance(found, Failed)]
     rollouts, verdicts = list(judged.rollouts), list(judged.verdicts)
     for i in failures:
@@ -172,7 +172,7 @@ def test_rewards_of_steps_reach_the_tokens_of_their_step() -> None:
 
 
 def test_a_long_answer_is_worth_less_than_a_short_one_that_is_as_good() -> None:
-    algorithm = AlgorithmConfig(estimator="dr_grpo", overlong_buffer_share=0.5)
+    algorithm = AlgorithmConfig(estimator="dr_grpo", overlong_buffer=OverlongConfig(share=0.5))
     judged = group([rollout(0, ((1,), (2, 3, 4))), rollout(1, ((1,), (2,)))], [verdict(1.0), verdict(1.0)])
     long, short = to_samples([judged], algorithm, max_new_tokens=4)
     assert (long.advantages[-1], short.advantages[-1]) == (-0.25, 0.25)

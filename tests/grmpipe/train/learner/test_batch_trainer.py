@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe.config.algorithm_tables import ESTIMATORS
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, ReplayBufferConfig, TrainConfig
 from grmpipe.train.batching.bin_packing import work
 from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
@@ -253,7 +253,7 @@ def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> Non
     seen, told = [], []
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_buffer_groups=1))
+        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=1)))
         for first in (1, 3, 5):
             groups = [judged(number, 0.0, 1.0) for number in (first, first + 1)]
             for group in groups:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
+from grmpipe.config.algorithm_tables import Cap
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
@@ -76,7 +77,7 @@ def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig)
         old = logprobs.detach()
         sampler = torch.tensor(sample.sampler_logprobs, dtype=torch.float32)[mask].double()
         advantages = torch.tensor(sample.advantages, dtype=torch.float32)[mask].double()
-        weight = (old - sampler).exp().clamp(max=algorithm.tis_cap) if algorithm.correction == "tis" else 1.0
+        weight = (old - sampler).exp().clamp(max=algorithm.tis.cap) if algorithm.correction == "tis" else 1.0
         loss = -weight * (logprobs - old).exp() * advantages - algorithm.entropy_coefficient * entropy
         per_sample.append(loss)
     if algorithm.aggregation == "sequence_mean":
@@ -92,7 +93,7 @@ def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig)
     [
         AlgorithmConfig(),
         AlgorithmConfig(correction="none", entropy_coefficient=0.05),
-        AlgorithmConfig(aggregation="sequence_mean", tis_cap=1.1),
+        AlgorithmConfig(aggregation="sequence_mean", tis=Cap(cap=1.1)),
         AlgorithmConfig(estimator="dr_grpo", aggregation="constant"),
     ],
 )
@@ -167,7 +168,7 @@ def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> 
     """Decoupled with an interpolated pi_prox: at ages 0 and 1 it is the sampler and w is 1; at age 2 it is halfway."""
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
-    algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled_cap=1e9)
+    algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled=Cap(cap=1e9))
     learner = make_learner(gpt2_path, algorithm)
     for version in range(3):
         trained_T = batch.loss_mask_E > 0
