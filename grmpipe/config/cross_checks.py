@@ -124,7 +124,7 @@ def check_reward(config: RunSections) -> None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 
 
-OF_THE_RUN = ("pause_s", "anchors", "anchor_every", "anchor_min_reward_rise", "anchor_min_gold_fall")
+OF_THE_RUN = ("pause_s", "anchors", "anchor_every")
 
 
 def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:
