@@ -371,6 +371,13 @@ class TrainConfig:
         for name, value in (("lr", self.lr), ("max_grad_norm", self.max_grad_norm)):
             if not value > 0:
                 raise ValueError(f"{name}: must be above 0, got {value}")
+        if self.keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
+        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
         if self.dtype not in (AUTO, *DTYPES):
@@ -396,10 +403,6 @@ class TrainConfig:
                 "activation_offload: without checkpointing there are no inputs of layers to offload; type "
                 "activation_checkpointing=full, or activation_offload=false"
             )
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
-        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
-            raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
 
     @property
     def activations(self) -> Activations:

@@ -89,7 +89,29 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             check()
         except ConfigError as error:
             unchecked.append(f"{error}, or run on a machine that has them")
+    models, lacking = size_models(config, roles, progress)
+    if (policy := models["policy"].model) is not None:
+        check_policy(config, policy, data)
+    else:
+        check_answer_fits(config, roles.served["policy"])
+    found = [sized.model for sized in models.values() if sized.model is not None]
+    check_judges(config, roles, found, data)
+    check_swap(roles, found)
+    return Survey(
+        config=config,
+        placement=placement,
+        roles=roles,
+        data=data,
+        models=models,
+        devices=devices,
+        unchecked=(*unchecked, *lacking),
+    )
+
+
+def size_models(config: RunConfig, roles: Roles, progress: Progress) -> tuple[dict[str, Sized], list[str]]:
+    """The sizes of all models, checked, and what couldn't be checked."""
     models: dict[str, Sized] = {}
+    unchecked: list[str] = []
     for role in roles.seated:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
@@ -105,22 +127,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     for scorer in scorer_dtypes(config):
         models[scorer], lacking = size_scorer(scorer, config, progress)
         unchecked += lacking
-    if (policy := models["policy"].model) is not None:
-        check_policy(config, policy, data)
-    else:
-        check_answer_fits(config, roles.served["policy"])
-    found = [sized.model for sized in models.values() if sized.model is not None]
-    check_judges(config, roles, found, data)
-    check_swap(roles, found)
-    return Survey(
-        config=config,
-        placement=placement,
-        roles=roles,
-        data=data,
-        models=models,
-        devices=devices,
-        unchecked=tuple(unchecked),
-    )
+    return models, unchecked
 
 
 def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
