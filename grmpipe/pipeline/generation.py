@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.attempts import EpisodeFailed
@@ -63,9 +64,7 @@ class Producer:
             rank=lambda item: self._rank(item[0], item[2]),
             shared_meter=engines,
         )
-        self.expiring: Stage[Group] = Stage(
-            "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
-        )
+        self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
         self._seats: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
