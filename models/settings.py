@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -218,11 +217,6 @@ class ParallelConfig:
         for name in ("dp_replicate", "cp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def rank_multiple(self) -> int:
-        """A number of ranks that can be grouped like this is a multiple of it."""
-        return self.dp_replicate * math.lcm(self.cp, self.ep)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ValueError if these ranks can't be grouped like this."""

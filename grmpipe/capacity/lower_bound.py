@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
@@ -150,8 +150,9 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
     floating = {role for role, seats in loaded.items() if cores and is_on_cpu(placement, seats[0])}
     least_s = driver_s = loads.get(DRIVER, 0.0)
     if cores:
-        on_cores = [(loads[role], len(loaded[role])) for role in floating]
-        least_s = busiest_core_s([(driver_s, 1), *on_cores], cores)
+        # None is faster than its own work, nor all together than their sum.
+        together_s = driver_s + sum(loads[role] * len(loaded[role]) for role in floating)
+        least_s = max(together_s / cores, driver_s, *(loads[role] for role in floating))
     for role, seats in loaded.items():
         if role in floating:
             continue
@@ -166,14 +167,6 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
             work = sum(loads[role] * len(where[role]) for role in roles) + sum(fixed[place] for place in places)
             means.append(work / len(places))
     return max([*fixed.values(), *means, least_s])
-
-
-def busiest_core_s(loads: Collection[tuple[float, int]], cores: int) -> float:
-    """The bound for processes that share cores: none is faster than its own work, nor all together than their sum.
-
-    loads: (seconds of each process, number of processes) of each role.
-    """
-    return max(sum(load * count for load, count in loads) / cores, *(load for load, _ in loads))
 
 
 def is_on_cpu(placement: Placement, seat: Seat) -> bool:

@@ -14,15 +14,8 @@ from scheduler.devices import DeviceSpec
 class PlanConfig:
     """Settings of `task=plan`, which plans a run."""
 
-    search: bool = False  # Simulate other placements of the same slots and write the fastest.
-    # Directory for placement/planned.yaml; null: plan/ in run_dir, or in runs/<experiment_name>.
-    write: str | None = None
     rollout_tokens: int = 0  # Mean length of a rollout; 0: half of rollout.max_new_tokens.
     judgement_tokens: int = 0  # Mean length of a judgement; 0: half of judge.max_new_tokens.
-    steps: int = 4  # [steps] Simulated steps of each candidate.
-    # [placements] Candidates that are simulated: those with the lowest bounds on a step's time.
-    max_candidates: int = 16
-    search_s: float = 30.0  # Limit for all simulations together.
     # [cores] Cores of the machine that CPU slots are on; 0: those of this machine, or the number of slots if larger.
     cores: int = 0
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
@@ -31,16 +24,8 @@ class PlanConfig:
         for key in ("rollout_tokens", "judgement_tokens"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if self.steps < 2:
-            raise ValueError(f"steps: must be at least 2 (the first one starts with empty engines), got {self.steps}")
-        if self.max_candidates < 1:
-            raise ValueError(f"max_candidates: must be at least 1, got {self.max_candidates}")
         if self.cores < 0:
             raise ValueError(f"cores: must be 0 (those of this machine) or more, got {self.cores}")
-        if not self.search_s > 0:
-            raise ValueError(f"search_s: must be above 0, got {self.search_s}")
-        if self.write == "":
-            raise ValueError("write: is empty; give a path, or null")
 
 
 @dataclass(frozen=True)

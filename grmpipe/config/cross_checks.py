@@ -95,8 +95,6 @@ def check_env_hosts(config: RunSections) -> None:
         cores = [name for name, pool in config.placement.pools.items() if pool.resource == "cpu"]
         way_out = f"type {key}.pool={' or '.join(cores)}" if cores else "add a pool with resource=cpu"
         raise ValueError(f"{key}.pool: environments need cores, and the pool {where.pool} has GPUs; {way_out}")
-    if config.plan.search:
-        raise ValueError(f"plan.search: it places models, not environments; leave {key} out, or type plan.search=false")
     if env.capacity > MAX_EPISODES * where.replicas:
         raise ValueError(
             f"{key}.replicas: {where.replicas} hosts are too few for env.capacity = {env.capacity} episodes, at most "
@@ -126,7 +124,7 @@ def check_reward(config: RunSections) -> None:
         raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
 
 
-OF_THE_RUN = ("pause_s", "anchors", "anchor_every", "anchor_min_reward_rise", "anchor_min_gold_fall")
+OF_THE_RUN = ("pause_s", "anchors", "anchor_every")
 
 
 def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from models.settings import DTYPES
 
 WHAT = ("judge", "policy", "both")
-OF_JUDGE = ("path", "num_items", "ks", "max_subsets")  # keys that only the evaluation of a judge reads
+OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
 NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
@@ -31,7 +31,6 @@ class EvaluateConfig:
     num_items: int = 512  # [items] Items made for tiny://, or the first ones of a file.
     # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
-    max_subsets: int = 32  # [subsets] Most subsets of an item's judgements for each smaller k.
     # Prompts that the policy answers, by a name for their results, as in {gsm8k: gsm8k.jsonl}; files as data.path takes
     # them. Null: the held-out prompts of data.eval_path, as held_out.
     prompts: Any = None
@@ -49,9 +48,7 @@ class EvaluateConfig:
             raise ValueError(f"what: unknown value {self.what!r}; known: {', '.join(WHAT)}")
         if not self.path:
             raise ValueError("path: is empty; give a file, or type evaluate.path=tiny://judgements_held_out")
-        for key, count in (
-            ("num_items", self.num_items), ("max_subsets", self.max_subsets), ("max_concurrency", self.max_concurrency)
-        ):  # fmt: skip
+        for key, count in (("num_items", self.num_items), ("max_concurrency", self.max_concurrency)):
             if count < 1:
                 raise ValueError(f"{key}: must be at least 1, got {count}")
         if not is_ascending(self.ks):

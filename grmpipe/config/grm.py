@@ -24,7 +24,6 @@ class GrmTrainConfig:
     num_items: int = 4096  # [items] Labelled items made for tiny://judgements; a file is read whole.
     # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
     rollout_share: float = 0.5
-    rollout_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to sample from, this many of each.
     prompts_per_batch: int = 16  # [tasks] Judging tasks in a batch.
     group_size: int = 8  # [judgements] Judgements of a task, which are compared as a group.
     # [batches] Tasks with equal rewards that a step may drop and replace, in multiples of prompts_per_batch; 0: none.
@@ -36,7 +35,7 @@ class GrmTrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        for key in ("num_items", "rollout_window", "prompts_per_batch"):
+        for key in ("num_items", "prompts_per_batch"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
         if self.group_size < 2:

@@ -62,7 +62,7 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
+    """How rollouts are judged, when judging counts as failed, and how often it is measured."""
 
     # Where verdicts come from: a GRM, a scalar reward model, a rule, the environment's rewards, the labels of a judge
     # in training, or your own class.
@@ -131,11 +131,6 @@ class JudgeConfig:
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = 64
     anchor_every: int = 10  # [steps] Interval between evaluations on held-out prompts.
-    # [share] Rise of the reward on held-out prompts, as a share of the room that the first evaluation left to 1, that
-    # fires the reward-hacking alarm, with anchor_min_gold_fall.
-    anchor_min_reward_rise: float = 0.1
-    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_reward_rise.
-    anchor_min_gold_fall: float = 0.10
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -270,8 +265,6 @@ class JudgeConfig:
             ("abstain_above_std", self.abstain_above_std or 0.0),
             ("max_retries", self.max_retries),
             ("pause_s", self.pause_s),
-            ("anchor_min_reward_rise", self.anchor_min_reward_rise),
-            ("anchor_min_gold_fall", self.anchor_min_gold_fall),
         ):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{key}: must be 0 or more, got {value}")

@@ -33,7 +33,7 @@ FREE_ON_RESUME = (
     "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.pause_s",
     "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.max_concurrency",
     # The inputs of the alarm.
-    "judge.anchors", "judge.anchor_every", "judge.anchor_min_reward_rise", "judge.anchor_min_gold_fall",
+    "judge.anchors", "judge.anchor_every",
     # Sizes that only task=plan reads.
     "policy.shape", "grm.shape",
 )  # fmt: skip

@@ -21,7 +21,6 @@ from grmpipe.config.key_errors import moved, under_key, unknown_key
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
-from scheduler.placement import PlacementConfig
 
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
@@ -87,11 +86,6 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML, without secrets (see grmpipe/config/secrets.py)."""
     return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config, free_on_resume)))
-
-
-def placement_yaml(placement: PlacementConfig) -> str:
-    """Only the `placement` block, as in a file of conf/placement/."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(placement))))
 
 
 def read_yaml(path: Path) -> RunConfig:

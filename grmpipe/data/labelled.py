@@ -60,6 +60,15 @@ def load_labelled(
     if path.startswith("tiny://"):
         raise ValueError(f"{path}: unknown labelled data; known: {', '.join(TINY_SETS)}")
     file = Path(path)
+    items = read_items(file, scale)
+    if not items:
+        raise ValueError(f"{file}: holds no labelled items; {EXAMPLES}")
+    refuse_duplicates(file, items)
+    return tuple(items)
+
+
+def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
+    """The items of a file. Rows without a winner are counted in the log."""
     items: list[Labelled] = []
     num_undecided = 0
     for number, where, row in labelled_rows(file):
@@ -69,12 +78,9 @@ def load_labelled(
             refuse_half_characters(texts_of_item(item), where)
         items += found
         num_undecided += not found
-    if not items:
-        raise ValueError(f"{file}: holds no labelled items; {EXAMPLES}")
     if num_undecided:
         log.warning("%s: %d rows have no winner and are left out; %d items remain", file, num_undecided, len(items))
-    refuse_duplicates(file, items)
-    return tuple(items)
+    return items
 
 
 def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.attempts import EpisodeFailed
@@ -63,9 +64,7 @@ class Producer:
             rank=lambda item: self._rank(item[0], item[2]),
             shared_meter=engines,
         )
-        self.expiring: Stage[Group] = Stage(
-            "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
-        )
+        self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
         self._seats: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
@@ -80,7 +79,7 @@ class Producer:
 
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
-        for prompt_index in self._buffer.prompts_to_reopen:
+        for prompt_index in self._buffer.ledger.prompts_to_reopen:
             seats = await self._parts.seats.book(self._config.group_size)
             await self._open(prompt_index, self._parts.prompts.at(prompt_index), seats)
         while True:
@@ -88,7 +87,7 @@ class Producer:
             await self._buffer.until_room()
             await self._health.until_fit(self._clock)
             seats = await self._parts.seats.book(self._config.group_size)
-            prompt_index = self._buffer.next_prompt_index
+            prompt_index = self._buffer.ledger.next_prompt_index
             try:
                 prompt = self._parts.prompts.at(prompt_index)
             except EndOfData:
@@ -217,7 +216,7 @@ class Producer:
         groups. A turn of a rollout that still goes on comes after all verdicts of its batch.
         """
         goes_on = judge_task.turn is not None and not set(group.missing_rollouts()).isdisjoint(judge_task.members)
-        batches_ahead = self._buffer.batches_ahead(group) + goes_on
+        batches_ahead = self._buffer.admission.batches_ahead(group.opened_at, self._buffer.version) + goes_on
         urgency = batches_ahead * group.size + len(group.missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
@@ -228,12 +227,12 @@ class Producer:
         """
         with self.judging_gate.held():
             aborted = self._num_judging
-            for group in self._buffer.being_judged():
+            for group in being_judged(self._buffer.groups.values()):
                 self.judging.cancel(group.group_id)
             report = await change()
             self.judge_version += steps
             voided = 0
-            for group in self._buffer.being_judged():
+            for group in being_judged(self._buffer.groups.values()):
                 voided += group.void_verdicts()
                 await self._open_session(group, RecoveredGroup(group_id=group.group_id, rollouts=tuple(group.rollouts)))
             self._counters.judge_changed(aborted=aborted, voided=voided)
@@ -266,6 +265,12 @@ class Producer:
             stage.cancel(group.group_id)
         self._seats.pop(group.group_id).end()
         self._health.group_ended(group)
+
+
+def being_judged(groups: Iterable[Group]) -> list[Group]:
+    """Open groups that a judge task has begun on, sorted by id."""
+    begun = (group for group in groups if group.is_open and group.judging_begun)
+    return sorted(begun, key=lambda group: group.group_id)
 
 
 def cause_of(error: EngineRefused | RolloutAborted) -> str:

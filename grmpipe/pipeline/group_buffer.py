@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.pipeline.group import OPEN, Group, GroupState
+from grmpipe.pipeline.group_ledger import GroupLedger
 from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
-from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Prompt, Rollout
-from scheduler.admission import Admission, Ledger
-
-NUM_ENDS_REMEMBERED = 256  # ended groups whose end is still known
+from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, Rollout
+from scheduler.admission import Admission
 
 
 class GroupBuffer:
@@ -49,61 +47,47 @@ class GroupBuffer:
         changes.
         kept: prompt index -> finished work from before a resume.
         """
-        pipeline_state = pipeline_state or PipelineState()
-        self.version = pipeline_state.version  # completed optimizer steps
-        self.next_prompt_index = pipeline_state.next_prompt_index
-        self.max_staleness_trained = pipeline_state.max_staleness_trained
+        self.ledger = GroupLedger(config, journal, pipeline_state, kept)
         self.groups: dict[str, Group] = {}  # group_id -> group, in order of opening
+        self.untaken = UntakenGroups()  # those of them that the open batch doesn't have
+        self.taken: list[Group] = []  # the open batch, in the order in which its groups were taken
         self.prompts_over = False
-        self._admission = Admission(
+        self.now = now
+        self.admission = Admission(
             groups_per_batch=config.groups_per_batch,
             max_staleness=config.max_staleness,
             last_version=config.num_steps,
         )
         self._config = config
         self._journal = journal
-        self.now = now
         self._on_change = on_change
-        self.recovered = {
-            prompt_index: RecoveredGroup(group_id=name) for prompt_index, name in pipeline_state.in_flight.items()
-        } | dict(kept or {})
-        self._untaken = UntakenGroups()
-        self._batch: list[Group] = []  # in the order in which they were taken
-        self._trained = pipeline_state.version * config.groups_per_batch
-        self._dropped = Counter(pipeline_state.dropped)
-        self._submitted = self._trained + self._dropped.total()
-        self._num_resampled = pipeline_state.num_resampled  # zero-advantage groups dropped since the last step
-        self.ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
         self._news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self.ledger.version
 
     # -- for generation ------------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """The number of groups that may be opened now."""
-        return self._admission.capacity(self.version, len(self.groups))
+        return self.admission.capacity(self.version, len(self.groups))
 
     async def until_room(self) -> None:
         while self.capacity <= 0:
             self._room.clear()
             await self._room.wait()
 
-    @property
-    def prompts_to_reopen(self) -> list[int]:
-        """Indices of the prompts whose groups were in flight when the run stopped."""
-        return sorted(prompt_index for prompt_index in self.recovered if prompt_index < self.next_prompt_index)
-
     def open(self, prompt_index: int, prompt: Prompt) -> tuple[Group, RecoveredGroup]:
         """Open a group for the next prompt, or reopen one. Returns it and its work from before a resume, if any.
 
         It counts as opened at the current version, or at the lowest version of its recovered tokens.
         """
-        kept = self.recovered.pop(prompt_index, None) or RecoveredGroup(
-            group_id=f"{self._config.group_prefix}{prompt_index:06d}"
-        )
+        kept = self.ledger.opening(prompt_index)
         assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
-        self.next_prompt_index = max(self.next_prompt_index, prompt_index + 1)
         group = Group(
             group_id=kept.group_id,
             prompt_index=prompt_index,
@@ -113,9 +97,8 @@ class GroupBuffer:
             opened_at=min((rollout.oldest_version for rollout in kept.rollouts), default=self.version),
         )
         self.groups[group.group_id] = group
-        self._submitted += 1
-        self._untaken.add(group)
-        self._on_change(self._untaken.supply())
+        self.untaken.add(group)
+        self._on_change(self.untaken.supply())
         return group, kept
 
     def no_more_prompts(self) -> None:
@@ -160,58 +143,32 @@ class GroupBuffer:
         with self._moving(group):
             group.drop(cause, detail)
 
-    def being_judged(self) -> list[Group]:
-        """Open groups that a judge task has begun on, sorted by id."""
-        begun = (group for group in self.groups.values() if group.is_open and group.judging_begun)
-        return sorted(begun, key=lambda group: group.group_id)
-
-    def rolled_out(self) -> list[Sequence[Rollout]]:
-        """The rollouts of each group that has all of them and that no batch has: first of groups that are judged."""
-        return [group.rollouts for group in self._untaken.rolled_out()]
-
-    def batches_ahead(self, group: Group) -> int:
-        """The number of batches that may still leave a group out: 0 means that it is due in the open one."""
-        return self._admission.batches_ahead(group.opened_at, self.version)
-
     # -- for training --------------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> tuple[JudgedGroup, ...]:
         """The open batch, in the order in which its groups were taken."""
-        return tuple(group.judged() for group in self._batch)
-
-    @property
-    def num_taken(self) -> int:
-        return len(self._batch)
-
-    @property
-    def num_untaken(self) -> int:
-        """Groups in flight that the open batch doesn't have."""
-        return len(self._untaken)
+        return tuple(group.judged() for group in self.taken)
 
     @property
     def places_left(self) -> int:
         """Groups that the open batch still lacks."""
-        return self._config.groups_per_batch - len(self._batch)
-
-    @property
-    def last_taken(self) -> Group:
-        return self._batch[-1]
+        return self._config.groups_per_batch - len(self.taken)
 
     @property
     def is_over(self) -> bool:
         """Whether no group will become ready any more."""
-        return self.prompts_over and not self._untaken.count(*OPEN)
+        return self.prompts_over and not self.untaken.count(*OPEN)
 
     @property
     def is_settled(self) -> bool:
         """Whether no group is open, and none may be opened under this version any more."""
-        return self._is_closed and not self._untaken.count(*OPEN)
+        return self._is_closed and not self.untaken.count(*OPEN)
 
     @property
     def is_rolled_out(self) -> bool:
         """Whether all groups have their rollouts, and none may be opened under this version any more."""
-        return self._is_closed and not self._untaken.count(GroupState.ROLLING_OUT)
+        return self._is_closed and not self.untaken.count(GroupState.ROLLING_OUT)
 
     @property
     def _is_closed(self) -> bool:
@@ -235,16 +192,16 @@ class GroupBuffer:
 
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
-        for ready in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
+        for ready in self.untaken.ready_opened_before(self.version - self._config.max_staleness):
             if self.is_stale(ready):
                 self.drop(ready, "stale")
-        first = self._untaken.first_of_prompts if self._config.deterministic else self._untaken.first_ready
+        first = self.untaken.first_of_prompts if self._config.deterministic else self.untaken.first_ready
         while (group := first()) is not None and self.may_take(group):
             with self._moving(group):
                 if not (self._config.deterministic and self._resample(group)):
                     group.take()
             if group.state is GroupState.TAKEN:
-                self._batch.append(group)
+                self.taken.append(group)
                 return group.judged()
         return None
 
@@ -253,14 +210,9 @@ class GroupBuffer:
 
         Returns the batch.
         """
-        batch, taken = self.batch, self._batch
-        oldest = max(self.version - group.version for group in taken)
-        self.max_staleness_trained = max(self.max_staleness_trained, oldest)
-        assert self.max_staleness_trained <= self._config.max_staleness
-        self.version += 1
-        self._trained += len(taken)
-        self._num_resampled = 0
-        self._batch = []
+        batch, taken = self.batch, self.taken
+        self.ledger.stepped(taken)
+        self.taken = []
         for group in taken:
             with self._moving(group):
                 group.train()
@@ -270,52 +222,28 @@ class GroupBuffer:
 
     def give_up(self) -> None:
         """Drop all groups: the prompts are over, and the remaining groups fill no batch."""
-        self._batch = []
+        self.taken = []
         for group in list(self.groups.values()):
             self.drop(group, "end_of_prompts")
         self.check()
 
-    # -- reports -------------------------------------------------------------------------------------------------------
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger(
-            submitted=self._submitted,
-            trained=self._trained,
-            dropped=Counter(self._dropped),
-            in_flight=len(self.groups),
-        )
-
     def check(self) -> None:
         """Assert that no group is lost: submitted == trained + dropped + in flight, and each group is in one place."""
-        assert self.ledger.in_flight == len(self._untaken) + len(self._batch)
-
-    def state(self, judge_version: int) -> PipelineState:
-        """The state between two steps. Groups of the open batch count as in flight: they weren't stepped."""
-        reopening = {prompt_index: self.recovered[prompt_index].group_id for prompt_index in self.prompts_to_reopen}
-        return PipelineState(
-            version=self.version,
-            next_prompt_index=self.next_prompt_index,
-            in_flight=reopening | {group.prompt_index: group.group_id for group in self.groups.values()},
-            dropped=dict(self._dropped),
-            max_staleness_trained=self.max_staleness_trained,
-            judge_version=judge_version,
-            num_resampled=self._num_resampled,
-        )
+        assert self.ledger.counts(len(self.groups)).in_flight == len(self.untaken) + len(self.taken)
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
     def is_stale(self, group: Group) -> bool:
         """Whether the group is too old for the open batch."""
-        return self._admission.is_stale(group.version, self.version)
+        return self.admission.is_stale(group.version, self.version)
 
     def may_take(self, group: Group) -> bool:
         """Whether the open batch may take the group: groups that are due before it still find a place."""
-        return self._admission.may_take(
+        return self.admission.may_take(
             group.opened_at,
             version=self.version,
-            num_taken=len(self._batch),
-            waiting=self._untaken.by_opening(),
+            num_taken=len(self.taken),
+            waiting=self.untaken.by_opening(),
         )
 
     @contextmanager
@@ -328,30 +256,23 @@ class GroupBuffer:
         if group.state is before:
             return
         if before in UNTAKEN:
-            self._untaken.remove(group, before)
+            self.untaken.remove(group, before)
         if group.state in UNTAKEN:
-            self._untaken.add(group)
+            self.untaken.add(group)
         if group.state in (GroupState.TRAINED, GroupState.DROPPED):
-            self._end(group)
+            del self.groups[group.group_id]
+            self.ledger.ended(group)
+            self._room.set()  # a step sets it too, when all of its groups have left
         if before in OPEN and group.state not in OPEN:
             self.notify()
-        self._on_change(self._untaken.supply())
+        self._on_change(self.untaken.supply())
 
     def _resample(self, group: Group) -> bool:
         """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""
-        if self._num_resampled >= self._config.max_zero_advantage_groups:
+        if self.ledger.num_resampled >= self._config.max_zero_advantage_groups:
             return False
         if not has_zero_advantages(group.judged(), self._config.algorithm):
             return False
-        self._num_resampled += 1
+        self.ledger.num_resampled += 1
         group.drop("zero_advantage")
         return True
-
-    def _end(self, group: Group) -> None:
-        del self.groups[group.group_id]
-        if group.state is GroupState.DROPPED:
-            self._dropped[group.cause] += 1
-            self._room.set()
-        end = group.end(self.version)
-        self._journal.group_ended(end)
-        self.ends.append(end)

@@ -198,5 +198,9 @@ class StepReport:
     learner: Metrics
     sync: SyncReport
     stalls: StallTimes  # with the duration of the step
-    learner_busy_s: float
     policy_idle_s: float  # time without a rollout in flight: admission was closed, the learner was behind
+
+    @property
+    def learner_busy_s(self) -> float:
+        """Time in which the learner neither waited for groups nor pushed weights."""
+        return self.stalls.steps_s - self.stalls.for_groups_s - self.stalls.weight_sync_s

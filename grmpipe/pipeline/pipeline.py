@@ -85,7 +85,7 @@ class Pipeline:
             parts, config, self.buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
-            self._valuer.watch(self.buffer.rolled_out)
+            self._valuer.watch(lambda: [group.rollouts for group in self.buffer.untaken.rolled_out()])
         playing = self._producer.playing.meter
         if config.policy_judges:
             push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
@@ -100,11 +100,11 @@ class Pipeline:
     @property
     def ledger(self) -> Ledger:
         """The number of groups submitted, and what became of them."""
-        return self.buffer.ledger
+        return self.buffer.ledger.counts(len(self.buffer.groups))
 
     def state(self) -> PipelineState:
         """The state of the flow now."""
-        return self.buffer.state(self._producer.judge_version)
+        return self.buffer.ledger.state(self.buffer.groups.values(), self._producer.judge_version)
 
     @property
     def playing_s(self) -> float:

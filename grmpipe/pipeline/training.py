@@ -12,7 +12,7 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import pending
-from grmpipe.types import JudgedGroup
+from grmpipe.types import JudgedGroup, Metrics
 from scheduler.clock import ActiveClock
 from scheduler.stage import BusyMeter
 from scheduler.weights.weight_sync import SyncReport
@@ -47,7 +47,8 @@ class Consumer:
         self._parts = parts
         self._config = config
         self._buffer = buffer
-        self._waits = stalls
+        self._stalls = stalls
+        self._now = asyncio.get_running_loop().time
         self._clock = clock
         self._playing = playing
         self._interrupted = False
@@ -66,31 +67,16 @@ class Consumer:
             await self.after_step(await self._step())
 
     async def _step(self) -> StepReport:
-        now, stalls = asyncio.get_running_loop().time, self._waits
-        began, played_s = now(), self._playing.busy_s
+        began, played_s = self._now(), self._playing.busy_s
         await self._fill()
-        filled = now()
-        with stalls.learning(self._makes_room):
-            metrics = await self._parts.trainer.step(self._buffer.batch)
-        learned = now()
-        if self._config.deterministic:
-            await self._settle()
-        settled = now()
-        with stalls.pushing():
-            sync = await self._push()
+        metrics = await self._update()
+        await self._settle()
+        sync = await self._push()
         groups = self._buffer.stepped()
-        ended = now()
-        self._parts.events.span("learner", f"step {self.version}", filled, learned)
-        self._parts.events.span("weight sync", f"version {self.version}", settled, ended, bytes=sync.num_bytes)
-        step_stalls = stalls.close_step(ended - began)
+        stalls = self._stalls.close_step(self._now() - began)
+        idle_s = max(0.0, stalls.steps_s - (self._playing.busy_s - played_s))
         return StepReport(
-            step=self.version,
-            groups=groups,
-            learner=metrics,
-            sync=sync,
-            stalls=step_stalls,
-            learner_busy_s=settled - began - step_stalls.for_groups_s,
-            policy_idle_s=max(0.0, ended - began - (self._playing.busy_s - played_s)),
+            step=self.version, groups=groups, learner=metrics, sync=sync, stalls=stalls, policy_idle_s=idle_s
         )
 
     async def _fill(self) -> None:
@@ -98,7 +84,7 @@ class Consumer:
         while (places := self._buffer.places_left) > 0:
             if (group := self._ready_group()) is None:
                 await self._go_on()
-                with self._waits.wanting(places, self.version):
+                with self._stalls.wanting(places, self.version):
                     group = await self._until(self._ready_group)
             await self._learn(self._parts.trainer.take(group))
 
@@ -110,20 +96,35 @@ class Consumer:
             raise EndOfData("no prompts left, and no group in flight")
         return group
 
+    async def _update(self) -> Metrics:
+        began = self._now()
+        with self._stalls.learning(self._makes_room):
+            metrics = await self._parts.trainer.step(self._buffer.batch)
+        self._parts.events.span("learner", f"step {self.version + 1}", began, self._now())
+        return metrics
+
     async def _settle(self) -> None:
-        """Wait until every group that may be opened under these weights is opened and judged. Then no group has tokens
-        of two versions, and the version that opens a group does not depend on time."""
-        with self._waits.wanting(self._buffer.num_untaken, self.version):
-            await self._until(lambda: self._buffer.is_settled)
+        """In a deterministic run, wait until every group that may be opened under these weights is opened and judged.
+        Then no group has tokens of two versions, and the version that opens a group does not depend on time.
+        """
+        if self._config.deterministic:
+            with self._stalls.wanting(len(self._buffer.untaken), self.version):
+                await self._until(lambda: self._buffer.is_settled)
+
+    async def _push(self) -> SyncReport:
+        began, version = self._now(), self.version + 1
+        with self._stalls.pushing(), self._clock.paused():
+            sync = await self._parts.push_weights(version)
+        self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
+        return sync
 
     async def _until(self, found: Callable[[], T | None]) -> T:
         """Wait until `found` finds something, at each news of a group, and return it. Logs every `report_wait_s` what
         it waits for.
         """
-        now = asyncio.get_running_loop().time
-        report_at = now() + self._config.report_wait_s
+        report_at = self._now() + self._config.report_wait_s
         while not (sought := found()):
-            if not await self._buffer.news(within_s=report_at - now()):
+            if not await self._buffer.news(within_s=report_at - self._now()):
                 log.warning("the learner waits for groups; pending: %s", pending(self._buffer))
                 report_at += self._config.report_wait_s
         return sought
@@ -131,24 +132,19 @@ class Consumer:
     async def _go_on(self) -> None:
         """Let the learner train on the groups it has, while no group is ready. Not in a deterministic run: when that is
         depends on time."""
-        if self._config.deterministic or not self._buffer.num_taken:
+        if self._config.deterministic or not self._buffer.taken:
             return
         if await self._learn(self._parts.trainer.while_waiting()):
-            self._buffer.last_taken.early = True
+            self._buffer.taken[-1].early = True
 
     async def _learn(self, work: Awaitable[T]) -> T:
-        now = asyncio.get_running_loop().time
-        began = now()
-        with self._waits.learning(self._makes_room):
+        began = self._now()
+        with self._stalls.learning(self._makes_room):
             done = await work
-        if (ended := now()) - began > SHOWN_FROM_S:
-            last = self._buffer.last_taken.group_id
+        if (ended := self._now()) - began > SHOWN_FROM_S:
+            last = self._buffer.taken[-1].group_id
             self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
         return done
-
-    async def _push(self) -> SyncReport:
-        with self._clock.paused():
-            return await self._parts.push_weights(self.version + 1)
 
     @property
     def _makes_room(self) -> bool:

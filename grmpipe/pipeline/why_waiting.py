@@ -32,9 +32,9 @@ def pending(buffer: GroupBuffer) -> str:
 
 
 def _why_gone(buffer: GroupBuffer, group_id: str) -> str:
-    if any(kept.group_id == group_id for kept in buffer.recovered.values()):
+    if any(kept.group_id == group_id for kept in buffer.ledger.recovered.values()):
         return "not opened again since the resume"
-    for end in reversed(buffer.ends):
+    for end in reversed(buffer.ledger.ends):
         if end.group_id == group_id:
             return f"dropped: {end.cause}" if end.outcome == "dropped" else f"trained: in step {end.step}"
     return "not in flight: not opened, or ended long ago (groups.jsonl has all ends)"
@@ -65,7 +65,7 @@ def _why_ready(buffer: GroupBuffer, group: Group) -> str:
 def _why_taken(buffer: GroupBuffer) -> str:
     if not buffer.places_left:
         return "the open batch is full: its step ends it"
-    return f"the open batch has {buffer.num_taken} of {buffer.num_taken + buffer.places_left} groups"
+    return f"the open batch has {len(buffer.taken)} of {len(buffer.taken) + buffer.places_left} groups"
 
 
 def _listed(names: Sequence[int | str]) -> str:

@@ -21,7 +21,7 @@ from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import NO_REQUEST, Router
-from scheduler.slots.replacement_tries import ReplacementTries
+from scheduler.slots.replacement_tries import WINDOW_S, ReplacementTries
 from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
 from scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
 from scheduler.weights.weight_sync import NoEngines, WeightSync
@@ -36,10 +36,8 @@ RETRY_AFTER_S = 2.0  # the memory of the last try may not be free yet
 class HealthConfig:
     """How many dead engines are replaced, and how soon an idle engine's death is noticed."""
 
-    # [replacements] Most tries to replace an engine within replacement_window_s; 0: a dead engine stays dead.
+    # [replacements] Most tries to replace an engine within an hour; 0: a dead engine stays dead.
     max_replacements: int = 3
-    replacement_window_s: float = 3600.0  # Length of the window in which tries are counted.
-    max_deaths_per_request: int = 2  # [engines] Engines that die with one request before it is refused.
     check_every_s: float = 5.0  # Interval between checks of engines.
     hung_after_s: float = 120.0  # An engine that answers neither checks nor requests for this long counts as dead.
     start_deadline_s: float = 600.0  # Limit for a replacement to start and load its model.
@@ -47,9 +45,7 @@ class HealthConfig:
     def __post_init__(self) -> None:
         if self.max_replacements < 0:
             raise ValueError(f"max_replacements: must be 0 or more, got {self.max_replacements}")
-        if self.max_deaths_per_request < 1:
-            raise ValueError(f"max_deaths_per_request: must be at least 1, got {self.max_deaths_per_request}")
-        for key in ("replacement_window_s", "check_every_s", "hung_after_s", "start_deadline_s"):
+        for key in ("check_every_s", "hung_after_s", "start_deadline_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
 
@@ -94,7 +90,7 @@ class RoleHealth:
         self._config = config
         self._bring_current = bring_current
         self._events = events or NoEvents()
-        self._tries = ReplacementTries(config.max_replacements, config.replacement_window_s)
+        self._tries = ReplacementTries(config.max_replacements)
         self._since_s: dict[str, float] = {}
         self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
@@ -102,7 +98,6 @@ class RoleHealth:
         self._outage: ExitStack | None = None  # stopped clocks
         router.on_death = self._open_session
         router.on_kills = self._forgive
-        router.max_deaths_per_request = config.max_deaths_per_request
 
     @property
     def is_out(self) -> bool:
@@ -175,7 +170,7 @@ class RoleHealth:
     def _lose(self, name: str) -> None:
         self._enter(name, EngineState.LOST)
         log.warning("%s is not replaced: its health.max_replacements=%d attempts in %.0f s are used up", name,
-                    self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
+                    self._config.max_replacements, WINDOW_S)  # fmt: skip
 
     def _enter(self, name: str, state: EngineState) -> None:
         """Enter a state. The state that ends becomes a span in the engine's lane, unless it was HEALTHY."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+WINDOW_S = 3600.0  # in which tries are counted
+
 
 class ReplacementTries:
-    """Tries by member, at most `most` within the last `window_s` seconds of the event loop's clock."""
+    """Tries by member, at most `most` within the last WINDOW_S seconds of the event loop's clock."""
 
-    def __init__(self, most: int, window_s: float) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._window_s = window_s
         self._times_s: dict[str, list[float]] = {}
 
     def may_try(self, name: str) -> bool:
         """Whether there is a try left for this member; uses it up."""
         now_s = asyncio.get_running_loop().time()
-        times_s = self._times_s[name] = [at_s for at_s in self._times_s.get(name, []) if now_s - at_s < self._window_s]
+        times_s = self._times_s[name] = [at_s for at_s in self._times_s.get(name, []) if now_s - at_s < WINDOW_S]
         if len(times_s) >= self._most:
             return False
         times_s.append(now_s)

@@ -282,7 +282,7 @@ def test_every_batch_keeps_the_staleness_bound_and_nothing_is_lost(max_staleness
     for version, groups in enumerate(bench.trainer.steps):
         assert len(groups) == 4
         assert all(0 <= version - group.version <= max_staleness for group in groups)
-    assert pipeline.buffer.max_staleness_trained <= max_staleness
+    assert pipeline.buffer.ledger.max_staleness_trained <= max_staleness
 
 
 def test_synchronous_training_uses_only_tokens_of_the_current_version() -> None:

@@ -78,7 +78,6 @@ def test_two_hosts_in_one_process_share_the_episodes(small_run: Callable) -> Non
             (*WAITS, "+placement.pools={gpus: {resource: gpu}}", "+placement.roles={env: {pool: gpus}}"),
             r"^placement\.roles\.env\.pool: environments need cores, .*type placement\.roles\.env\.pool=train or jud",
         ),
-        ((*WAITS, *HERE, "plan.search=true"), r"^plan\.search: it places models, not environments"),
         ((*WAITS, *HERE, "env.capacity=2000"), r"^placement\.roles\.env\.replicas: 1 hosts are too few .*replicas=3"),
         (
             (*WAITS, *HERE, "env.step_s=3000", "env.episode_s=4000", "rollout.group_deadline_s=9000"),

@@ -343,7 +343,8 @@ class Run:
             bring = functools.partial(self.share.bring_current, role)
         if self.pool is not None:
             bring = functools.partial(self.pool.bring_current, role)
-        config = HealthConfig(max_replacements=100, max_deaths_per_request=100, check_every_s=1.0)
+        self.routers[role].max_deaths_per_request = 100
+        config = HealthConfig(max_replacements=100, check_every_s=1.0)
         restart = self.restart if self.shared is None else self.shared.restart
         return RoleHealth(role, self.routers[role], restart, config, bring)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grmpipe.capacity.cost import (
     DRIVER_REQUEST_S,
@@ -20,9 +20,8 @@ from grmpipe.capacity.cost import (
     token_flops,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
-from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
-from grmpipe.capacity.plan.survey import Survey, pool_with_memory, scorer_dtypes
+from grmpipe.capacity.plan.survey import Seated, Survey, scorer_dtypes
 from grmpipe.capacity.plan.work import packed_group, packed_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.judging import key_of_model
@@ -41,31 +40,13 @@ class CostUnknown(ConfigError):
     """The device of a pool is unknown: the plan continues without times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
-    """A role's processes in a plan. `pool`: a pool of the configuration."""
-
-    seating: Seating
-    pool: str
-
-
 # -- costs ---------------------------------------------------------------------------------------------------------
 
 
-def costs_of(
-    survey: Survey,
-    seated: Mapping[str, Seated],
-    speeds: dict[tuple[str, int, str], EngineSpeed] | None = None,
-) -> Costs:
-    """The costs of a seating of all roles. `speeds`: a cache of engine speeds by role, width and pool. Raises
-    CostUnknown.
-    """
-    known = {} if speeds is None else speeds
-    engines = {}
-    for role, where in seated.items():
-        key = (role, where.seating.width, where.pool)
-        if role in survey.roles.served:
-            engines[role] = known[key] = known.get(key) or speed_of(role, survey, where)
+def costs_of(survey: Survey) -> Costs:
+    """The costs of all roles, as they are placed. Raises CostUnknown."""
+    seated = {role: survey.seated(role) for role in survey.placement.seats}
+    engines = {role: speed_of(role, survey, where) for role, where in seated.items() if role in survey.roles.served}
     weights = {role: weight_bytes(role, survey) for role in engines}
     learner, trained = seated[LEARNER], grm_learners(survey)
     return Costs(
@@ -90,21 +71,20 @@ def speed_of(role: str, survey: Survey, where: Seated) -> EngineSpeed:
     """The speed of one engine of a role, by the data sheet."""
     engine = survey.roles.served[role].engine
     assert not engine.outside, "an external judge has no slots"
-    width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
-    kv_bytes = kv_bytes_of(role, survey, where, width)
+    width = where.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
+    kv_bytes = kv_bytes_of(role, survey, width)
     device = device_for(where.pool, survey)
     return engine_speed(
         sizes_of(role, survey, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
     )
 
 
-def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
+def kv_bytes_of(role: str, survey: Survey, width: int) -> float:
     """Memory of an engine for keys and values; 0 if only its rows are limited."""
     engine, sized = survey.roles.served[role].engine, survey.models[role]
     if engine.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
-    pool = pool_with_memory(survey.config.placement.pools[where.pool], survey.devices[where.pool])
-    room = kv_room(survey.roles.served[role], sized.footprint, width, pool)
+    room = kv_room(survey.roles.served[role], sized.footprint, width, survey.pool(role))
     return room.num_bytes * width if room is not None else 0.0
 
 
@@ -158,7 +138,7 @@ def speed_by_sheet(
             is_mixture=footprint.num_expert_parameters > 0,
         ),
         device_for(where.pool, survey),
-        ranks=where.seating.replicas,
+        ranks=where.replicas,
         dtype=train.dtype,
         checkpointing=activations.recomputes,
         keeps_attention=activations.checkpointing == "selective",
@@ -221,7 +201,7 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
     for role, num_bytes in weights.items():
         device = survey.devices[seated[role].pool]
         if device is not None and survey.roles.served[role].engine.frees_gpu:
-            dearest = max(dearest, switch_time_s(num_bytes / seated[role].seating.width, device))
+            dearest = max(dearest, switch_time_s(num_bytes / seated[role].width, device))
     return dearest
 
 
@@ -266,11 +246,6 @@ def pushed_bytes(role: str, survey: Survey) -> float:
     if lora.learns:
         return footprint.adapted_weights(lora.target_modules) * BYTES[served.dtype]
     return footprint.weight_bytes(served.dtype)
-
-
-def kv_bytes_per_token(role: str, survey: Survey, num_gpus: int) -> int:
-    footprint = survey.models[role].footprint
-    return footprint.kv_bytes_per_token(survey.roles.served[role].dtype, num_gpus) if footprint else 0
 
 
 def device_for(pool: str, survey: Survey) -> DeviceSpec:

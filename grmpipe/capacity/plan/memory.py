@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
-from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.survey import Sized, Survey, scorer_dtypes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
@@ -39,22 +38,18 @@ class Part:
 
 def memory_parts(survey: Survey, role: str) -> list[Part]:
     """The parts of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
-    return parts_of(survey, role, survey.seating(role), survey.pool(role))
-
-
-def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> list[Part]:
-    """The same for a given seating of the role."""
+    seated, pool = survey.seated(role), survey.pool(role)
     trained = {learner: model for model, learner in survey.config.learners.items()}
     sized = survey.models.get(trained.get(role, role))
     if sized is None or sized.footprint is None:
         return []
     if role in trained:
-        return learner_parts(survey.config, sized.footprint, seating.replicas, trained[role])
+        return learner_parts(survey.config, sized.footprint, seated.replicas, trained[role])
     if role == CRITIC:
-        return critic_parts(survey, sized.footprint, seating.replicas)
+        return critic_parts(survey, sized.footprint, seated.replicas)
     if (dtype := scorer_dtypes(survey.config).get(role)) is not None:  # its batches have no gradients, and are small
         return [Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
-    num_gpus = seating.width if pool.resource == "gpu" else 1
+    num_gpus = seated.width if pool.resource == "gpu" else 1
     return engine_parts(survey.roles.served[role], sized, sized.footprint, num_gpus, pool)
 
 

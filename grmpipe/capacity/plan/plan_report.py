@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
-from grmpipe.capacity.plan.costs import CostUnknown, Seated, costs_of
+from grmpipe.capacity.plan.costs import CostUnknown, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
-from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
@@ -18,7 +18,7 @@ from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
-from scheduler.placement import describe
+from scheduler.placement import Placement, describe
 
 # Judges that ask no model, or one with a scalar head.
 KIND_IN_WORDS = {
@@ -29,6 +29,17 @@ KIND_IN_WORDS = {
     "custom": "a judge of your own",
 }
 MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """The prediction of a simulation."""
+
+    step_s: float
+    busy: Mapping[str, float]  # role -> share of its slots' time
+
+
+Simulate = Callable[[Placement, Costs], Predicted]
 Simulator = Callable[[Survey], Simulate | None]  # None: this run can't be simulated
 
 
@@ -52,12 +63,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
     try:
         blocks.append(times(survey, simulate))
     except CostUnknown as error:
-        if config.plan.search:
-            raise
         unchecked.append(f"the time of a step: {error}")
-    if config.plan.search:
-        plans = find_plans(survey, simulate)
-        blocks += [table(plans), write_best(plans, config)]
     footprints = {role: sized.footprint for role, sized in survey.models.items()}
     noted = [*device_notes(config, survey.roles, footprints), *hyperparameter_notes(config)]
     blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
@@ -92,14 +98,13 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 def times(survey: Survey, simulate: Simulate | None) -> str:
     """A block of text: the time of a step with the present placement. Raises CostUnknown."""
     work, placement = step_work(survey), survey.placement
-    seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
-    costs = costs_of(survey, seated)
+    costs = costs_of(survey)
     loads, chain = loads_of(work, costs, survey), 0.0 if work.max_staleness else chain_s(work, costs)
-    wide = column_width(seated)
+    wide = column_width(placement.seats)
     lines = [f"time of a step ({assumptions(survey)})"]
     pace = {LEARNER: f"; {learner_pace(survey, work, costs.learner)}"}
     lines += [
-        f"  {role:<{wide}} {seconds(load)} of work for each of {seated[role].seating.replicas}{pace.get(role, '')}"
+        f"  {role:<{wide}} {seconds(load)} of work for each of {len(placement.seats[role])}{pace.get(role, '')}"
         for role, load in loads.items()
         if role != DRIVER
     ]
@@ -154,6 +159,10 @@ def learner_pace(survey: Survey, work: StepWork, learner: LearnerSpeed) -> str:
     if device is None or flops is None or pool.resource != "gpu":
         return pace
     return f"{pace}, MFU {flops / (busy * len(seats) * device.flops(survey.config.train.dtype)):.2f}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s"
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------

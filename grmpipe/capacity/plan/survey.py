@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
-from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -45,6 +44,15 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """A role's processes in a plan: `replicas` of `width` slots each, in one pool of the configuration."""
+
+    replicas: int
+    width: int
+    pool: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """The input of a plan. `unchecked`: what only the run's own machines can check."""
 
@@ -63,9 +71,9 @@ class Survey:
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
 
-    def seating(self, role: str) -> Seating:
+    def seated(self, role: str) -> Seated:
         seats = self.placement.seats[role]
-        return Seating(replicas=len(seats), width=len(seats[0].slots))
+        return Seated(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
 
 def survey_run(config: RunConfig, progress: Progress) -> Survey:
@@ -81,7 +89,29 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             check()
         except ConfigError as error:
             unchecked.append(f"{error}, or run on a machine that has them")
+    models, lacking = size_models(config, roles, progress)
+    if (policy := models["policy"].model) is not None:
+        check_policy(config, policy, data)
+    else:
+        check_answer_fits(config, roles.served["policy"])
+    found = [sized.model for sized in models.values() if sized.model is not None]
+    check_judges(config, roles, found, data)
+    check_swap(roles, found)
+    return Survey(
+        config=config,
+        placement=placement,
+        roles=roles,
+        data=data,
+        models=models,
+        devices=devices,
+        unchecked=(*unchecked, *lacking),
+    )
+
+
+def size_models(config: RunConfig, roles: Roles, progress: Progress) -> tuple[dict[str, Sized], list[str]]:
+    """The sizes of all models, checked, and what couldn't be checked."""
     models: dict[str, Sized] = {}
+    unchecked: list[str] = []
     for role in roles.seated:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
@@ -97,22 +127,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     for scorer in scorer_dtypes(config):
         models[scorer], lacking = size_scorer(scorer, config, progress)
         unchecked += lacking
-    if (policy := models["policy"].model) is not None:
-        check_policy(config, policy, data)
-    else:
-        check_answer_fits(config, roles.served["policy"])
-    found = [sized.model for sized in models.values() if sized.model is not None]
-    check_judges(config, roles, found, data)
-    check_swap(roles, found)
-    return Survey(
-        config=config,
-        placement=placement,
-        roles=roles,
-        data=data,
-        models=models,
-        devices=devices,
-        unchecked=tuple(unchecked),
-    )
+    return models, unchecked
 
 
 def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
@@ -135,14 +150,11 @@ def device_here() -> str | None:
 
 def with_memory(placement: Placement, devices: Mapping[str, DeviceSpec | None]) -> Placement:
     """The placement with the memory of each kind of GPU, for pools that don't set it."""
-    pools = {name: pool_with_memory(pool, devices[name]) for name, pool in placement.pools.items()}
+    pools = dict(placement.pools)
+    for name, pool in pools.items():
+        if (device := devices[name]) is not None and pool.resource != "cpu" and pool.memory_gb is None:
+            pools[name] = replace(pool, memory_gb=device.memory_gb)
     return replace(placement, pools=pools)
-
-
-def pool_with_memory(pool: PoolConfig, device: DeviceSpec | None) -> PoolConfig:
-    if pool.memory_gb is not None or device is None or pool.resource == "cpu":
-        return pool
-    return replace(pool, memory_gb=device.memory_gb)
 
 
 def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.plan.candidates import Predicted
-from grmpipe.capacity.plan.costs import Seated, cores_of, costs_of, passes_by_operations
+from grmpipe.capacity.plan.costs import cores_of, costs_of, passes_by_operations
+from grmpipe.capacity.plan.plan_report import Predicted
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
@@ -30,6 +30,8 @@ from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 from grmpipe.validate.models import Progress
 from models.types import Message
 from scheduler.placement import Placement
+
+STEPS_IN_A_PLAN = 4  # the first one starts with empty engines
 
 
 def run_simulation(config: RunConfig, progress: Progress) -> str:
@@ -54,7 +56,7 @@ def simulator(survey: Survey) -> Callable[[Placement, Costs], Predicted] | None:
 
     def predict(placement: Placement, costs: Costs) -> Predicted:
         with stopped_for_a_user():
-            run = simulate(workload, placement, costs, survey.config.plan.steps)
+            run = simulate(workload, placement, costs, STEPS_IN_A_PLAN)
         return Predicted(step_s=run.step_s, busy=run.busy)
 
     return predict
@@ -161,9 +163,7 @@ def stated_or_reckoned(survey: Survey) -> Costs:
         raise ConfigError(f"simulate.costs.models.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
     known = [role for role in roles if role in speeds and speeds[role].stated]
     if not known and not stated.learner_token_s:
-        seats = survey.placement.seats
-        seated = {role: Seated(seating=survey.seating(role), pool=seats[role][0].pool) for role in seats}
-        return costs_of(survey, seated)
+        return costs_of(survey)
     for role in roles:
         if role not in known:
             key = key_of_model(role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from grmpipe.capacity.plan.plan_report import seconds
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.run_config import RunConfig
@@ -96,7 +97,3 @@ def record_of(run: SimulatedRun) -> dict[str, object]:
         "moves": dict(run.moves),
         "bottleneck": bottleneck(run),
     }
-
-
-def seconds(value: float) -> str:
-    return f"{value:.3g} s"

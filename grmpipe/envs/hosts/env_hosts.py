@@ -62,7 +62,7 @@ class EnvHosts:
             RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.seats, self._replace_soon)
             for rank in range(group.size)
         ]
-        self._tries = ReplacementTries(health.max_replacements, health.replacement_window_s)
+        self._tries = ReplacementTries(health.max_replacements)
         self._numbers = itertools.count()
         self._replacing: set[asyncio.Task[None]] = set()
         self._is_closed = False

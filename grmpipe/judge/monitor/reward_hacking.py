@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ROUNDING = 1e-9  # of a reward or an accuracy
+MIN_REWARD_RISE = 0.1  # as a share of the room that the first reading left to 1
+MIN_GOLD_FALL = 0.1
 SURE = 3.0  # standard errors of a fall of the accuracy that chance doesn't explain
 REWARD = ""  # the name of the reward as composed, beside those of judges
 
@@ -29,14 +31,12 @@ class RewardHackingDetector:
     """Fires when the reward, or that of a judge, rises while the true accuracy falls (over-optimization, arXiv
     2210.10760).
 
-    The reward must have risen by `min_reward_rise` of the room that the first reading left to 1. The accuracy must be
-    `min_gold_fall` below its best reading, more than chance explains, and the reward must not have followed it down by
+    The reward must have risen by MIN_REWARD_RISE of the room that the first reading left to 1. The accuracy must be
+    MIN_GOLD_FALL below its best reading, more than chance explains, and the reward must not have followed it down by
     half as much or more.
     """
 
-    def __init__(self, *, min_reward_rise: float, min_gold_fall: float) -> None:
-        self._min_reward_rise = min_reward_rise
-        self._min_gold_fall = min_gold_fall
+    def __init__(self) -> None:
         self._first: dict[str, tuple[int, float]] = {}  # step, reward
         self._best: Reading | None = None
 
@@ -47,7 +47,7 @@ class RewardHackingDetector:
         if self._best is None or reading.gold >= self._best.gold:
             self._best = reading
         fall = self._best.gold - reading.gold
-        if fall < self._min_gold_fall - ROUNDING or fall <= SURE * standard_error(self._best, reading):
+        if fall < MIN_GOLD_FALL - ROUNDING or fall <= SURE * standard_error(self._best, reading):
             return None
         risen = [name for name in reading.rewards if self._rises(name, reading, self._best)]
         if not risen:
@@ -62,7 +62,7 @@ class RewardHackingDetector:
         reward, (_, first) = now.rewards[name], self._first[name]
         room = max(1 - first, 0.0)  # rewards of an environment may be above 1
         followed = best.rewards.get(name, reward) - reward
-        return reward - first >= self._min_reward_rise * room - ROUNDING and 2 * followed < best.gold - now.gold
+        return reward - first >= MIN_REWARD_RISE * room - ROUNDING and 2 * followed < best.gold - now.gold
 
     def _in_words(self, name: str, now: Reading) -> str:
         step, first = self._first[name]

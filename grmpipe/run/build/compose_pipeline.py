@@ -86,7 +86,7 @@ def compose(
 
 
 def compose_health(config: RunConfig) -> ServiceHealth:
-    """The health of the judge, by verdicts that are trained on: with the settings of the only judge, or of the first."""
+    """The health of the judge, by verdicts that are trained on: its settings are those of the only or the first one."""
     name = JUDGE if len(config.judging.judges) > 1 else next(iter(config.judging.judges))
     judge = config.all_judges[name]
     return ServiceHealth(

@@ -72,7 +72,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
     judge = prepared.config.judge
     return PeriodicEval(
         make_evaluator(prepared, running),
-        RewardHackingDetector(min_reward_rise=judge.anchor_min_reward_rise, min_gold_fall=judge.anchor_min_gold_fall),
+        RewardHackingDetector(),
         observers.trackers,
         run_dir / ANCHORS,
         anchors=judge.anchors,

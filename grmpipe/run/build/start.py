@@ -128,18 +128,12 @@ async def start_on(
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
     endpoints = connect_endpoints(roles, requests)
     asked = find_grms(prepared, served.routers, endpoints, events, requests, maintenance.stops)
+    voting = meta_rm_of(prepared.meta_rm, meta_rm, requests)
     return RunComponents(
         cluster=cluster,
         policy=served.routers[prepared.policy.name],
         learner=learner,
-        judge=make_judge(
-            JudgeParts(
-                prepared=prepared,
-                grms=asked,
-                meta_rm=meta_rm_of(prepared.meta_rm, meta_rm, requests),
-                scalars=scalars.by_role,
-            )
-        ),
+        judge=make_judge(JudgeParts(prepared=prepared, grms=asked, meta_rm=voting, scalars=scalars.by_role)),
         sync=sync,
         maintenance=maintenance,
         grms=asked,

@@ -26,6 +26,8 @@ from scheduler.supervise import raising_first
 
 log = logging.getLogger(__name__)
 
+MAX_SUBSETS = 32  # of an item's judgements for each smaller k
+
 
 async def evaluate_judge(
     ready: PreparedEvaluation, running: EvaluationComponents, run_dir: Path, counters: Counters
@@ -39,7 +41,7 @@ async def evaluate_judge(
     result = evaluate(judged, config.first_judge.scale, recount_of(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
     is_drawn = write_files(run_dir, judged, result, config.first_judge.scale, scales)
-    show(result, config.evaluate.max_subsets, is_drawn=is_drawn)
+    show(result, MAX_SUBSETS, is_drawn=is_drawn)
     return result
 
 
@@ -93,7 +95,7 @@ def recount_of(config: RunConfig) -> Recount:
     return Recount(
         ks=tuple(config.evaluate.ks) if recounts else (),
         vote=mean if judge.vote in VOTES_WITH_META_RM else vote_named(judge.vote),
-        most=config.evaluate.max_subsets,
+        most=MAX_SUBSETS,
         seed=config.seed,
         pairwise=judge.protocol_kind.about == "pair",
     )

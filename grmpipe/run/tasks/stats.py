@@ -202,7 +202,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
         ),
-        max_staleness_trained=pipeline.buffer.max_staleness_trained,
+        max_staleness_trained=pipeline.buffer.ledger.max_staleness_trained,
         stalls=total.stalls,
         voided=voided_work(total),
     )

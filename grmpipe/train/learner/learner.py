@@ -125,8 +125,7 @@ class Learner(TrainingRank):
         self._meter = BatchMetrics(self._device)
         self._experts = self._routers or Routers.found(self._model)
         self._load = self._new_load()
-        flops = footprint_of(self._files).flops(lora)
-        self._usage = DeviceUsage(flops, self._device, train.dtype, train.parallel.cp)
+        self._usage = DeviceUsage(footprint_of(self._files).flops(lora), self._device, train.dtype, train.parallel.cp)
 
     @property
     def policy_version(self) -> int:

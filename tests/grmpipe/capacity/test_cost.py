@@ -292,6 +292,17 @@ def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:
     assert busiest_slot_s(placement, {"policy": 2.0, "grm": 1.0, "learner": 3.0}) == pytest.approx(3.5)
     assert busiest_slot_s(placement, {"policy": 0.5, "grm": 1.0, "learner": 3.0}) == 3.0
     assert busiest_slot_s(placement, {"policy": 0.5, "grm": 9.0, "learner": 3.0}) == 9.0
+    # On shared cores the slot doesn't matter: 4 + 1 + 3 s and 2 s of the driver, but none is faster than alone.
+    on_cores = {"policy": 2.0, "grm": 1.0, "learner": 3.0, "driver": 2.0}
+    assert busiest_slot_s(placement, on_cores, cores=2) == pytest.approx(5.0)
+    assert busiest_slot_s(placement, on_cores, cores=4) == 3.0
+    assert busiest_slot_s(placement, {**on_cores, "driver": 6.0}, cores=4) == 6.0
+
+
+def test_a_critic_reads_each_token_once_for_its_value_and_once_to_learn() -> None:
+    critic = LearnerSpeed(token_s=3e-4, step_s=2.0, forward_share=1 / 3)
+    work = replace(step_work(), critic_tokens=1000, critic_updates=2)
+    assert busy_s("critic", work, replace(COSTS, critic=critic), 1) == pytest.approx(1000 * 4e-4 + 2 * 2.0)
 
 
 def test_the_chain_is_one_rollout_its_judgement_its_group_and_the_step() -> None:

@@ -204,9 +204,7 @@ def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None
             check_names("judges", [name])
 
 
-@pytest.mark.parametrize(
-    "key", ["pause_s", "anchors", "anchor_every", "anchor_min_reward_rise", "anchor_min_gold_fall"]
-)
+@pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every"])
 def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
     assert f"type judge.{key}=3" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.pipeline.generation import being_judged
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
@@ -18,6 +19,7 @@ from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.why_waiting import NUM_SHOWN, pending, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
+from scheduler.admission import Ledger
 
 LOST = Failed(stage="judge", cause="truncated", attempts=2)
 
@@ -37,6 +39,10 @@ class Journal:
 
     def group_ended(self, end: GroupEnd) -> None:
         self.ends.append(end)
+
+
+def ledger_of(buffer: GroupBuffer) -> Ledger:
+    return buffer.ledger.counts(len(buffer.groups))
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Bench:
         )
 
     def open(self) -> Group:
-        prompt_index = self.buffer.next_prompt_index
+        prompt_index = self.buffer.ledger.next_prompt_index
         group, _ = self.buffer.open(prompt_index, Prompt(prompt_id=f"p{prompt_index}", messages=()))
         self.buffer.set_deadline(group)
         return group
@@ -140,7 +146,7 @@ def test_a_group_that_is_dropped_leaves_room_from_whatever_state(state: GroupSta
     assert group.state is state
     bench.buffer.drop(group, "some_cause")
     assert bench.buffer.capacity == 1
-    assert bench.buffer.ledger.dropped == {"some_cause": 1}
+    assert ledger_of(bench.buffer).dropped == {"some_cause": 1}
     assert bench.buffer.take() is None
     assert [(end.group_id, end.cause) for end in bench.journal.ends] == [("g000000", "some_cause")]
 
@@ -170,9 +176,9 @@ def test_void_verdicts_are_asked_for_again() -> None:
     bench.roll_out(group)
     group.judging_begun = True
     bench.buffer.add_report(group, 0, report(1))
-    assert bench.buffer.being_judged() == [group]
+    assert being_judged(bench.buffer.groups.values()) == [group]
     assert group.void_verdicts() == 1
-    assert (group.state, bench.buffer.being_judged()) == (GroupState.JUDGING, [])
+    assert (group.state, being_judged(bench.buffer.groups.values())) == (GroupState.JUDGING, [])
     bench.judge(group)
     assert group.state is GroupState.READY
 
@@ -186,7 +192,7 @@ def test_at_its_deadline_a_group_is_ready_with_timeouts_or_dropped() -> None:
     assert (unjudged.state, timeout.cause) == (GroupState.READY, "timeout")
     assert bench.buffer.expire(unplayed) == []
     assert (unplayed.state, unplayed.cause) == (GroupState.DROPPED, "rollout_timeout")
-    assert bench.buffer.ledger.dropped == {"rollout_timeout": 1}
+    assert ledger_of(bench.buffer).dropped == {"rollout_timeout": 1}
 
 
 def test_a_group_whose_rewards_are_alike_is_dropped_while_the_step_has_a_share_left() -> None:
@@ -208,13 +214,13 @@ def test_groups_are_rolled_out_from_their_last_rollout_until_a_batch_takes_them(
     for group in (judged, ready):
         bench.roll_out(group)
     bench.judge(ready)
-    assert [[found.group_id for found in rollouts] for rollouts in bench.buffer.rolled_out()] == [
+    assert [[found.group_id for found in group.rollouts] for group in bench.buffer.untaken.rolled_out()] == [
         [ready.group_id] * 2,
         [judged.group_id] * 2,
     ]
     bench.buffer.take()
     bench.buffer.drop(judged, "judge_timeout")
-    assert bench.buffer.rolled_out() == []
+    assert not [*bench.buffer.untaken.rolled_out()]
 
 
 def test_a_deadline_moves_with_the_first_token_only() -> None:
@@ -322,7 +328,7 @@ def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
     bench = Bench(groups_per_batch=1, max_staleness=0)
     stale = bench.open()
     bench.roll_out(stale)
-    bench.buffer.version = 1
+    bench.buffer.ledger.version = 1
     bench.judge(stale)
     assert bench.why(stale) == "ready: too old for the open batch: version 0 of 1; it will be dropped"
     assert bench.buffer.take() is None
@@ -333,19 +339,21 @@ def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() 
     pipeline_state = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
     kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
     bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
-    assert bench.buffer.prompts_to_reopen == [2]
+    assert bench.buffer.ledger.prompts_to_reopen == [2]
     assert why_waiting(bench.buffer, "g000002~1") == "not opened again since the resume"
-    assert bench.buffer.state(0).in_flight == {2: "g000002~1"}
+    assert bench.buffer.ledger.state(bench.buffer.groups.values(), 0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
-    assert (bench.buffer.next_prompt_index, bench.buffer.prompts_to_reopen) == (3, [])
-    assert bench.buffer.state(7) == replace(pipeline_state, in_flight={2: "g000002~1"}, judge_version=7)
-    assert (bench.buffer.ledger.submitted, bench.buffer.ledger.trained) == (4, 2)
+    assert (bench.buffer.ledger.next_prompt_index, bench.buffer.ledger.prompts_to_reopen) == (3, [])
+    assert bench.buffer.ledger.state(bench.buffer.groups.values(), 7) == replace(
+        pipeline_state, in_flight={2: "g000002~1"}, judge_version=7
+    )
+    assert (ledger_of(bench.buffer).submitted, ledger_of(bench.buffer).trained) == (4, 2)
 
 
 def test_after_a_recovery_there_is_no_burst() -> None:
     bench = Bench(max_staleness=1, pipeline_state=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
-    assert (bench.buffer.ledger.trained, bench.buffer.ledger.submitted, bench.buffer.capacity) == (20, 24, 4)
+    assert (ledger_of(bench.buffer).trained, ledger_of(bench.buffer).submitted, bench.buffer.capacity) == (20, 24, 4)
 
 
 def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() -> None:
@@ -403,9 +411,9 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
             assert [group.group_id for group in buffer.stepped()] == [group.group_id for group in taken]
             taken = []
         buffer.check()
-    assert buffer.ledger.trained == 12 * batch
+    assert ledger_of(buffer).trained == 12 * batch
     assert len({end.group_id for end in bench.journal.ends}) == len(bench.journal.ends)
-    assert buffer.max_staleness_trained <= staleness
+    assert buffer.ledger.max_staleness_trained <= staleness
 
 
 def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) -> Group | None:

@@ -237,7 +237,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
     looker = dataclasses.replace(
         evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
     )
-    alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+    alarm = RewardHackingDetector()
     periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=4, every=10)
 
     async def end() -> None:
@@ -259,7 +259,7 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         )
         periodic_eval = PeriodicEval(
             looker,
-            RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
+            RewardHackingDetector(),
             AllTrackers({}),
             NOWHERE,
             anchors=4,
@@ -354,7 +354,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         is_right=is_right,
         seed=0,
     )
-    alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+    alarm = RewardHackingDetector()
     periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=8, every=10)
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
@@ -365,7 +365,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
     assert len(rung) == 2
     again = PeriodicEval(
         looker,
-        RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1),
+        RewardHackingDetector(),
         AllTrackers({}),
         NOWHERE,
         anchors=8,
@@ -412,7 +412,7 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
             prompts=[dataclasses.replace(prompt("1"), prompt_id=str(number)) for number in range(8)],
             play_sampled=play, play_greedy=play, judge=Pairs(), is_right=is_right, seed=0, compares=True,
         )  # fmt: skip
-        alarm = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.1)
+        alarm = RewardHackingDetector()
         return PeriodicEval(looker, alarm, AllTrackers({}), tmp_path / "anchors.jsonl", anchors=8, every=10)
 
     begun = periodic()

@@ -189,12 +189,14 @@ class Bench:
             self.spans,
             swaps=swaps,
         )
+        for router in self.routers.values():
+            router.max_deaths_per_request = 1000
         self.health = [
             RoleHealth(
                 role,
                 router,
                 self.shared.restart if self.shared else self.start,
-                HealthConfig(max_replacements=1000, max_deaths_per_request=1000, check_every_s=1.0),
+                HealthConfig(max_replacements=1000, check_every_s=1.0),
                 functools.partial(self.pool.bring_current, role),
                 self.spans,
             )

@@ -50,6 +50,7 @@ from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import SyncReport
 
 FOLDER = "cotrain"  # of the judging tasks' journals
+ROLLOUT_WINDOW = 256  # latest right and latest wrong rollouts to sample from, this many of each
 T = TypeVar("T")
 
 
@@ -224,7 +225,7 @@ def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
         rule_named(config.judge.rule),
         prepared.judging_tasks[role],
         rollout_share=cotrain.rollout_share,
-        window=cotrain.rollout_window,
+        window=ROLLOUT_WINDOW,
         seed=config.seed,
         pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
         key=f"{key_of_model(role)}.train",

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.plan.costs import Seated, estimated_learner, push_s, pushed_bytes
+from grmpipe.capacity.plan.costs import estimated_learner, push_s, pushed_bytes
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import build
@@ -32,8 +32,7 @@ def surveyed(*overrides: str) -> Survey:
 
 
 def learner(survey: Survey) -> LearnerSpeed:
-    where = Seated(seating=survey.seating("learner"), pool=survey.placement.seats["learner"][0].pool)
-    return estimated_learner("policy", survey, where)
+    return estimated_learner("policy", survey, survey.seated("learner"))
 
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
@@ -76,8 +75,7 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
             devices=dict.fromkeys(survey.devices, device),
             models={**survey.models, "policy": replace(survey.models["policy"], footprint=QWEN3_8B)},
         )
-        where = Seated(seating=wide.seating("learner"), pool=wide.placement.seats["learner"][0].pool)
-        return push_s("policy", wide, where)
+        return push_s("policy", wide, wide.seated("learner"))
 
     num_bytes = QWEN3_8B.weight_bytes("float32")
     assert push(2) == pytest.approx(0.05 + num_bytes / (450e9 * 0.7))

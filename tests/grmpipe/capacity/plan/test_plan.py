@@ -11,20 +11,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.cost import Costs
-from grmpipe.capacity.plan.candidates import Predicted
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
-from grmpipe.capacity.plan.search import replicas_allowed
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.plan.work import step_work
 from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 from models.lm.footprint import footprint_of
 from models.tiny.resolve import SHIPPED
-from scheduler.placement import Placement, place
 
 ROOT = Path(__file__).parents[4]
 
@@ -104,15 +99,12 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
-def test_each_copy_of_the_learner_holds_all_state_and_ranks_are_planned_in_whole_groups(
-    big_run: tuple[str, ...],
-) -> None:
+def test_each_copy_of_the_learner_holds_all_state(big_run: tuple[str, ...]) -> None:
     meshes = ("train.parallel.dp_replicate=2", "train.parallel.cp=2")
     survey = survey_run(composed(*big_run, *meshes), lambda what, share: None)
     held = {part.what: part.num_bytes / 1e9 for part in memory_parts(survey, "learner")}
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
-    assert list(replicas_allowed(survey, step_work(survey))["learner"]) == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +124,6 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
 
     copies = surveyed(f"{section}.parallel.dp_replicate=2")
     assert gradients(copies) == "gradients"
-    assert replicas_allowed(copies, step_work(copies))[role][0] == 2
     assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
@@ -232,7 +223,7 @@ def test_judges_that_ask_no_language_model_are_named_in_words() -> None:
 
 
 def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words() -> None:
-    config = composed("+experiment=quickstart", "simulate.unparseable_share=1", "plan.steps=4")
+    config = composed("+experiment=quickstart", "simulate.unparseable_share=1")
     with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
         plan(config, lambda what, share: None, simulator)
 
@@ -310,7 +301,7 @@ def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[s
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
 def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str) -> None:
-    text = plan(composed(f"+experiment={experiment}", "plan.steps=2"), lambda what, share: None, simulator)
+    text = plan(composed(f"+experiment={experiment}"), lambda what, share: None, simulator)
     assert "judged by a rule" in text and "grm-0" not in text
     assert "  simulated " in text
 
@@ -383,8 +374,6 @@ def test_hosts_of_environments_are_listed_by_slot_and_have_no_known_work() -> No
 def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
-    with pytest.raises(ConfigError, match=r"^placement\.pools\.\w+\.device: the GPU is unknown"):
-        planned(*big_run, "plan.search=true")
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):
         planned(*big_run, "placement.pools.train.device=h10")
 
@@ -398,63 +387,3 @@ def test_a_gpu_that_the_table_lacks_can_be_described(big_run: tuple[str, ...]) -
 def test_memory_of_a_slot_is_its_devices_where_the_pool_does_not_say(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "engine=vllm", *H100, "placement.pools.judging.memory_gb=null")
     assert "judging 0..1  68 GB of 80 GB  grm" in text
-
-
-def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_read_again(
-    big_run: tuple[str, ...], tmp_path: Path
-) -> None:
-    tried: list[Placement] = []
-
-    def simulate(placement: Placement, costs: Costs) -> Predicted:
-        """The fastest of those that fit is the one with three judges."""
-        tried.append(placement)
-        return Predicted(step_s=50.0 if len(placement.seats["grm"]) == 3 else 90.0, busy={"policy": 0.5, "grm": 0.9})
-
-    config = composed(*big_run, "engine=vllm", *H100, "plan.search=true", "plan.write=found")
-    text = plan(config, lambda what, share: None, lambda survey: simulate)
-    assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # with the present placement
-    first = next(line for line in text.splitlines() if line.startswith("  1  "))
-    assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]
-    assert "grm 3" in first
-    assert "to run it, add to the command of the run\n  --config-dir found placement=planned" in text
-
-    again = read_again(tmp_path / "found", *big_run, "engine=vllm")
-    written = place(again.placement, again.roles, again.served, again.learners)
-    assert written in tried
-    assert len(written.seats["grm"]) == 3
-    assert sum(pool.slots for pool in written.pools.values()) == 8
-
-
-def read_again(directory: Path, *overrides: str) -> RunConfig:
-    """As read with `--config-dir`."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        searched = f"hydra.searchpath=[file://{directory}]"
-        return build(compose("config", [*overrides, searched, "placement=planned"]))
-
-
-def test_a_search_without_a_simulator_ranks_by_the_bound_and_says_so(big_run: tuple[str, ...], tmp_path: Path) -> None:
-    began_s = time.process_time()
-    text = planned(*big_run, *WIDE_ENGINES, *H100, "plan.search=true", f"run_dir={tmp_path}/run")
-    assert time.process_time() - began_s < 30
-    assert "0 simulated (>=: only the bound)" in text
-    assert re.search(r"\n  1   >= [\d.]+ s", text)
-    assert (tmp_path / "run/plan/placement/planned.yaml").exists()
-
-
-def test_more_judgements_get_more_slots_for_the_judge(big_run: tuple[str, ...]) -> None:
-    def judges(num_judgements: int) -> int:
-        few_rows = ("engine.vllm.max_batch_rows=64", f"judge.num_judgements={num_judgements}")
-        planned(*big_run, "engine=vllm", *H100, *few_rows, "plan.search=true", "plan.write=found")
-        roles = read_again(Path("found").resolve(), *big_run, "engine=vllm").placement.roles
-        return roles["grm"].replicas * roles["grm"].slots_per_replica
-
-    assert judges(1) < judges(8)
-
-
-def test_a_model_too_large_for_the_slots_fails_by_its_pool_and_role(big_run: tuple[str, ...]) -> None:
-    small = [override.replace("h100", "l40s") for override in H100]
-    memory = tuple(f"placement.pools.{pool}.memory_gb=24" for pool in ("train", "rollout", "judging"))
-    began_s = time.process_time()
-    with pytest.raises(ConfigError, match=r"^placement\.pools\.train: no placement fits .* needs .* of 24 GB per slot"):
-        planned(*big_run, "engine=vllm", *small, *memory, "plan.search=true")
-    assert time.process_time() - began_s < 10

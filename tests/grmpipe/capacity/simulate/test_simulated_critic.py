@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.plan_report import plan
-from grmpipe.capacity.simulate.simulation import run_simulation, simulator
+from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 
@@ -56,16 +56,3 @@ def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it(tm
 def test_costs_without_the_critics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"simulate\.costs\.critic_token_s"):
         simulated(tmp_path / "half")
-
-
-def test_a_search_seats_the_critic_too(tmp_path: Path) -> None:
-    """With its memory and its work: alone, with the learner, with any role."""
-    config = composed(
-        "plan.search=true", "plan.steps=2", "plan.max_candidates=9", f"run_dir={tmp_path}", "plan.cores=2"
-    )
-    text = plan(config, lambda what, share: None, simulator)
-    assert "placements: 9 candidates, 0 too large for their slots, 9 simulated" in text
-    table = text.split("placements: ")[1]
-    assert "critic busy" in table and "policy+grm 1 | learner+critic 1" in table and "| critic 1 " in table
-    written = (tmp_path / "plan/placement/planned.yaml").read_text()
-    assert "\n  critic:\n    pool: " in written

@@ -74,7 +74,6 @@ def test_a_plan_simulates_two_updates_per_batch() -> None:
         overrides = [
             "+experiment=quickstart",
             "train.groups_per_batch=2",
-            "plan.steps=2",
             "algorithm.updates_per_batch=2",
         ]
         config = build(compose("config", overrides))

@@ -13,7 +13,7 @@ Rewards = float | Mapping[str, float]
 
 
 def alarm(readings: Sequence[tuple[Rewards, float]], answers: int = 64) -> str | None:
-    watched = RewardHackingDetector(min_reward_rise=0.1, min_gold_fall=0.10)
+    watched = RewardHackingDetector()
     said = None
     for index, (rewards, gold) in enumerate(readings):
         by_name = {REWARD: rewards} if isinstance(rewards, float) else rewards
