@@ -34,6 +34,10 @@ REMEMBERED_LAYOUTS = 512  # of conversations with tools
 Pieces = tuple[tuple[int, ...], ...]
 
 
+class _OfThread(threading.local):
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
 class Renderer:
     """A tokenizer with a chat template, and the window and stop tokens of its model.
 
@@ -70,7 +74,7 @@ class Renderer:
         self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self._tokenizer = tokenizer
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         self._of_thread.tokenizer = tokenizer
         self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._thinking_markers = thinking_markers
@@ -119,10 +123,9 @@ class Renderer:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The thread's own."""
-        if not hasattr(self._of_thread, "tokenizer"):
-            self._of_thread.tokenizer = copy.deepcopy(self._tokenizer)
-        found: PreTrainedTokenizerBase = self._of_thread.tokenizer
-        return found
+        if (own := self._of_thread.tokenizer) is None:
+            own = self._of_thread.tokenizer = copy.deepcopy(self._tokenizer)
+        return own
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids of a conversation, up to the assistant's turn.

@@ -217,7 +217,6 @@ class GroupBuffer:
             with self._moving(group):
                 group.train()
         self.check()
-        self._room.set()
         return batch
 
     def give_up(self) -> None:
@@ -262,7 +261,7 @@ class GroupBuffer:
         if group.state in (GroupState.TRAINED, GroupState.DROPPED):
             del self.groups[group.group_id]
             self.ledger.ended(group)
-            self._room.set()  # a step sets it too, when all of its groups have left
+            self._room.set()
         if before in OPEN and group.state not in OPEN:
             self.notify()
         self._on_change(self.untaken.supply())

@@ -14,7 +14,6 @@ class JudgeHealth:
     def __init__(self, health: ServiceHealth) -> None:
         self._health = health
         self._bias: dict[str, PositionBias] = {}  # by judge; of a single one under no name
-        self.trip = health.trip
 
     async def until_fit(self, clock: ActiveClock) -> None:
         await self._health.until_fit(clock)
@@ -25,6 +24,10 @@ class JudgeHealth:
             self._bias[name] = self._bias.get(name, PositionBias()).with_judgements(own.judgements)
         failed = [name for name, own in report.by_judge.items() if isinstance(own.verdict, Failed)]
         self._health.record(report.verdict, failed)
+
+    def trip(self, cause: str) -> None:
+        """Pause for a cause that no verdict shows. Raises Unfit if it stops the run."""
+        self._health.trip(cause)
 
     def bias_metrics(self) -> Metrics:
         """Order flips, ties and wins of the first place since the last call, also by judge if there are several. Empty

@@ -165,7 +165,7 @@ class Session:
         if self.fault is not None and self.fault.has_come(self._num_started):
             self._fail(on_purpose())
             raise ChatRefused("policy_unavailable", "the episode ends")
-        prompted = await off_loop_if_long(chars_of(messages), partial(self._prompted, messages, tools))
+        prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
         params = self._params(options)
         room = self._room(prompted.prompt_ids, params.max_new_tokens)
@@ -202,7 +202,7 @@ class Session:
         limit = min(limit, params.max_new_tokens)
         return replace(params, stop=params.stop + options.stop, max_new_tokens=limit)
 
-    def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
+    async def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
         """Raises ChatRefused for messages or tools that the chat template doesn't take."""
         renderer = self._recorder.renderer
         try:
@@ -211,13 +211,14 @@ class Session:
             if (parent := self._continued(messages, tools)) is not None:
                 new = messages[len(parent.conversation) :]
                 try:
-                    new_ids = renderer.extend(new, tools, ended=not parent.completion.stop_text)
+                    extend = partial(renderer.extend, new, tools, ended=not parent.completion.stop_text)
+                    new_ids = await off_loop_if_long(chars_of(new), extend)
                 except ValueError as error:  # such as a template that moves the tools
                     log.info("%s: rendered anew, since %s", self._request.trajectory_id, error)
                 else:
                     prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *new_ids)
                     return Prompted(parent=parent, prompt_ids=prompt_ids, new_ids=new_ids)
-            prompt_ids = renderer.render(messages, tools)
+            prompt_ids = await off_loop_if_long(chars_of(messages), partial(renderer.render, messages, tools))
         except ValueError as error:
             raise ChatRefused("invalid_request", str(error)) from error
         return Prompted(parent=None, prompt_ids=prompt_ids, new_ids=prompt_ids)

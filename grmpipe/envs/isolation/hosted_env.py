@@ -127,7 +127,7 @@ class HostedEnv:
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            raise fault_of("died", "its process ended in open", await self._own_end()) from None
+            raise fault_of("died", "its process ended in open", await self.kill(OWN_END_S)) from None
         if isinstance(reply, Opened):
             return reply.opening
         raise blamed(reply)
@@ -147,7 +147,7 @@ class HostedEnv:
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
         except SeatEnded:
-            return self._ended_in_step(await self._own_end())
+            return self._ended_in_step(await self.kill(OWN_END_S))
         if isinstance(reply, BlamedPolicy) and reply.ends and reply.kind == LIMIT:
             return stopped_at_limit(reply.text, await self.kill())
         if not isinstance(reply, Observed):
@@ -176,24 +176,21 @@ class HostedEnv:
         finally:
             self._give_back(is_closed=is_closed and ended is not None)
 
-    async def kill(self) -> Ended | None:
-        """Kill the seat, if there is one, and give it back."""
+    async def kill(self, after_s: float = 0.0) -> Ended | None:
+        """Kill the seat, if there is one, and give it back.
+
+        after_s: time in which it may end by itself: killed before it could tell, it would hide its limit.
+        """
         seat = self._seat
         if seat is None:
             return None
         try:
+            if after_s and (ended := await end_within(seat, after_s)) is not None:
+                return ended
             seat.kill()
             return await end_within(seat, ENDING_S)
         finally:
             self._give_back(is_closed=False)
-
-    async def _own_end(self) -> Ended | None:
-        """How a seat ended that says no more. Killed before it could tell, it would hide its limit."""
-        ended = None if self._seat is None else await end_within(self._seat, OWN_END_S)
-        if ended is None:
-            return await self.kill()
-        self._give_back(is_closed=False)
-        return ended
 
     async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""

@@ -48,7 +48,7 @@ class ProcessSeat:
         words: socket.socket,
         folder: Path,
     ) -> None:
-        """words: the socket of `supervisor`. A word that a transport can't send costs the report that waits in it."""
+        """words: the socket of `supervisor`, written to past its stream: a failed write there loses unread reports."""
         self._folder = folder
         self.reader, self.writer = env
         self._reports, self._supervisor = supervisor

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from grmpipe.config.judging import JUDGE, key_of_judge
+from grmpipe.config.judging import key_of_judge
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
@@ -86,16 +86,15 @@ def compose(
 
 
 def compose_health(config: RunConfig) -> ServiceHealth:
-    """The health of the judge, by verdicts that are trained on: its settings are those of the only or the first one."""
-    name = JUDGE if len(config.judging.judges) > 1 else next(iter(config.judging.judges))
-    judge = config.all_judges[name]
+    """The health of the judge, by the verdicts that are trained on, with the settings of the first judge."""
+    judge = config.first_judge
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
         window=judge.failure_window,
         pause_s=config.judge.pause_s,
         counted="verdicts",
-        key=f"{key_of_judge(name)}.max_failure_rate",
+        key=f"{key_of_judge(config.judging.first)}.max_failure_rate",
     )
 
 

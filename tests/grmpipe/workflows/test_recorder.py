@@ -414,6 +414,27 @@ def test_the_time_without_a_request_belongs_to_the_turn_before_it(
     assert rollout.turns[1].env_s < rollout.turns[0].env_s
 
 
+def test_a_short_message_after_a_long_conversation_is_rendered_where_it_is(
+    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = make_recorder(make_engine(["a"]))
+    extend, in_loop = recorder.renderer.extend, list[bool]()
+
+    def placed(*args: object, **kwargs: object) -> tuple[int, ...]:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return extend(*args, **kwargs)
+
+    monkeypatch.setattr(recorder.renderer, "extend", placed)
+
+    async def talk(session: Session) -> None:
+        opening = user("a" * LONG_CHARS)
+        reply = await session.chat([opening])
+        await session.chat([opening, reply, user("more")])
+
+    run(recorder, request_of, talk)
+    assert in_loop == [True]
+
+
 def test_long_messages_leave_the_loop_free_and_no_call_beyond_the_limit_comes_of_it(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

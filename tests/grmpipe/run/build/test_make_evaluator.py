@@ -1,8 +1,7 @@
-"""The wrappers of an episode in a real run, and what its evaluations measure of the judges."""
+"""What a run's evaluations measure of the judges."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -11,51 +10,14 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.env import EnvFault
-from grmpipe.envs.play import RolloutRequest
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
-from grmpipe.run.build.make_play import freeing
-from grmpipe.types import Judge, Prompt, Rollout
+from grmpipe.types import Judge, Prompt
 
-PROMPT = Prompt(prompt_id="p", messages=())
 MATH, CHAT = (Prompt(prompt_id=source, messages=(), source=source) for source in ("math", "chat"))
 SUM = JudgeConfig(num_judgements=4, vote="sum")
-
-
-class Engines:
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-
-    def end_trajectory(self, trajectory_id: str) -> None:
-        self.ended.append(trajectory_id)
-
-
-@pytest.mark.parametrize("end", ["finished", "fault", "cancelled"])
-def test_whatever_ends_an_episode_its_engines_free_what_they_keep_of_it(end: str) -> None:
-    engines = Engines()
-
-    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: object) -> Rollout:
-        assert not engines.ended
-        if end == "cancelled":
-            await asyncio.sleep(60)
-        if end == "fault":
-            raise EnvFault("gone", "died")
-        return Rollout(group_id="g", sibling=2, turns=(), status="finished")
-
-    async def main() -> None:
-        request = RolloutRequest(group_id="g", sibling=2, seed=0, attempt=1)
-        playing = asyncio.create_task(freeing(play, engines)(request, PROMPT, lambda: None))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        playing.cancel() if end == "cancelled" else None
-        await asyncio.wait({playing})
-        assert engines.ended == ["g/2/a1"]
-        if not playing.cancelled():
-            playing.exception()
-
-    asyncio.run(main())
 
 
 def judged_by(reward: RewardConfig, **judges: JudgeConfig) -> tuple[RunConfig, Judge]:

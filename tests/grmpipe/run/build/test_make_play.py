@@ -1,0 +1,47 @@
+"""The wrappers of an episode in a real run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grmpipe.envs.env import EnvFault
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.run.build.make_play import freeing
+from grmpipe.types import Prompt, Rollout
+
+PROMPT = Prompt(prompt_id="p", messages=())
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def end_trajectory(self, trajectory_id: str) -> None:
+        self.ended.append(trajectory_id)
+
+
+@pytest.mark.parametrize("end", ["finished", "fault", "cancelled"])
+def test_whatever_ends_an_episode_its_engines_free_what_they_keep_of_it(end: str) -> None:
+    engines = Engines()
+
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: object) -> Rollout:
+        assert not engines.ended
+        if end == "cancelled":
+            await asyncio.sleep(60)
+        if end == "fault":
+            raise EnvFault("gone", "died")
+        return Rollout(group_id="g", sibling=2, turns=(), status="finished")
+
+    async def main() -> None:
+        request = RolloutRequest(group_id="g", sibling=2, seed=0, attempt=1)
+        playing = asyncio.create_task(freeing(play, engines)(request, PROMPT, lambda: None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        playing.cancel() if end == "cancelled" else None
+        await asyncio.wait({playing})
+        assert engines.ended == ["g/2/a1"]
+        if not playing.cancelled():
+            playing.exception()
+
+    asyncio.run(main())
