@@ -10,10 +10,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from configs import run_config
+from configs import run_config, with_sections
 
 from grmpipe.config.data import DataConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import config_of, read_yaml, to_yaml
 from grmpipe.pipeline.interfaces import PipelineState
@@ -295,7 +296,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
     leave_run(Path("mine"), "completed")
     leave_checkpoint(Path("mine"), 80)
     config = dataclasses.replace(auto(), run_dir="mine")
-    longer, shorter = (dataclasses.replace(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
+    longer, shorter = (with_sections(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
     assert locate_run(config).complete
     assert not locate_run(longer).complete
     leave_checkpoint(Path("mine"), 80)
@@ -324,8 +325,8 @@ def rows(*prompts: str) -> str:
 def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     section: str, key: str, was: str, now: str
 ) -> None:
-    owner = dataclasses.replace(getattr(CONFIG, section), **{key: "file.jsonl"})
-    config = dataclasses.replace(CONFIG, run_dir="mine", **{section: owner})
+    owner = dataclasses.replace(getattr(RunSections(), section), **{key: "file.jsonl"})
+    config = with_sections(CONFIG, run_dir="mine", **{section: owner})
     Path("file.jsonl").write_text(was)
     with Claim(config) as claim:
         claim.open()
