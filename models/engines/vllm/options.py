@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.engines.installed import vllm_missing
-from models.engines.vllm.pressure import PressureGauge
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 if TYPE_CHECKING:
@@ -196,10 +195,8 @@ def environment_of(start: VllmStart) -> dict[str, str]:
     return environment
 
 
-def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
-    """Start vLLM; blocks for seconds. The gauge gets its statistics; nothing else of them is kept. This process's
-    environment isn't changed.
-    """
+def start_async_llm(start: VllmStart) -> AsyncLLM:
+    """Start vLLM; blocks for seconds. This process's environment isn't changed."""
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
@@ -215,7 +212,7 @@ def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
             )
         if start.on_cpu:
             _check_heads(vllm_config.model_config.get_head_size(), start.model_path)
-        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauge.make_logger], disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
 
 def _check_heads(head_size: int, model_path: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from models.engines.vllm.options import VllmStart, start_async_llm
-from models.engines.vllm.pressure import PressureGauge
 from models.types import EngineDied
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ class VllmProcess:
 
     def __init__(self, start: VllmStart, model_name: str) -> None:
         self._model_name = model_name
-        self.gauge = PressureGauge()
-        self._held = [start_async_llm(start, self.gauge)]
+        self._held = [start_async_llm(start)]
         self._end = weakref.finalize(self, _shut_down, self._held)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)

@@ -45,7 +45,6 @@ from models.types import (
     EngineDied,
     EngineRefused,
     GroupLink,
-    Pressure,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -128,10 +127,6 @@ class VllmEngine:
     @property
     def _llm(self) -> AsyncLLM:
         return self._process.llm
-
-    async def pressure(self) -> Pressure:
-        """The pressure at vLLM's last step."""
-        return self._process.gauge.pressure
 
     def process_ids(self) -> list[int]:
         """The process of vLLM's engine core, which holds the model or starts the workers that do."""
