@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from models.engines.shared_requests import SharedRequest
 from models.seeds import derive_seed
 from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
     FinishReason,
-    SamplingParams,
     VersionSpan,
     ignore_first_token,
 )
@@ -56,17 +56,11 @@ class SglangSample:
 
 
 @dataclass(slots=True, eq=False)
-class SglangRequest:
-    """A request in flight, and all who wait for its first token."""
+class SglangRequest(SharedRequest):
+    """A request in flight, and its latest try."""
 
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    listeners: list[Callable[[], None]] = field(default_factory=list)
     rid: str = ""  # at the server, of the latest try; empty: not sent
     sampled: SglangSample = field(default_factory=SglangSample)
-    begun: bool = False  # its first token was sampled
-    aborted: bool = False
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # set: don't wait for the server's answer
     on_begin: Callable[[], None] = ignore_first_token  # of the latest try
 
@@ -78,10 +72,8 @@ class SglangRequest:
     def add(self, event: Json) -> None:
         self.sampled.add(event)
         self.on_begin()
-        if not self.begun and self.sampled.token_ids:
-            self.begun = True
-            for notify in self.listeners:
-                notify()
+        if self.sampled.token_ids:
+            self.begin()
 
 
 def body_of(

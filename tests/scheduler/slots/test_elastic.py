@@ -15,6 +15,7 @@ from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
@@ -519,7 +520,9 @@ def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved
     params = SamplingParams(max_new_tokens=100, seed=11)
 
     async def drawn(move: bool) -> Completion:
-        engines = {f"policy-{n}": EmbeddedEngine(path, "policy", EmbeddedConfig()) for n in range(2)}
+        engines = {
+            f"policy-{n}": EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig()) for n in range(2)
+        }
         continuation = Continuation(decode=renderer.decode, seed_after=unmoved)
         router = Router("policy", engines, continuation=continuation)
         begun = asyncio.Event()
