@@ -89,7 +89,7 @@ class EmbeddedWorker:
             finished=self._num_finished,
             waiting=batch.num_waiting,
             running=batch.num_running,
-            parked=batch.num_parked,
+            parked=len(batch.parked),
         )
 
     @property
@@ -133,7 +133,7 @@ class EmbeddedWorker:
             self._answer(ticket)
 
     def end_trajectory(self, trajectory_id: str) -> None:
-        self._batch.end_trajectory(trajectory_id)
+        self._batch.parked.drop_trajectory(trajectory_id)
 
     def _answer(self, ticket: EmbeddedRequest) -> None:
         del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
@@ -154,7 +154,7 @@ class EmbeddedWorker:
             return 0
         device = self._model.device
         free_before = free_bytes(device)
-        self._batch.drop_parked()
+        self._batch.parked.clear()
         kv_bytes = self._slots.give_up()
         if device.type == "cuda":
             self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])

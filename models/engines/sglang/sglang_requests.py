@@ -18,6 +18,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from models.version_spans import joined_spans
 
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32
@@ -157,14 +158,8 @@ def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> 
         for end, next_name in sampled.pieces:
             stretches.append((start, end, name))
             start, name = end, next_name
-    spans: list[VersionSpan] = []
-    for start, end, name in stretches:
-        version = _version(name, versions)
-        if spans and spans[-1].version == version:
-            start = spans.pop().start
-        if end > start:
-            spans.append(VersionSpan(model=model, version=version, start=start, end=end))
-    return tuple(spans) or (VersionSpan(model=model, version=list(versions.values())[-1], start=0, end=0),)
+    numbered = ((_version(name, versions), start, end) for start, end, name in stretches)
+    return joined_spans(model, numbered, latest=list(versions.values())[-1])
 
 
 def _version(name: str, versions: Mapping[str, int]) -> int:
