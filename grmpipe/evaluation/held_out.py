@@ -74,7 +74,7 @@ class HeldOutEvaluation:
     greedy: tuple[JudgedRollout, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluator:
     """Plays held-out prompts, sampled and greedily; the sampled answers are judged.
 

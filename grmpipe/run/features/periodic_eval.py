@@ -107,7 +107,7 @@ class PeriodicEval(RunFeature):
         self.readings = [Reading(**one) for one in state.get("readings", ())]
         for one in self.readings:
             self.ringing = self._alarm.record(one) is not None
-        self._evaluator.episodes.add(EnvCounts.restored(state.get("episodes", {})))
+        self._evaluator.episodes += EnvCounts.restored(state.get("episodes", {}))
         self._evaluator.skill.measured(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
             self._evaluator.start.update(read_records(self._start, answer_of))

@@ -83,16 +83,16 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     unparseable = FailedJudgement(
         stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion(3)
     )
-    counters.rollout(rollout(0, 4))
-    counters.rollout(rollout(1, 6, status="truncated"))
-    counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
+    counters.step.rollout(rollout(0, 4))
+    counters.step.rollout(rollout(1, 6, status="truncated"))
+    counters.step.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
     step = counters.close_step()
     assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
     assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
     assert step.judging.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
-    restored.restore(counters.saved())
-    restored.rollout(rollout(2, 5))
+    restored.restore(counters.total.saved(), {})
+    restored.step.rollout(rollout(2, 5))
     assert restored.total_so_far().policy_tokens == 15
     assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5
     assert flow_metrics(Counters(), 1.0)["rollout/truncated_share"] == 0
