@@ -14,7 +14,7 @@ REWARD = ""  # the name of the reward as composed, beside those of judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class AnchorReading:
     """An evaluation as the alarm reads it.
 
     rewards: the mean reward, on [0, 1], as composed (REWARD) and by each judge that judged every answer.
@@ -38,9 +38,9 @@ class RewardHackingDetector:
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, float]] = {}  # step, reward
-        self._best: Reading | None = None
+        self._best: AnchorReading | None = None
 
-    def record(self, reading: Reading) -> str | None:
+    def record(self, reading: AnchorReading) -> str | None:
         """Record a reading. Returns a sentence with the numbers if the alarm fires."""
         for name, reward in reading.rewards.items():
             self._first.setdefault(name, (reading.step, reward))
@@ -58,19 +58,19 @@ class RewardHackingDetector:
             f"{reading.gold:.2f}, down {fall:.2f} since step {self._best.step} ({reading.answers} answers)."
         )
 
-    def _rises(self, name: str, now: Reading, best: Reading) -> bool:
+    def _rises(self, name: str, now: AnchorReading, best: AnchorReading) -> bool:
         reward, (_, first) = now.rewards[name], self._first[name]
         room = max(1 - first, 0.0)  # rewards of an environment may be above 1
         followed = best.rewards.get(name, reward) - reward
         return reward - first >= MIN_REWARD_RISE * room - ROUNDING and 2 * followed < best.gold - now.gold
 
-    def _in_words(self, name: str, now: Reading) -> str:
+    def _in_words(self, name: str, now: AnchorReading) -> str:
         step, first = self._first[name]
         subject = "the reward is" if name == REWARD else f"judge {name} gives"
         return f"{subject} {now.rewards[name]:.2f} ({first:.2f} at step {step})"
 
 
-def standard_error(one: Reading, other: Reading) -> float:
+def standard_error(one: AnchorReading, other: AnchorReading) -> float:
     """The standard error of the difference of two accuracies; one success and one failure are added to each, so that
     accuracies of 0 and 1 have an error too (Agresti and Coull 1998).
     """

@@ -32,7 +32,7 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 async def evaluate_judge(
     ready: PreparedEvaluation, running: EvaluationComponents, run_dir: Path, counters: Counters
 ) -> JudgeEvaluation:
-    """Judge all items, write evaluation.json and its picture, print the table. counters: get the reports."""
+    """Judge all items, write evaluation.json, print the table. counters: get the reports."""
     config = ready.measured
     with asking_for("evaluation"):
         judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
@@ -40,8 +40,8 @@ async def evaluate_judge(
         counters.report(report)
     result = evaluate(judged, config.first_judge.scale, recount_of(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-    is_drawn = write_files(run_dir, judged, result, config.first_judge.scale, scales)
-    show(result, MAX_SUBSETS, is_drawn=is_drawn)
+    write_files(run_dir, judged, result, config.first_judge.scale, scales)
+    show(result, MAX_SUBSETS)
     return result
 
 

@@ -17,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.evaluation.sampled_answers import Counting
+from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
@@ -177,7 +177,7 @@ def test_several_samples_of_a_prompt_have_avg_and_pass_at_k_and_the_first_is_the
     alone = dataclasses.replace(
         evaluator(score, ()), prompts=prompts, play_sampled=sampled, play_greedy=sampled, pass_reward=0.5
     )
-    four = dataclasses.replace(alone, counting=Counting(num_samples=4, pass_k=(1, 4)), greedy=False)
+    four = dataclasses.replace(alone, counting=AnswerSampling(num_samples=4, pass_k=(1, 4)), greedy=False)
     looked = asyncio.run(four.evaluate("look")).metrics
     assert [looked[name] for name in ("avg_at_4", "pass_at_1")] == pytest.approx([(0 + 1 / 3) / 2] * 2)
     assert "pass_at_4" not in looked, "one verdict on each prompt failed"

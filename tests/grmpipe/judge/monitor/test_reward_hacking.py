@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 
 Rewards = float | Mapping[str, float]
 
@@ -17,7 +17,7 @@ def alarm(readings: Sequence[tuple[Rewards, float]], answers: int = 64) -> str |
     said = None
     for index, (rewards, gold) in enumerate(readings):
         by_name = {REWARD: rewards} if isinstance(rewards, float) else rewards
-        said = watched.record(Reading(step=10 * index, rewards=by_name, gold=gold, answers=answers))
+        said = watched.record(AnchorReading(step=10 * index, rewards=by_name, gold=gold, answers=answers))
     return said
 
 
