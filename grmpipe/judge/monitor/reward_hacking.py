@@ -14,7 +14,7 @@ REWARD = ""  # the name of the reward as composed, beside those of judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class AnchorReading:
     """An evaluation as the alarm reads it.
 
     rewards: the mean reward as composed (REWARD) and by each judge that judged every answer.
@@ -40,9 +40,9 @@ class RewardHackingDetector:
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, float, float]] = {}  # step, reward, its room
-        self._best: Reading | None = None
+        self._best: AnchorReading | None = None
 
-    def record(self, reading: Reading) -> str | None:
+    def record(self, reading: AnchorReading) -> str | None:
         """Record a reading. Returns a sentence with the numbers if the alarm fires."""
         for name, reward in reading.rewards.items():
             room = reading.spread.get(name, max(1 - reward, 0.0))
@@ -61,18 +61,18 @@ class RewardHackingDetector:
             f"{reading.gold:.2f}, down {fall:.2f} since step {self._best.step} ({reading.answers} answers)."
         )
 
-    def _rises(self, name: str, now: Reading, best: Reading) -> bool:
+    def _rises(self, name: str, now: AnchorReading, best: AnchorReading) -> bool:
         reward, (_, first, room) = now.rewards[name], self._first[name]
         followed = best.rewards.get(name, reward) - reward
         return reward - first >= MIN_REWARD_RISE * room - ROUNDING and 2 * followed < best.gold - now.gold
 
-    def _in_words(self, name: str, now: Reading) -> str:
+    def _in_words(self, name: str, now: AnchorReading) -> str:
         step, first, _ = self._first[name]
         subject = "the reward is" if name == REWARD else f"judge {name} gives"
         return f"{subject} {now.rewards[name]:.2f} ({first:.2f} at step {step})"
 
 
-def standard_error(one: Reading, other: Reading) -> float:
+def standard_error(one: AnchorReading, other: AnchorReading) -> float:
     """The standard error of the difference of two accuracies; one success and one failure are added to each, so that
     accuracies of 0 and 1 have an error too (Agresti and Coull 1998).
     """

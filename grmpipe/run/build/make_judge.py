@@ -13,7 +13,7 @@ from grmpipe.judge.env_rewards import EnvRewardJudge
 from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
@@ -32,7 +32,7 @@ class JudgeParts:
 
     prepared: Prepared
     grms: Mapping[str, Grm]
-    meta_rm: MetaRmScorer | None = None
+    meta_rm: MetaRm | None = None
     scalars: Mapping[str, ScalarModel] = field(default_factory=dict)
 
 
