@@ -10,7 +10,13 @@ from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.entry_names import ENV, JUDGE, POLICY, ROLES
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import check_all_used, check_judging
-from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
+from grmpipe.config.reward_checks import (
+    check_doubts,
+    check_normalised_units,
+    check_rewards,
+    check_rewards_used,
+    check_scales,
+)
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -113,6 +119,7 @@ def check_reward(config: RunConfig) -> None:
     check_rewards(config.rewards, config.judges, group_baseline=kind.has_zero_groups)
     check_normalised_units(config.rewards, config.algorithm)
     check_doubts(config.rewards, config.judges)
+    check_scales(config.rewards, config.judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
@@ -276,7 +283,7 @@ def check_simulated(config: RunConfig) -> None:
         )
     for judge in config.judging.judges.values():
         key = judge.key
-        if judge.kind == "custom":
+        if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
         if not judge.is_simulated:
             raise ValueError(

@@ -87,6 +87,20 @@ def check_normalised_units(tree: RewardTree, algorithm: AlgorithmConfig) -> None
                 )
 
 
+def check_scales(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
+    """Raises ValueError if a composition in use needs rewards from 0 to 1 of a judge that gives them on no scale."""
+    for one in tree.in_use():
+        if not one.reward_kind.scaled or one.normalise != "none":
+            continue
+        for judge in (judges[judge] for name in one.names for judge in tree.judges_of(name)):
+            if not judge.has_scale:
+                raise ValueError(
+                    f"{one.key}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {judge.name} gives them on no "
+                    f"scale; type '{judge.key}.score_range=[0, 1]', with the lowest and the highest number of its "
+                    "function"
+                )
+
+
 def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains beyond
     the share that may be escalated.

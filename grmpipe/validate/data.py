@@ -14,6 +14,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
+from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.labels import JudgingTasks, rule_of
 from grmpipe.judge.rule import RuleBrokenError
 from grmpipe.types import Prompt
@@ -70,6 +71,10 @@ def read_data(config: RunConfig) -> Data:
         if judge.kind == "rule":
             with section("data.path: "):
                 check_references(judge, config.data.path, judged_by(config, name, train))
+        if judge.kind == "function":
+            columns = {column for prompt in judged_by(config, name, train) for column in prompt.columns}
+            with section(f"{judge.key}."):
+                FunctionJudge(judge).function.check_columns(columns, config.data.path)
     return Data(train=train, held_out=held_out)
 
 

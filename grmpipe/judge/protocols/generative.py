@@ -13,7 +13,7 @@ from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
@@ -36,7 +36,7 @@ class GenerativeJudge:
         grm: Grm,
         config: JudgeConfig,
         seed: int,
-        meta_rm: MetaRmScorer | None = None,
+        meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
     ) -> None:
         if config.vote in VOTES_WITH_META_RM and meta_rm is None:
