@@ -21,23 +21,24 @@ COMPONENT, RAW = "function", "raw_reward"  # names in a verdict's breakdown
 
 class FunctionJudge:
     """A function judges each response as it ends, or the siblings of a group together. Its number is the reward, on no
-    scale; with `judge.score_range` it is brought to [0, 1], and a number outside has failed (`out_of_range`). None has
-    failed as `abstained`; what the function raises, or returns that is no number, as `broken`.
+    scale; with `judge.function_call.score_range` it is brought to [0, 1], and a number outside has failed
+    (`out_of_range`). None has failed as `abstained`; what the function raises, or returns that is no number, as
+    `broken`.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError that begins with the key below the judge's section."""
         key = config.key
-        self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.show_thoughts)
-        self._by_group = config.function_batch == "group"
+        self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.format.show_thoughts)
+        self._by_group = config.function_call.batch == "group"
         if self._by_group and not self.function.is_batch:
             raise ValueError(
-                f"function_batch: group hands over lists, and {config.function} takes one response; give it the "
-                f"parameter `responses`, or type {key}.function_batch=rollout"
+                f"function_call.batch: group hands over lists, and {config.function} takes one response; give it the "
+                f"parameter `responses`, or type {key}.function_call.batch=rollout"
             )
-        self._range = config.score_range
+        self._range = config.function_call.score_range
         self._scale = config.scale
-        self._timeout_s = config.timeout_s
+        self._timeout_s = config.limits.timeout_s
         self._has_failed = False
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
@@ -48,7 +49,7 @@ class FunctionJudge:
         try:
             given = await self._call(prompt, rollouts)
         except TimeoutError:
-            words = f"{self.function.owner} took more than judge.timeout_s = {self._timeout_s:g} s"
+            words = f"{self.function.owner} took more than judge.limits.timeout_s = {self._timeout_s:g} s"
             return [self._failed("timeout", words, prompt)] * len(rollouts)
         except (UserCodeError, TooManyStuck) as error:
             return [self._failed("broken", str(error), prompt)] * len(rollouts)

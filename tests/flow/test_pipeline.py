@@ -18,6 +18,7 @@ from typing import cast
 
 import httpx
 import pytest
+from configs import judge_config
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
@@ -783,7 +784,7 @@ def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJud
     config = OpenAIConfig(api_key_env="", max_retries=50, max_connections=8)
     limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
     engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), use=EndpointUse(limits=limits))
-    judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
+    judging = judge_config(num_judgements=3, timeout_s=1e5)
     return GenerativeJudge(RemoteGrm("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
 
 
