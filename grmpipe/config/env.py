@@ -59,7 +59,7 @@ DEFAULT_PLACE = "inprocess"
 WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
     DEFAULT_PLACE: WorkflowPlace(path="grmpipe.workflows.in_process.InProcess", by_url=False),
     "process": WorkflowPlace(path="grmpipe.workflows.worker_pool.WorkerPool"),
-    "command": WorkflowPlace(path="grmpipe.workflows.command.Command", needs="command"),
+    "command": WorkflowPlace(path="grmpipe.workflows.program.Program", needs="command"),
 }
 WAYS_OUT = {
     "target": "type env.target=my_package.my_module.MyEnv",

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
 from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
@@ -32,7 +34,7 @@ T = TypeVar("T")
 Line = TypeVar("Line", covariant=True)
 
 
-class Load(Protocol[Line]):
+class ReadsJournal(Protocol[Line]):
     """A reader of one journal."""
 
     def __call__(
@@ -62,18 +64,7 @@ class RunState:
 
     @staticmethod
     def from_json(text: str) -> RunState:
-        values = json.loads(text)
-        pipeline_state = values["pipeline_state"]
-        pipeline_state["in_flight"] = {
-            int(prompt_index): group_id for prompt_index, group_id in pipeline_state["in_flight"].items()
-        }
-        values["pipeline_state"] = PipelineState(**pipeline_state)
-        grm_states = values.get("grm_pipeline_states", {})
-        values["grm_pipeline_states"] = {role: PipelineState(**state) for role, state in grm_states.items()}
-        for key in ("journal_marks", "counted_marks"):
-            values[key] = {name: Mark(**mark) for name, mark in values.get(key, {}).items()}
-        values["alarms"] = tuple(values["alarms"])
-        return RunState(**values)
+        return msgspec.json.decode(text, type=RunState)
 
 
 def find_kept(
@@ -118,7 +109,7 @@ def find_kept(
 
 
 def _counted(
-    load: Load[T],
+    load: ReadsJournal[T],
     path: Path,
     run_id: str,
     marks: Mapping[str, Mark],

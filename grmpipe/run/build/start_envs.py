@@ -20,7 +20,7 @@ from grmpipe.envs.isolation.leftovers import sweep
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.seats import Seats
 from grmpipe.validate.sections import section
-from grmpipe.workflows.workflow_runner import WorkflowRunner
+from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import Cluster
 
@@ -37,7 +37,7 @@ class Envs:
 
     seats: Seats
     make: MakeEnv | None = None
-    workflow: WorkflowRunner | None = None
+    workflow: WorkflowPlayer | None = None
     hosts: EnvHosts | None = None
     counts: SeatCounts = field(default_factory=SeatCounts)
     events: EventSink = field(default_factory=NoEvents)
@@ -59,7 +59,7 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
     async with AsyncExitStack() as opening:
         with section("env."):
             if env.env_kind.is_workflow:
-                workflow = WorkflowRunner(env)
+                workflow = workflow_player(env)
                 opening.push_async_callback(workflow.close)
                 return Envs(
                     workflow=workflow, seats=seats, counts=workflow.counts, events=events, opened=opening.pop_all()

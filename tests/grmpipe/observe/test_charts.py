@@ -17,8 +17,6 @@ from grmpipe.observe.charts import (
     Series,
     chart,
     short,
-    spark,
-    stacked,
     thinned,
     ticks,
 )
@@ -68,17 +66,6 @@ def test_marked_steps_become_bands_and_none_lies_outside() -> None:
     assert all(x >= LEFT and x + width <= WIDTH - RIGHT + 0.1 for x, width in drawn.bands)
 
 
-def test_a_layer_begins_where_the_one_below_it_ends() -> None:
-    layers = [Series(name="learns", points=[(1, 1.0), (2, 1.0)]), Series(name="waits", points=[(1, 1.0), (2, 3.0)])]
-    drawn = stacked("step", layers)
-    assert drawn is not None
-    waits, learns = drawn.curves
-    assert (waits.name, waits.value) == ("waits", "2")
-    (_, low), (_, lower) = points_of(learns.path)[:2]
-    (_, middle), (_, top) = points_of(waits.path)[:2]
-    assert low == lower > middle > top == TOP
-
-
 def test_many_points_become_means_of_neighbours_and_the_last_one_stays() -> None:
     few = thinned([(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)])
     assert len(few) <= MAX_POINTS
@@ -88,8 +75,3 @@ def test_many_points_become_means_of_neighbours_and_the_last_one_stays() -> None
 
 def test_numbers_are_short() -> None:
     assert [short(value) for value in (80.0, 0.0012345, 8.4609, 123456.7)] == ["80", "0.00123", "8.46", "1.23e+05"]
-
-
-def test_a_spark_tells_its_ends() -> None:
-    drawn = spark("loss", [(1, 2.0), (2, 1.0)])
-    assert (drawn.first, drawn.last) == ("2", "1")
