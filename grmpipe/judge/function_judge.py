@@ -10,7 +10,7 @@ from typing import cast
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
 from grmpipe.judge.reward_function import Scored, reward_function
-from grmpipe.judge.verdict import outcome, failed
+from grmpipe.judge.verdict import failed, outcome
 from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
