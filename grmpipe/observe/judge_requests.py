@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grmpipe.counts import Counts
 from grmpipe.judge.purpose import PURPOSES, current_purpose
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
@@ -21,7 +22,7 @@ JUDGE_REQUESTS = "judge_requests.jsonl"
 
 
 @dataclass(slots=True)
-class RequestCounts:
+class RequestCounts(Counts):
     """Requests and their tokens. unknown: requests without a count of tokens: in flight at a kill, cancelled, cut off,
     or answered without one.
     """
@@ -32,10 +33,6 @@ class RequestCounts:
     cached_tokens: int = 0  # of the prompts', as far as the server says
     sampled_tokens: int = 0
     unknown: int = 0
-
-    def add(self, other: RequestCounts) -> None:
-        for spec in fields(self):
-            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
 
 ByPurpose = dict[str, RequestCounts]
@@ -85,7 +82,7 @@ class RequestTotals:
         totals: ByPurpose = {}
         for own in self.counts.values():
             for purpose, counts in own.items():
-                totals.setdefault(purpose, RequestCounts()).add(counts)
+                totals[purpose] = totals.get(purpose, RequestCounts()) + counts
         return {name: totals[name] for name in PURPOSES if name in totals}
 
     @property
@@ -96,9 +93,7 @@ class RequestTotals:
 
 def requests_text(model: str, by_purpose: Mapping[str, RequestCounts]) -> str:
     """The requests to one model in words: all of them, then each purpose."""
-    total = RequestCounts()
-    for counts in by_purpose.values():
-        total.add(counts)
+    total = sum(by_purpose.values(), RequestCounts())
     purposes = ", ".join(
         f"{purpose.replace('_', '-')} {counts.requests:,}" for purpose, counts in by_purpose.items() if counts.requests
     )

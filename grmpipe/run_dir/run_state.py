@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,10 +19,11 @@ from grmpipe.observe.recorder import (
     JUDGEMENTS,
     ROLLOUTS,
     RecordedRollout,
+    decode_judged,
+    decode_recorded,
     load_group_ends,
-    load_rollouts,
-    load_verdicts,
 )
+from grmpipe.observe.records import Record
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
 from grmpipe.run_dir.uncounted_work import Counted, Key, Reports, key_of, uncounted_work
 from grmpipe.types import GroupEnd, JudgeReport, Prompt
@@ -31,15 +32,6 @@ from models.seeds import repeated_as
 NOTHING_COUNTED = {ROLLOUTS: Mark(), JUDGEMENTS: Mark()}  # the marks of a run without a checkpoint
 
 T = TypeVar("T")
-Line = TypeVar("Line", covariant=True)
-
-
-class ReadsJournal(Protocol[Line]):
-    """A reader of one journal."""
-
-    def __call__(
-        self, path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
-    ) -> Iterator[Line]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +76,13 @@ def find_kept(
     """
     marks, counted_marks = marks or {}, counted_marks or {}
     recorded: dict[int, list[Counted[RecordedRollout]]] = {}
-    rollouts = _counted(load_rollouts, run_dir / ROLLOUTS, run_id, marks, counted_marks)
+    rollouts = _counted(decode_recorded, run_dir / ROLLOUTS, run_id, marks, counted_marks)
     for line, is_counted in rollouts:
         if line.prompt_index in pipeline_state.in_flight or line.prompt_index >= pipeline_state.next_prompt_index:
             recorded.setdefault(line.prompt_index, []).append((line, is_counted))
     wanted = {line.rollout.group_id for lines in recorded.values() for line, _ in lines}
     reports: dict[Key, list[Counted[JudgeReport]]] = {}
-    for (key, report), is_counted in _counted(load_verdicts, run_dir / JUDGEMENTS, run_id, marks, counted_marks):
+    for (key, report), is_counted in _counted(decode_judged, run_dir / JUDGEMENTS, run_id, marks, counted_marks):
         if key[0] in wanted:
             reports.setdefault(key, []).append((report, is_counted))
     kept = {
@@ -109,7 +101,7 @@ def find_kept(
 
 
 def _counted(
-    load: ReadsJournal[T],
+    decode: Callable[[Record], T],
     path: Path,
     run_id: str,
     marks: Mapping[str, Mark],
@@ -119,10 +111,10 @@ def _counted(
     since, counted = marks.get(path.name), counted_marks.get(path.name)
     if counted is not None and not mark_holds(path, counted):
         counted = None
-    for line in load(path, run_id=run_id, since=since, until=counted):
+    for line in read_records(path, decode, run_id=run_id, since=since, until=counted):
         yield line, True
     if counted is not None:
-        for line in load(path, run_id=run_id, since=counted):
+        for line in read_records(path, decode, run_id=run_id, since=counted):
             yield line, False
 
 

@@ -14,10 +14,9 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.hosted_env import SeatHost
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
 
 APPTAINER = "apptainer"
@@ -123,29 +122,17 @@ class ContainerSeat:
             self._kept = (self._kept + piece)[-MAX_OUTPUT:]
 
 
-class ContainerHost:
+class ContainerHost(SeatHost):
     """Containers of one run, each with its label."""
 
     def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits) -> None:
-        self.seats = SeatCounts()
-        self._config = config
+        super().__init__(config, limits)
         self._token = leftovers.token
-        self._limits = limits
-        self._taken = 0
-        self._seated: set[HostedEnv] = set()
-
-    def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated)
 
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""
 
-    async def stop(self) -> None:
-        """End the containers that are still there."""
-        for env in tuple(self._seated):
-            await env.kill()
-
-    async def _take_seat(self) -> ContainerSeat:
+    async def take_seat(self) -> ContainerSeat:
         """Start a container. Raises EnvFault if the command can't be started."""
         isolation = self._config.isolation
         self._taken += 1

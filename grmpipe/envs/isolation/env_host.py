@@ -79,7 +79,7 @@ async def open_env_host(
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
     try:
         await host.start()
-        lacks = weaknesses(await host.missing()) if isinstance(host, ProcessHost) else ()
+        lacks = weaknesses(await host.missing())
         yield EnvHost(make=host.env, seats=host.seats, limits=longer(limits), events=events, lacks=described(lacks))
     finally:
         await host.stop()

@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from grmpipe.config.env import EnvConfig
 from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
@@ -42,7 +44,8 @@ from grmpipe.envs.isolation.messages import (
     Request,
     Step,
     frame,
-    next_report,
+    next_message,
+    reports,
 )
 from grmpipe.envs.isolation.seat import STOPPED
 from grmpipe.envs.isolation.seat_counts import SeatCounts
@@ -207,7 +210,7 @@ class HostedEnv:
     async def _reply(self) -> Reply:
         assert self._seat is not None
         while True:
-            report = await next_report(self._seat.reader)
+            report = await next_message(self._seat.reader, reports)
             if isinstance(report, Began):
                 self._began = True
                 self._has_acted |= self._is_step
@@ -244,6 +247,37 @@ class HostedEnv:
             self._taken.discard(self)
             self._seats.closed += is_closed
             self._seats.killed += not is_closed
+
+
+class SeatHost(ABC):
+    """What the environments of one run live in, a seat each."""
+
+    def __init__(self, config: EnvConfig, limits: StageLimits) -> None:
+        self.seats = SeatCounts()
+        self.limits = limits
+        self._config = config
+        self._seated: set[HostedEnv] = set()
+        self._taken = 0
+
+    def env(self) -> HostedEnv:
+        return HostedEnv(self.take_seat, limits=self.limits, seats=self.seats, taken=self._seated)
+
+    @abstractmethod
+    async def take_seat(self) -> SeatLink:
+        """Start a seat. Raises EnvFault."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start what seats have in common. Raises ValueError if the environment can't be made."""
+
+    async def missing(self) -> tuple[Missing, ...]:
+        """What seats can't give up on this machine, as far as it shows before an episode. Raises EnvFault."""
+        return ()
+
+    async def stop(self) -> None:
+        """End the seats that are still there."""
+        for env in tuple(self._seated):
+            await env.kill()
 
 
 async def end_within(seat: SeatLink, limit_s: float) -> Ended | None:

@@ -20,10 +20,9 @@ from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing, wrapped
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready, imported_packages
-from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.hosted_env import SeatHost
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
-from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_report
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
 from grmpipe.envs.limited_env import StageLimits
 
@@ -55,7 +54,7 @@ class ProcessSeat:
 
     async def ended(self) -> Ended | None:
         try:
-            report = await next_report(self._reports)
+            report = await next_message(self._reports, reports)
         except BadFrame:
             return None
         return report if isinstance(report, Ended) else None
@@ -79,7 +78,7 @@ class ProcessSeat:
         remove_soon(self._folder)
 
 
-class ProcessHost:
+class ProcessHost(SeatHost):
     """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests.
 
     outer: why the fork server isn't in bubblewrap; None: it is.
@@ -92,27 +91,20 @@ class ProcessHost:
         limits: StageLimits,
         without: tuple[str, ...] = (),
     ) -> None:
-        self.seats = SeatCounts()
-        self._config = config
+        super().__init__(config, limits)
         self._folder = Path(leftovers.folder)
         self._leftovers = leftovers
-        self.limits = limits
         self._without = without
         self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._seated: set[HostedEnv] = set()
         self._starting = asyncio.Lock()
-        self._taken = 0
-
-    def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated)
 
     async def missing(self) -> tuple[Missing, ...]:
-        """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""
-        seat = await self._take_seat()
+        """Found by taking a seat."""
+        seat = await self.take_seat()
         try:
-            report = await next_report(seat.reader)
+            report = await next_message(seat.reader, reports)
             if not isinstance(report, Confined):
                 raise EnvFault("a seat ended before it was confined", "boot")
             return report.missing
@@ -122,7 +114,7 @@ class ProcessHost:
             seat.release()
 
     async def start(self) -> None:
-        """Start the fork server. Raises ValueError if it can't make the environment."""
+        """Start the fork server."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
@@ -158,8 +150,7 @@ class ProcessHost:
 
     async def stop(self) -> None:
         """End the seats that are still there, and the fork server."""
-        for env in tuple(self._seated):
-            await env.kill()
+        await super().stop()
         server, control, self._server, self._control = self._server, self._control, None, None
         if control is not None:
             control.close()
@@ -171,7 +162,7 @@ class ProcessHost:
             server.kill()
             await asyncio.to_thread(server.wait)
 
-    async def _take_seat(self) -> ProcessSeat:
+    async def take_seat(self) -> ProcessSeat:
         """Fork a seat. Raises EnvFault if the fork server can't."""
         control = await self._running_server()
         self._taken += 1
