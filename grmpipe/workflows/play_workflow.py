@@ -18,7 +18,7 @@ from grmpipe.config.user_code import MAX_CHARS, called, described
 from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
@@ -88,7 +88,7 @@ class WorkflowPlayer:
         self._limits = limits
         self._rules = rules
         self._owner = owner
-        self.counts = SeatCounts()
+        self.counts = OpenedEnvs()
 
     async def play(
         self, recorder: ChatRecorder, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]

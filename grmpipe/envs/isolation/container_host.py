@@ -14,20 +14,20 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.hosted_env import SeatHost
+from grmpipe.envs.isolation.hosted_env import WorkerHost
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
 from grmpipe.envs.limited_env import StageLimits
 
 APPTAINER = "apptainer"
-INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_seat")
+INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_worker")
 KILLED = 128 + signal.SIGKILL  # exit code of a container whose first process was killed
 MAX_OUTPUT = 8192  # bytes of stderr that are kept
 NO_USER = "65534:65534"
 
 
 def command(config: IsolationConfig, token: str, name: str) -> list[str]:
-    """The command line that runs one seat."""
+    """The command line that runs one worker."""
     inside = [config.image, *INSIDE]
     if config.runtime == APPTAINER:
         return [APPTAINER, "exec", *apptainer_options(config), *inside]
@@ -64,7 +64,7 @@ def command_environment(config: IsolationConfig) -> dict[str, str]:
     return dict(os.environ) | (passed if config.runtime == APPTAINER else {})
 
 
-class ContainerSeat:
+class ContainerWorker:
     """The run's end of a container: its stdin and stdout, and the process of the command that runs it."""
 
     def __init__(self, process: asyncio.subprocess.Process, runtime: str, name: str) -> None:
@@ -122,7 +122,7 @@ class ContainerSeat:
             self._kept = (self._kept + piece)[-MAX_OUTPUT:]
 
 
-class ContainerHost(SeatHost):
+class ContainerHost(WorkerHost):
     """Containers of one run, each with its label."""
 
     def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits) -> None:
@@ -132,7 +132,7 @@ class ContainerHost(SeatHost):
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""
 
-    async def take_seat(self) -> ContainerSeat:
+    async def take_worker(self) -> ContainerWorker:
         """Start a container. Raises EnvFault if the command can't be started."""
         isolation = self._config.isolation
         self._taken += 1
@@ -149,7 +149,7 @@ class ContainerHost(SeatHost):
             )
         except OSError as error:
             raise EnvFault(f"{isolation.runtime} can't be started: {error}", "boot") from None
-        seat = ContainerSeat(process, isolation.runtime, name)
+        worker = ContainerWorker(process, isolation.runtime, name)
         body = msgspec.msgpack.encode(self._config)
-        seat.writer.write(struct.pack("<I", len(body)) + body)
-        return seat
+        worker.writer.write(struct.pack("<I", len(body)) + body)
+        return worker

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from grmpipe.envs.env import Action, Env, Episode, Observation, Opening
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 
 
 class CountedEnv:
     """An environment that is counted."""
 
-    def __init__(self, env: Env, seats: SeatCounts) -> None:
+    def __init__(self, env: Env, counts: OpenedEnvs) -> None:
         self._env = env
-        self._seats = seats
+        self._counts = counts
         self._is_open = False
 
     async def open(self, episode: Episode) -> Opening:
-        self._seats.opened += 1
+        self._counts.opened += 1
         self._is_open = True
         return await self._env.open(episode)
 
@@ -28,5 +28,5 @@ class CountedEnv:
             await self._env.close()
             is_closed = True
         finally:
-            self._seats.closed += self._is_open and is_closed
-            self._seats.killed += self._is_open and not is_closed
+            self._counts.closed += self._is_open and is_closed
+            self._counts.killed += self._is_open and not is_closed

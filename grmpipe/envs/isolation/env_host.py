@@ -24,8 +24,8 @@ from grmpipe.envs.isolation.counted_env import CountedEnv
 from grmpipe.envs.isolation.hosted_env import ENDING_S
 from grmpipe.envs.isolation.isolation_report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
+from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink
@@ -40,7 +40,7 @@ class EnvHost:
     """
 
     make: MakeEnv
-    seats: SeatCounts
+    counts: OpenedEnvs
     limits: StageLimits
     events: EventSink | None
     lacks: str = ""
@@ -59,9 +59,9 @@ async def open_env_host(
 ) -> AsyncIterator[EnvHost]:
     """The host of a run's environments, with all that `config.isolation` asks for, and the servers of their tools.
 
-    Sweeps first what an earlier process of this run left. At the end all seats are closed or killed. Processes end with
-    the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the isolation is
-    missing and required.
+    Sweeps first what an earlier process of this run left. At the end all workers are closed or killed. Processes end
+    with the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the
+    isolation is missing and required.
 
     events: gets a span for each stage of each episode.
     """
@@ -69,9 +69,9 @@ async def open_env_host(
     isolation, limits = config.isolation, limits_of(config)
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
-            make, rules, seats = env_factory(config, servers), fault_rules(config.policy_errors), SeatCounts()
-            here = lambda: CountedEnv(CheckedEnv(make, rules), seats)  # noqa: E731
-            yield EnvHost(make=here, seats=seats, limits=limits, events=events)
+            make, rules, counts = env_factory(config, servers), fault_rules(config.policy_errors), OpenedEnvs()
+            here = lambda: CountedEnv(CheckedEnv(make, rules), counts)  # noqa: E731
+            yield EnvHost(make=here, counts=counts, limits=limits, events=events)
         return
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
@@ -80,7 +80,7 @@ async def open_env_host(
     try:
         await host.start()
         lacks = weaknesses(await host.missing())
-        yield EnvHost(make=host.env, seats=host.seats, limits=longer(limits), events=events, lacks=described(lacks))
+        yield EnvHost(make=host.env, counts=host.counts, limits=longer(limits), events=events, lacks=described(lacks))
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)

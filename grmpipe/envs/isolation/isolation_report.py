@@ -1,4 +1,4 @@
-"""The isolation that this machine really gives, found by trying it in a seat. Changes nothing."""
+"""The isolation that this machine really gives, found by trying it in a worker. Changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = StageLimits(boot_s=30, step_s=5, close_s=5, max_observation_chars=1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationReport:
-    """The level of isolation that is had, and what it lacks: parts, and things that a seat could do all the same."""
+    """The level of isolation that is had, and what it lacks: parts, and things that a worker could do all the same."""
 
     level: str
     missing: tuple[Missing, ...] = ()

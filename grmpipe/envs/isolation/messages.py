@@ -1,7 +1,7 @@
-"""What goes between the run and a seat, as frames: a length of four bytes, then MessagePack. Opens nothing.
+"""What goes between the run and a worker, as frames: a length of four bytes, then MessagePack. Opens nothing.
 
-run -> seat   Open, Step, Close
-seat -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
+run -> worker   Open, Step, Close
+worker -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
 supervisor -> run   Ended
 """
 
@@ -40,7 +40,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confined(msgspec.Struct, frozen=True, tag=True):
-    """The seat is confined. missing: what it couldn't give up."""
+    """The worker is confined. missing: what it couldn't give up."""
 
     missing: tuple[Missing, ...] = ()
 
@@ -86,7 +86,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All processes of the seat have ended.
+    """All processes of the worker have ended.
 
     signal: of the environment's process; 0: it exited with `exit_code`.
     cpu_s:  CPU time of that process, with its children that it waited for; 0: unknown.

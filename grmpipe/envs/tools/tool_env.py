@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from grmpipe.config.env import CallLimits
+from grmpipe.config.env import ToolCallLimits
 from grmpipe.config.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
@@ -35,11 +35,11 @@ class ToolEnv:
     """
 
     def __init__(
-        self, functions: str = "", servers: McpServers | None = None, limits: CallLimits | None = None
+        self, functions: str = "", servers: McpServers | None = None, limits: ToolCallLimits | None = None
     ) -> None:
         self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (tools_of(functions) if functions else ())}
         self._servers = servers
-        self._limits = limits or CallLimits()
+        self._limits = limits or ToolCallLimits()
         self._opened: OpenServers | None = None
 
     async def open(self, episode: Episode) -> Opening:

@@ -47,7 +47,7 @@ def test_in_the_run_itself_failing_episodes_are_counted_too(monkeypatch: pytest.
                     ends[fault.cause] += 1
                 finally:
                     await env.close()
-            assert host.seats.opened == host.seats.closed == 3
+            assert host.counts.opened == host.counts.closed == 3
         return ends
 
     assert asyncio.run(plays()) == {"done": 2, "broken": 1}

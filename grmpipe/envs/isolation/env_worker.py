@@ -28,7 +28,7 @@ from grmpipe.envs.isolation.messages import (
     requests,
 )
 
-STOPPED = 128 + signal.SIGTERM  # the exit code of a seat that was asked to end before its `Close`
+STOPPED = 128 + signal.SIGTERM  # the exit code of a worker that was asked to end before its `Close`
 
 
 async def serve(env: Env, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,4 +81,4 @@ async def answer(env: Env, request: Open | Step) -> bytes:
         return frame(BlamedEnv(detail=str(error), cause="protocol"))
     except BaseException as error:  # ours, at a limit: an environment's own are faults
         acted = isinstance(request, Step)
-        return frame(blaming(fault_of(error, "the seat", FaultRules(in_box=True), has_acted=acted)))
+        return frame(blaming(fault_of(error, "the worker", FaultRules(in_box=True), has_acted=acted)))
