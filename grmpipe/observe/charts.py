@@ -25,12 +25,6 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    at: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """A series on the canvas. `dots`: x, y and label of each. value: the last value as text."""
 
@@ -46,8 +40,8 @@ class Chart:
     title: str
     note: str
     curves: Sequence[Curve]
-    x_ticks: Sequence[Tick]
-    y_ticks: Sequence[Tick]
+    x_ticks: Sequence[tuple[float, str]]  # place, label
+    y_ticks: Sequence[tuple[float, str]]
     bands: Sequence[tuple[float, float]] = ()  # x, width: steps that are marked
     width: int = WIDTH
     height: int = HEIGHT
@@ -80,8 +74,8 @@ def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Itera
         title=title,
         note=note,
         curves=[curve(one, frame) for one in drawn],
-        x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
-        y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
+        x_ticks=[(rounded(frame.x(value)), short(value)) for value in whole_ticks(frame)],
+        y_ticks=[(rounded(frame.y(value)), short(value)) for value in ticks(frame.y_low, frame.y_high)],
         bands=bands(sorted(set(marked)), frame),
     )
 

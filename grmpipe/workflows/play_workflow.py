@@ -18,7 +18,7 @@ from grmpipe.config.user_code import MAX_CHARS, called, described
 from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused

@@ -16,8 +16,8 @@ from grmpipe.envs.env import Env
 from grmpipe.envs.hosts.host_member import HostStarted
 from grmpipe.envs.hosts.remote_host import RemoteEnv, RemoteHost
 from grmpipe.envs.isolation.env_host import limits_of, longer
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.limited_env import LimitedEnv
+from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorGroup
 from scheduler.slots.health import RETRY_AFTER_S, HealthConfig

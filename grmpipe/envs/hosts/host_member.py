@@ -28,7 +28,7 @@ from grmpipe.envs.isolation.messages import (
     fitting,
     requests,
 )
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.tools.mcp_tools import check_servers
 
 

@@ -26,8 +26,8 @@ from grmpipe.envs.isolation.messages import (
     decoded,
     reports,
 )
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.processes.actors import ActorDied
 
 Serve = Callable[[int, bytes], Awaitable[object]]  # HostMember.serve, in its process

@@ -18,6 +18,7 @@ from grmpipe.envs.isolation.hosted_env import WorkerHost
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.process_group import last_bytes
 
 APPTAINER = "apptainer"
 INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_worker")
@@ -75,21 +76,21 @@ class ContainerWorker:
         self._name = name
         self._killed = False
         self._removal: asyncio.Task[None] | None = None
-        self._kept = b""
-        self._output = asyncio.create_task(self._keep_output(process.stderr))
+        self._output = asyncio.create_task(last_bytes(process.stderr, MAX_OUTPUT))
 
     async def ended(self) -> Ended | None:
         code = await self._process.wait()
         if self._removal is not None:
             await self._removal
+        output = b""
         with contextlib.suppress(TimeoutError):  # a process outside may hold the pipe
-            await asyncio.wait_for(asyncio.shield(self._output), 1.0)
+            output = await asyncio.wait_for(asyncio.shield(self._output), 1.0)
         by_signal = -code if code < 0 else signal.SIGKILL if code == KILLED else 0
         return Ended(
             signal=by_signal,
             exit_code=0 if by_signal else code,
             limit="its memory or CPU time" if code == KILLED and not self._killed else "",
-            output=self._kept.decode("utf-8", "replace"),
+            output=output.decode("utf-8", "replace"),
         )
 
     def terminate(self) -> None:
@@ -116,10 +117,6 @@ class ContainerWorker:
                 await removing.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _keep_output(self, stderr: asyncio.StreamReader) -> None:
-        while piece := await stderr.read(2**16):
-            self._kept = (self._kept + piece)[-MAX_OUTPUT:]
 
 
 class ContainerHost(WorkerHost):

@@ -20,13 +20,12 @@ from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.isolation.container_host import ContainerHost
-from grmpipe.envs.isolation.counted_env import CountedEnv
 from grmpipe.envs.isolation.hosted_env import ENDING_S
 from grmpipe.envs.isolation.isolation_report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink
 
@@ -70,7 +69,7 @@ async def open_env_host(
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
             make, rules, counts = env_factory(config, servers), fault_rules(config.policy_errors), OpenedEnvs()
-            here = lambda: CountedEnv(CheckedEnv(make, rules), counts)  # noqa: E731
+            here = lambda: CheckedEnv(make, rules, counts)  # noqa: E731
             yield EnvHost(make=here, counts=counts, limits=limits, events=events)
         return
     assert not config.mcp, "servers of tools are processes of their own"

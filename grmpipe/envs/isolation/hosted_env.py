@@ -48,8 +48,8 @@ from grmpipe.envs.isolation.messages import (
     next_message,
     reports,
 )
-from grmpipe.envs.isolation.opened_envs import OpenedEnvs
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.types import EnvCause
 from scheduler.processes.wire_types import RemoteTraceback
 
