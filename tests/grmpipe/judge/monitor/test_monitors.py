@@ -10,7 +10,8 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
 from grmpipe.judge.monitor.limits import Limits
@@ -128,10 +129,10 @@ def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same(
     canaries = [Canary(prompt=ASKED, texts=(text,)) for text in ("a", "abc")]
 
     async def watched() -> tuple[list[str], dict[str, CanaryDrift]]:
-        first = (await judge_canaries(judge, judge.composition.judges, canaries)).as_first(canaries)
+        first = (await judge_canaries(judge, judge.judges, canaries)).as_first(canaries)
         asked = list(late.asked)
         late.shift = 2.0
-        return asked, (await judge_canaries(judge, judge.composition.judges, first)).drifts(first)
+        return asked, (await judge_canaries(judge, judge.judges, first)).drifts(first)
 
     asked, drifts = asyncio.run(watched())
     assert asked == ["canary-0/0", "canary-1/0"]
