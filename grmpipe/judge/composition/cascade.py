@@ -100,7 +100,7 @@ class Cascade:
 
     def _decide(self, group: KnownGroup, drawn_for: str, firsts: Sequence[Verdict | Failed]) -> Decision:
         is_unsure = any(map(self.doubt.about, firsts))
-        if group.bounds.of(self.name, self.share).decided(len(firsts), wanted=is_unsure):
+        if group.bounds.lets(self.name, self.share, len(firsts), wanted=is_unsure):
             return "escalate"
         is_sure = not is_unsure and any(isinstance(first, Verdict) for first in firsts)
         return "audit" if is_sure and self.audit.takes(self.name, drawn_for) else "keep"
