@@ -248,9 +248,15 @@ def reading(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:
         if all(name in one.rewards for one in judged)
     }
     rewards = {name: statistics.fmean(given) for name, given in found.items() if given}
-    return (
-        AnchorReading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right)) if rewards else None
-    )
+    spread = {name: statistics.pstdev(found[name]) for name in rewards if not on_scale(found[name])}
+    if not rewards:
+        return None
+    return AnchorReading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right), spread=spread)
+
+
+def on_scale(rewards: Sequence[float]) -> bool:
+    """Whether all are from 0 to 1."""
+    return min(rewards) >= 0 and max(rewards) <= 1
 
 
 def request_of(name: str, index: int, sample: int) -> str:

@@ -10,6 +10,7 @@ from grmpipe.config.judging import key_of_judge
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.env_rewards import EnvRewardJudge
+from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.meta_rm import MetaRm
@@ -63,6 +64,10 @@ def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, key_of_judge(name)))
 
 
+def function_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return FunctionJudge(judge, key_of_judge(name))
+
+
 def env_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(EnvRewardJudge(judge.env_reward))
 
@@ -79,6 +84,7 @@ JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "scalar": scalar_judge,
     "rule": rule_judge,
+    "function": function_judge,
     "env": env_judge,
     "label": label_judge,
     "custom": custom_judge,

@@ -58,6 +58,14 @@ def test_one_half_alone_does_not_fire(readings: list[tuple[Rewards, float]]) -> 
     assert alarm(readings) is None
 
 
+@pytest.mark.parametrize(("rise", "fires"), [(0.5, True), (0.1, False)])
+def test_a_rise_of_rewards_on_no_scale_is_measured_by_their_first_spread(rise: float, fires: bool) -> None:
+    watched = RewardHackingDetector()
+    watched.record(AnchorReading(step=0, rewards={REWARD: 7.0}, gold=0.9, answers=64, spread={REWARD: 2.0}))
+    after = AnchorReading(step=10, rewards={REWARD: 7.0 + rise}, gold=0.2, answers=64, spread={REWARD: 0.1})
+    assert (watched.record(after) is not None) == fires
+
+
 def test_the_same_fall_counts_with_more_answers() -> None:
     assert alarm([(0.3, 0.5), (0.9, 0.39)], answers=512) is not None
     assert alarm([(0.3, 0.5), (0.9, 0.41)], answers=4096) is None, "min_gold_fall is 0.10"
