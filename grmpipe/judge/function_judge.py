@@ -25,8 +25,9 @@ class FunctionJudge:
     failed as `abstained`; what the function raises, or returns that is no number, as `broken`.
     """
 
-    def __init__(self, config: JudgeConfig, key: str) -> None:
-        """key: the configuration's section of the judge. Raises ValueError that begins with the key below it."""
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError that begins with the key below the judge's section."""
+        key = config.key
         self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.show_thoughts)
         self._by_group = config.function_batch == "group"
         if self._by_group and not self.function.is_batch:
