@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # Short calls, and waits that are repeated all the time.
 CONTROL = frozenset(
-    {"deliver", "sender.deliver", "collect", "pressure", "pause", "resume", "node_address", "free_port", "open_rpc"}
+    {"deliver", "sender.deliver", "collect", "pause", "resume", "node_address", "free_port", "open_rpc"}
 )
 # Calls that read or write whole models, or wait for a process to start.
 LOAD = frozenset({"process_id", "start", "make", "load", "save", "begin_save", "export"})

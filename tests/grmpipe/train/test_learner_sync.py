@@ -18,6 +18,7 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
@@ -74,7 +75,7 @@ def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str
     async def scenario() -> None:
         seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
         ranks = await InProcessGroup.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
-        group, engine = LearnerGroup(ranks), EmbeddedEngine(path, "policy", EmbeddedConfig())
+        group, engine = LearnerGroup(ranks), EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig())
         packer = Packer(max_tokens=1000, world_size=1)
         for round_ in packer.add(samples) + packer.flush():
             await group.accumulate(round_)
