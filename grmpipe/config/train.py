@@ -16,8 +16,8 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
-from grmpipe.config.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
 from grmpipe.config.path_table import PathTable
+from models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
