@@ -95,7 +95,6 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache:       it can free its keys and values, on any device.
     swaps_weights:     it can serve several models of one shape, one at a time.
     grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
-    fuses_experts:     it keeps the experts of a layer as one tensor, of which a push must have all parts or none.
     share_option:      the option that holds its share of a GPU's memory.
     share_has_activations: this share also holds what it computes with, so less is left for keys and values.
     memory_remedy:     what to type if it has a slot alone that is too small.
@@ -118,7 +117,6 @@ class EngineKind(ABC, Generic[Options]):
     frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
     grows_cache: ClassVar[bool] = False
-    fuses_experts: ClassVar[bool] = False
     share_option: ClassVar[str] = ""
     share_has_activations: ClassVar[bool] = False
     memory_remedy: ClassVar[str] = "take larger slots, or raise slots_per_replica"
@@ -198,11 +196,6 @@ class EngineKind(ABC, Generic[Options]):
     def bytes_in_layers(self) -> int | None:
         """Bytes of each weight of a linear layer, if it holds them in fewer than its dtype has."""
         return None
-
-    @property
-    def needs_whole_layers(self) -> bool:
-        """Whether a push must have all tensors that the engine keeps as one layer (q, k and v), or none of them."""
-        return False
 
     def made_batch_invariant(self) -> EngineKind[Options]:
         """The kind with options that make a request's tokens independent of other requests."""

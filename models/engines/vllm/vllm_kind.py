@@ -20,7 +20,6 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     reads_model_files = True
     share_option = "gpu_memory_utilization"
     share_has_activations = True
-    fuses_experts = True
     memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
 
     @classmethod
@@ -44,10 +43,6 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     @property
     def bytes_in_layers(self) -> int | None:
         return None if self.options.quantization == "none" else 1
-
-    @property
-    def needs_whole_layers(self) -> bool:
-        return self.options.quantization != "none" or bool(self.options.options.get("quantization"))
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
