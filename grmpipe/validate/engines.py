@@ -94,7 +94,7 @@ def check_sleep(role: ServedRole, placement: Placement) -> None:
     else:
         return
     way_out = f"placement.pools.{role.pool}.{sharing}=false"
-    if role.frees_device and not role.engine.sleep_mode:
+    if role.frees_device and not role.engine.memory.sleep_mode:
         key = role.option_key("sleep_mode")
         raise ConfigError(
             f"{key}: slots of the {sharing} pool {role.pool} are used by {role.name} and {others} in alternation, "

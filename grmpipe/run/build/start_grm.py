@@ -38,7 +38,7 @@ def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
             use = EndpointUse(
                 model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name)
             )
-            clients[role.name] = role.engine.connect(role.name, role.model, use)
+            clients[role.name] = endpoint.connect(role.name, role.model, use)
     return clients
 
 
