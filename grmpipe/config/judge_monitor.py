@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from grmpipe.config.bounds import Bounded, at_least
+from models.bounds import Bounded, at_least
 
 ACTIONS = ("warn", "pause", "stop")
 
