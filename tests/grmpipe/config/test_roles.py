@@ -293,14 +293,14 @@ def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) ->
 
 
 def test_a_rule_needs_no_grammar() -> None:
-    assert config(judge={"kind": "rule", "structured": True}).roles == ("policy", "learner")
+    assert config(judge={"kind": "rule", "format": {"structured": True}}).roles == ("policy", "learner")
 
 
 def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: None)
     run = config(
         grm={"path": "tiny://grm", "engine": "sglang"},
-        judge={"structured": True, "score_max": 5000},
+        judge={"format": {"structured": True}, "scale": {"high": 5000}},
         data={"num_prompts": 20},
     )
     with pytest.raises(ConfigError, match=r"^judge\.format\.structured: 5000 different scores"):
