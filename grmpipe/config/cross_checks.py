@@ -169,10 +169,11 @@ def check_labels(config: RunConfig) -> None:
         labelled.append(config.main_judge)
     for judge in labelled:
         key = judge.key
-        if not judge.scale.low < config.labels.pass_score <= judge.scale.high:
+        if not judge.scale.low < config.data.labels.pass_score <= judge.scale.high:
             raise ValueError(
-                f"labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
-                f"{key}.scale.high = {judge.scale.high}, got {config.labels.pass_score}; type the lowest of its scores "
+                f"data.labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
+                f"{key}.scale.high = {judge.scale.high}, got {config.data.labels.pass_score}; type the lowest "
+                f"of its scores "
                 "that passes an answer"
             )
 

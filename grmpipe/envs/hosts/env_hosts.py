@@ -131,5 +131,5 @@ class EnvHosts:
             self.num_replaced += 1
             self._begin(host, started)
             return
-        log.warning("%s is lost: health.max_replacements = %d", host.name, self._health.max_replacements)
+        log.warning("%s is lost: slots.health.max_replacements = %d", host.name, self._health.max_replacements)
         host.lose()

@@ -324,7 +324,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"policy": {"engine": "vllm"}}, True),
         ({"grm": {"path": "tiny://grm", "engine": "vllm", "engine_options": {"kv_cache_mb": 9}}}, True),
         ({"engine": {"vllm": {"max_batch_rows": 8, "recompute_kv_on_sync": True}}}, True),
-        ({"sync": {"deadline_s": 500.0}, "health": {"max_replacements": 9}}, True),
+        ({"sync": {"deadline_s": 500.0}, "slots": {"health": {"max_replacements": 9}}}, True),
         ({"engine": {"embedded": {"max_context_tokens": 300}}}, False),
         ({"policy": {"engine_options": {"max_context_tokens": 300}}}, False),
         ({"engine": {"vllm": {"options": {"quantization": "fp8"}}}}, False),
