@@ -68,7 +68,7 @@ def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "g
     engine = {kind: {"sleep_mode": sleep_mode, "max_batch_rows": 17}}
     judge = {"engine": kind, "path": "tiny://grm", **grm}
     return elastic(
-        resource, engine=engine, policy={"engine": kind}, grm=judge, slots={"slots": {"balance": {"swap": swap}}}
+        resource, engine=engine, policy={"engine": kind}, grm=judge, slots={"balance": {"swap": swap}}
     )
 
 
