@@ -9,8 +9,8 @@ from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.attempts import EpisodeFailed
+from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
-from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.flow_health import FlowHealth
@@ -66,7 +66,7 @@ class Producer:
         )
         self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
-        self._seats: dict[str, Booking] = {}  # of open groups, by group_id
+        self._slots: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
         self._config = config
         self._buffer = buffer
@@ -80,28 +80,28 @@ class Producer:
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
         for prompt_index in self._buffer.ledger.prompts_to_reopen:
-            seats = await self._parts.seats.book(self._config.group_size)
-            await self._open(prompt_index, self._parts.prompts.at(prompt_index), seats)
+            slots = await self._parts.slots.book(self._config.group_size)
+            await self._open(prompt_index, self._parts.prompts.at(prompt_index), slots)
         while True:
             await self._parts.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
             await self._health.until_fit(self._clock)
-            seats = await self._parts.seats.book(self._config.group_size)
+            slots = await self._parts.slots.book(self._config.group_size)
             prompt_index = self._buffer.ledger.next_prompt_index
             try:
                 prompt = self._parts.prompts.at(prompt_index)
             except EndOfData:
-                seats.end()
+                slots.end()
                 self._buffer.no_more_prompts()
                 return
-            await self._open(prompt_index, prompt, seats)
+            await self._open(prompt_index, prompt, slots)
 
-    async def _open(self, prompt_index: int, prompt: Prompt, seats: Booking) -> None:
-        """Open the group of a prompt with its recovered work, and send its other siblings to play. `seats`: for all of
+    async def _open(self, prompt_index: int, prompt: Prompt, slots: Booking) -> None:
+        """Open the group of a prompt with its recovered work, and send its other siblings to play. `slots`: for all of
         them.
         """
         group, kept = self._buffer.open(prompt_index, prompt)
-        self._seats[group.group_id] = seats
+        self._slots[group.group_id] = slots
         if self._parts.too_long(prompt):
             # The first time is for the console, those of later epochs are for run.log.
             level = logging.INFO if prompt.prompt_id in self._skipped else logging.WARNING
@@ -116,7 +116,7 @@ class Producer:
         await self.expiring.put(group)
         await self._open_session(group, kept)
         missing = group.missing_rollouts()
-        seats.keep(len(missing))
+        slots.keep(len(missing))
         for sibling in missing:
             await self.playing.put((group, sibling))
 
@@ -149,7 +149,7 @@ class Producer:
             group_id=group.group_id, sibling=sibling, seed=seed, on_turn=lambda so_far: self._turn_ended(group, so_far)
         )
         try:
-            async with self._seats[group.group_id].taken():
+            async with self._slots[group.group_id].taken():
                 rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
@@ -253,7 +253,7 @@ class Producer:
         """Cancel all work on a group that is no longer open."""
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
-        self._seats.pop(group.group_id).end()
+        self._slots.pop(group.group_id).end()
         self._health.group_ended(group)
 
 

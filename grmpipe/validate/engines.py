@@ -29,28 +29,8 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
         check_slots(roles[name])
     for role in roles.seated:
         check_sleep(role, placement)
-        if role.learner is not None and role.engine.needs_whole_layers and config.sync.delta:
-            raise ConfigError(
-                f"sync.delta: the engine of {role.name} quantizes q, k and v as one layer and needs all of them in a "
-                "push, from which this option leaves unchanged tensors out; type sync.delta=false"
-            )
     if (policy := roles.served.get(POLICY)) is not None and policy.learner is not None:
         check_correction(policy, config)
-
-
-def sends_parts_of_experts(role: ServedRole, config: RunConfig) -> bool:
-    """Whether a push of this role's weights may leave out some tensors of a layer that the engine keeps as one, if its
-    model is a mixture.
-    """
-    return role.learner is not None and role.engine.fuses_experts and config.sync.delta
-
-
-def refuse_delta_of_experts(role: ServedRole) -> None:
-    """For a mixture of which `sends_parts_of_experts` is true."""
-    raise ConfigError(
-        f"sync.delta: the engine of {role.name} keeps all experts of a layer as one tensor and needs all of them in a "
-        "push, from which this option leaves unchanged buckets out; type sync.delta=false"
-    )
 
 
 def check_correction(policy: ServedRole, config: RunConfig) -> None:
@@ -114,7 +94,7 @@ def check_sleep(role: ServedRole, placement: Placement) -> None:
     else:
         return
     way_out = f"placement.pools.{role.pool}.{sharing}=false"
-    if role.frees_device and not role.engine.sleep_mode:
+    if role.frees_device and not role.engine.memory.sleep_mode:
         key = role.option_key("sleep_mode")
         raise ConfigError(
             f"{key}: slots of the {sharing} pool {role.pool} are used by {role.name} and {others} in alternation, "

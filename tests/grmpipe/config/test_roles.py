@@ -374,13 +374,6 @@ def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, 
     seated("evaluate", correction="none")
 
 
-def test_an_engine_that_quantizes_fused_layers_is_sent_whole_ones() -> None:
-    sections = {"placement": placement_of(), "policy": {"engine": "vllm"}, "sync": {"delta": True}}
-    seat_roles(config_of(sections))
-    with pytest.raises(ConfigError, match=r"^sync\.delta: .*policy quantizes.*type sync\.delta=false"):
-        seat_roles(config_of(sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
-
-
 def test_one_key_says_how_vllm_quantizes() -> None:
     with pytest.raises(ValueError, match="quantization: unknown value 'int3'; known: none, fp8, fp8_per_block"):
         VllmConfig(quantization="int3")
