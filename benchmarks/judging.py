@@ -28,6 +28,7 @@ from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import is_right
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.renderer import Renderer
 from models.seeds import derive_seed
 from models.settings import EmbeddedConfig
@@ -59,7 +60,7 @@ class Group:
 async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
     """The rollouts of the quickstart's policy before its first step."""
     path = resolve_model("tiny://policy")
-    engine, renderer = EmbeddedEngine(path, "policy", EmbeddedConfig()), Renderer.load(path)
+    engine, renderer = EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig()), Renderer.load(path)
     params = SamplingParams(max_new_tokens=64)
 
     async def played(prompt: Prompt, sibling: int) -> Rollout:
@@ -78,7 +79,7 @@ async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
 async def judged(groups: Sequence[Group], early_stop: EarlyStopConfig, grm: str) -> list[Group]:
     """Judged by the tiny GRM, group by group, the siblings of a group concurrently."""
     path = resolve_model(grm)
-    engine, renderer = EmbeddedEngine(path, "grm", EmbeddedConfig()), Renderer.load(path)
+    engine, renderer = EmbeddedEngine(EngineSpec(path=path, role="grm"), EmbeddedConfig()), Renderer.load(path)
     config = JudgeConfig(num_judgements=NUM_JUDGEMENTS, max_new_tokens=128, early_stop=early_stop)
     judge = GenerativeJudge(LocalGrm("grm", engine, renderer, renderer.context_tokens), config, SEED)
     done = []

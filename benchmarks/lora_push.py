@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.lm.lora import adapters, add_adapters, outgoing
@@ -53,7 +54,9 @@ class Sender:
         self.pushes = Pushes()
         self._stream = WeightStream(model, "float32", 0, outgoing(model, lora, "float32"))
         self._transport = SharedMemoryFiles("float32")
-        self._engine = VllmEngine(path, "policy", VllmConfig(max_batch_rows=2, kv_cache_mb=32), lora=lora)
+        self._engine = VllmEngine(
+            EngineSpec(path=path, role="policy", lora=lora), VllmConfig(max_batch_rows=2, kv_cache_mb=32)
+        )
 
     async def push(self, version: int, expected: list[float]) -> None:
         sent = 0

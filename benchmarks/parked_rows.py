@@ -18,6 +18,7 @@ import torch
 from quickstart import busy_share_of_cores, commit_date, machine
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Completion, RequestContext, SamplingParams
@@ -79,7 +80,7 @@ async def play(engine: EmbeddedEngine, episodes: int, turns: int, parks: bool) -
 async def measure(episodes: int, turns: int) -> dict[bool, list[Played]]:
     """The same episodes with and without parking, each with an engine of its own."""
     path = resolve_model("tiny://policy")
-    engines = {parks: EmbeddedEngine(path, "policy", EmbeddedConfig()) for parks in (True, False)}
+    engines = {parks: EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig()) for parks in (True, False)}
     rounds: dict[bool, list[Played]] = {True: [], False: []}
     for number in range(-1, PAIRS):  # the first round allocates
         for parks in (True, False)[:: 1 if number % 2 else -1]:

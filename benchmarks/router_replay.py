@@ -26,6 +26,7 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.mixture import upcycle
@@ -90,7 +91,8 @@ def with_moved_routers(path: Path, directory: Path) -> Path:
 def sample(path: Path, dtype: str, *, return_routed_experts: bool = True) -> list[TrainingSample]:
     """Answers to the tiny prompts, with the engine's log-probs and experts."""
     engine = EmbeddedEngine(
-        str(path), "policy", EmbeddedConfig(), dtype=dtype, return_routed_experts=return_routed_experts
+        EngineSpec(path=str(path), role="policy", dtype=dtype, return_routed_experts=return_routed_experts),
+        EmbeddedConfig(),
     )
     renderer = Renderer.load(str(path), None)
     prompts = [renderer.render(p.messages) for p in load_prompts("tiny://train", num_tiny_prompts=NUM_PROMPTS)]

@@ -26,6 +26,7 @@ import psutil
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
@@ -91,7 +92,7 @@ async def measure(folder: Path, layers: int, hidden: int, repeats: int) -> Measu
     num_parameters = make_model(paths["policy"], 0, layers, hidden)
     make_model(paths["grm"], 1, layers, hidden)
     began_s = time.perf_counter()
-    engine = VllmEngine(str(paths["grm"]), "grm", VllmConfig(kv_cache_mb=KV_CACHE_MB))
+    engine = VllmEngine(EngineSpec(path=str(paths["grm"]), role="grm"), VllmConfig(kv_cache_mb=KV_CACHE_MB))
     context = RequestContext(request_id="first", group_id="g", role="grm")
     await engine.generate((5, 6, 7), SamplingParams(max_new_tokens=1), context)
     started_s = time.perf_counter() - began_s

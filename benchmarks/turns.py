@@ -18,6 +18,7 @@ import torch
 
 from grmpipe.capacity.shared_cores import CONTEXT_SWITCH_COST, shares
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import RequestContext, SamplingParams
@@ -71,7 +72,7 @@ def batches_a_second(rank: int) -> float:
 
 
 async def decode(rank: int) -> float:
-    engine = EmbeddedEngine(resolve_model("tiny://grm"), "grm", EmbeddedConfig(), seed=rank)
+    engine = EmbeddedEngine(EngineSpec(path=resolve_model("tiny://grm"), role="grm", seed=rank), EmbeddedConfig())
     await batch(engine, -1)  # compiles and allocates
     BARRIER[0].wait()
     began_s, done = time.perf_counter(), 0

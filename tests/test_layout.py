@@ -28,6 +28,7 @@ ORDER = [
     "scheduler/weights",
     "scheduler/slots",
     "grmpipe/types.py",
+    "grmpipe/counts.py",
     "grmpipe/trackers",
     "grmpipe/config",
     "grmpipe/algorithm",
@@ -65,7 +66,12 @@ ORDER = [
     "grmpipe/__init__.py",
 ]
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
-SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py", "models/import_path.py"}
+SCHEDULER_SEES = {
+    "models/types.py",
+    "models/priority_gate.py",
+    "models/version_spans.py",
+    "models/import_path.py",
+}
 LIBRARIES = {
     "ray": "scheduler/processes/",
     "vllm": "models/engines/vllm/",

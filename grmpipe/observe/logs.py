@@ -14,7 +14,9 @@ from rich.logging import RichHandler
 from grmpipe.config.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
-QUIET = ("httpx", "httpx2", "httpcore")  # they log one line per request
+REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
+# What the library mcp logs of a server ("client" is its session) is unmasked; tools/mcp_tools.py logs it masked.
+UNMASKED = ("mcp", "client")
 NOISY = ("ray", "transformers", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -36,8 +38,9 @@ def setup_logging(run_dir: Path, console: Console | None = None, trackers: Seque
         library = logging.getLogger(name)
         replace_handlers(library)
         library.propagate = True
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for names, level in ((REQUESTS, logging.WARNING), (UNMASKED, logging.CRITICAL)):
+        for name in names:
+            logging.getLogger(name).setLevel(level)
     for name in OURS:
         replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
 

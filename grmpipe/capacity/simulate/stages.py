@@ -23,7 +23,7 @@ from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout
-from models.types import Engine, SamplingParams
+from models.types import Generates, SamplingParams
 from scheduler.routing.router import Router
 
 WRITTEN = ("score_line", "boxed")  # parsers that read what a simulation writes
@@ -51,7 +51,7 @@ def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
-def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
+def make_play(workload: Workload, policy: Generates, driver: SimulatedDriver) -> Play:
     """The real play, with a tokenizer that counts."""
     limits = workload.config.rollout
     renderer = CountingRenderer(workload.chars_per_token[POLICY])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from grmpipe.config.env import EnvConfig, McpServerConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
 from grmpipe.envs.tools.mcp_tools import McpServers, check_servers
 from grmpipe.envs.tools.tool_env import ToolEnv
+from grmpipe.observe.logs import setup_logging
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
 
@@ -258,12 +260,18 @@ def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
         ("Welcome!", "Welcome!"),
     ],
 )
-def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(answer: str, said: str) -> None:
-    code = f"import sys\nfor line in sys.stdin: print({answer!r}, flush=True)"
-    server = {"command": [sys.executable, "-S", "-c", code], "env": {"KEY": "hush-hush"}}
-    with pytest.raises(ValueError, match="^mcp.calc: it lists no tools within env.boot_s = 0.5 s; it wrote") as error:
-        asyncio.run(check_servers(EnvConfig(kind="tools", mcp={"calc": server}, boot_s=0.5)))
+def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(
+    answer: str, said: str, tmp_path: Path, restored_logging: None
+) -> None:
+    setup_logging(tmp_path)
+    echo = f"while read -r line; do echo {shlex.quote(answer)}; done"
+    server = {"command": ["sh", "-c", echo], "env": {"KEY": "hush-hush"}}
+    with pytest.raises(ValueError, match="^mcp.calc: it lists no tools within env.boot_s = 2 s; it wrote") as error:
+        asyncio.run(check_servers(EnvConfig(kind="tools", mcp={"calc": server}, boot_s=2.0)))
     assert str(error.value).endswith(f"no message of MCP (JSON-RPC 2.0, one message per line): {said}")
+    lines = (tmp_path / "run.log").read_text()
+    assert "the MCP server calc wrote what is no message of MCP" in lines
+    assert "hush-hush" not in lines and "Traceback" not in lines
 
 
 @pytest.mark.parametrize(
