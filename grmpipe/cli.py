@@ -37,6 +37,7 @@ from grmpipe.config.yaml_io import DictConfig, build, interpolated_keys, schema
 from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
+from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.tasks.sweep import SweepRun, exit_code_of, sweep_table
 from grmpipe.validate.seats import check_seats
 from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
@@ -63,23 +64,41 @@ class RunEnded(SystemExit):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> float | None:
     def run() -> float | None:
-        return run_to_end(lambda: run_task(built(config)))
+        return run_to_end(lambda: run_task(built(config, HydraConfig.get().overrides.task)))
 
     return run_in_sweep(run, config.objective) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
 
 
-def built(config: DictConfig) -> RunConfig:
+def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of an experiment with overrides as on the command line. Raises ConfigError."""
+    typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
+    put_working_folder_last(Path.cwd())
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return built(hydra.compose("config", typed), typed)
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+    except ValueError as error:
+        raise ConfigError(of_null_group(error, typed) or str(error)) from error
+
+
+def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
+    """The message for Hydra's error of a group without a choice, which names no key; empty for other errors."""
+    return no_choice(typed) if str(error).startswith("Config group override") else ""
+
+
+def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
     if config.task != "evaluate":
         return build(config)
-    typed = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    overrides = OverridesParser.create().parse_overrides(list(typed))
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
         read_by_others=interpolated_keys(config),
     )
-    check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in typed])
+    check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in overrides])
     return build(config)
 
 
@@ -127,7 +146,8 @@ def run_in_sweep(run: Callable[[], float | None], key: str) -> float | None:
     return objective
 
 
-def run_task(config: RunConfig) -> float | None:
+def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
+    """The objective. Raises ConfigError, RunFailed or RunInterrupted."""
     if config.task == "doctor":  # works without the other imports
         print(doctor(config.engine.sglang.python))
         if config.cluster.address is not None:
@@ -142,7 +162,7 @@ def run_task(config: RunConfig) -> float | None:
     check_seats(config)
     from grmpipe import tasks
 
-    return tasks.run_task(config)
+    return tasks.run_task(config, watcher)
 
 
 def examine(config: RunConfig, address: str) -> None:
@@ -191,8 +211,8 @@ def main() -> int:
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
-    except ValueError as error:  # Hydra's, of a group without a choice; it names no key
-        if not str(error).startswith("Config group override") or not (message := no_choice(sys.argv[1:])):
+    except ValueError as error:
+        if not (message := of_null_group(error, sys.argv[1:])):
             raise
         return complain(message, 2)
     finally:

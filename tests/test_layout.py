@@ -63,6 +63,8 @@ ORDER = [
     "grmpipe/capacity/simulate",
     "grmpipe/tasks.py",
     "grmpipe/cli.py",
+    "grmpipe/run_reader.py",
+    "grmpipe/launching.py",
     "grmpipe/__init__.py",
 ]
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.

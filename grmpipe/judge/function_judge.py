@@ -10,7 +10,7 @@ from typing import cast
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
 from grmpipe.judge.reward_function import Scored, reward_function
-from grmpipe.judge.verdict import outcome, unasked
+from grmpipe.judge.verdict import failed, outcome
 from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
@@ -90,7 +90,7 @@ class FunctionJudge:
         level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
-        failure = unasked(cause, f"prompt {prompt.prompt_id}: {words}")
+        failure = failed(cause, f"prompt {prompt.prompt_id}: {words}")
         return JudgeReport(verdict=failure, failures=(failure,))
 
 

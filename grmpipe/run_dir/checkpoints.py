@@ -82,6 +82,10 @@ class Checkpoints:
             damaged += (f"{path.name}: {difference}",)
         return Found(checkpoint=None, damaged=damaged)
 
+    def latest(self) -> Path | None:
+        """The checkpoint that was published last, in this process or before."""
+        return self._pointed()[0]
+
     def load(self, checkpoint: Path) -> RunState:
         return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
 
