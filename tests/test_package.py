@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tomllib
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,23 @@ def run_quickstart(commands: Path, folder: Path, *overrides: str) -> None:
 
 def test_a_wheel_runs_the_quickstart_on_ray_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
     run_quickstart(wheel_commands, lab(tmp_path), "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
+
+
+RUN_NOTEBOOK = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+assert any("image/png" in out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", ())), "no plot"
+"""
+
+
+@pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient, ipykernel")
+def test_the_notebook_runs_on_a_wheel_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+    done = subprocess.run(
+        [str(wheel_commands / "python"), "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "notebook.ipynb")],
+        cwd=lab(tmp_path), capture_output=True, text=True, timeout=280, check=False, env=HERE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long
