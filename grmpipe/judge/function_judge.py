@@ -9,9 +9,9 @@ from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
-from grmpipe.judge.reward_function import Scored, reward_function
-from grmpipe.judge.verdict import failed, outcome
-from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
+from grmpipe.judge.reward_function import GivenReward, reward_function
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,9 @@ class FunctionJudge:
     failed as `abstained`; what the function raises, or returns that is no number, as `broken`.
     """
 
-    def __init__(self, config: JudgeConfig, key: str) -> None:
-        """key: the configuration's section of the judge. Raises ValueError that begins with the key below it."""
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError that begins with the key below the judge's section."""
+        key = config.key
         self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.show_thoughts)
         self._by_group = config.function_batch == "group"
         if self._by_group and not self.function.is_batch:
@@ -53,7 +54,7 @@ class FunctionJudge:
             return [self._failed("broken", str(error), prompt)] * len(rollouts)
         return [self._report(one, prompt, rollout) for one, rollout in zip(given, rollouts, strict=True)]
 
-    async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Scored]:
+    async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[GivenReward]:
         one = self.function
         async with asyncio.timeout(self._timeout_s):
             with called(one.owner, (TooManyStuck,)):
@@ -64,7 +65,7 @@ class FunctionJudge:
                     given = await in_own_thread(one.function, **arguments)
                 return one.read(given, len(rollouts))
 
-    def _report(self, given: Scored, prompt: Prompt, rollout: Rollout) -> JudgeReport:
+    def _report(self, given: GivenReward, prompt: Prompt, rollout: Rollout) -> JudgeReport:
         if given.reward is None:
             return self._failed("abstained", f"{self.function.owner} returned None", prompt)
         reward = score = given.reward
@@ -75,23 +76,15 @@ class FunctionJudge:
                 words = f"{self.function.owner} returned {reward:g}, which is outside of [{low:g}, {high:g}]"
                 return self._failed("out_of_range", words, prompt)
             parts[RAW], reward = reward, (reward - low) / (high - low)
-            score = self._scale.low + reward * (self._scale.high - self._scale.low)
-        verdict = Verdict(
-            rewards=outcome(rollout, reward),
-            score=score,
-            breakdown=parts | {COMPONENT: reward},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+            score = self._scale.score_of(reward)
+        return unvoted(outcome(rollout, reward), score, parts | {COMPONENT: reward})
 
     def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:
         # The first failure that isn't the function's own wish is for the console, the others are for run.log.
         level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
-        failure = failed(cause, f"prompt {prompt.prompt_id}: {words}")
-        return JudgeReport(verdict=failure, failures=(failure,))
+        return unjudged(failed(cause, f"prompt {prompt.prompt_id}: {words}"))
 
 
 class FunctionSession:

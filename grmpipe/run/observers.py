@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.judging import GRM
+from grmpipe.config.entry_names import GRM
 from grmpipe.config.redact import redact
+from grmpipe.config.resolve_config import typed_sections
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import without_secrets
@@ -37,6 +38,7 @@ FILES = {
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
+    "figures.txt": "the tables of an evaluation",
     "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
     "judged.jsonl": "every item with its scores and critiques",
     "metrics.jsonl": "one line per step",
@@ -77,7 +79,7 @@ def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own:
     """The run's own trackers, and those that the configuration chooses. What was logged after a checkpoint is void."""
     settings, states = config.tracking, state.trackers if state is not None else {}
     first_step = state.pipeline_state.version + 1 if state is not None else 0
-    shown = redact(without_secrets(config, free_on_resume))
+    shown = redact(without_secrets(typed_sections(config), free_on_resume))
     trackers = AllTrackers(own, states, table_every=settings.table_every, table_rows=settings.table_rows)
     for name in settings.trackers:
         run = TrackedRun(run_dir=run_dir, config=shown, state=states.get(name, {}), first_step=first_step)
@@ -153,11 +155,11 @@ class Observers:
         if self.console:
             self.console.print_samples(rows)
             if bottleneck is not None:
-                self.console.bottleneck(bottleneck)
+                self.console.remark("bottleneck", bottleneck)
             if signal is not None:
-                self.console.missing_signal(signal)
+                self.console.remark("no signal", signal)
             for text in requests:
-                self.console.requests(text)
+                self.console.remark("requests", text, "dim")
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             for name, count in (self.trackers.failures - Counter(self.journal_failures)).items():

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.survey import Survey
-from grmpipe.config.judging import GRM, POLICY
+from grmpipe.config.entry_names import POLICY
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
-from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
+from models.settings import DEFAULT_MEMORY_SHARE
 from scheduler.devices import GB
 from scheduler.placement import Seat
 
-AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 
 
@@ -52,7 +51,7 @@ def undecided(survey: Survey) -> tuple[str, ...]:
     return tuple(
         role.name
         for role in survey.roles.seated
-        if role.device == "cuda" and role.engine.shares_leftover and neighbours(survey, role.name)
+        if role.device == "cuda" and role.engine.memory.shares_leftover and neighbours(survey, role.name)
     )
 
 
@@ -93,7 +92,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
         weights=engine_weights(served, footprint) / served.num_gpus
         + own_bytes(served, footprint, served.num_gpus, survey.pool(role)),
         token=footprint.kv_bytes_per_token(served.dtype, served.num_gpus) / served.num_gpus,
-        kv=served.engine.set_cache_bytes,
+        kv=served.engine.memory.cache_bytes,
     )
 
 
@@ -118,17 +117,13 @@ def total(parts: Sequence[Part]) -> float:
 def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
     """The configuration with the shares as engine options of the roles."""
     config, served = survey.config, survey.roles.served
-    return replace(
-        config,
-        policy=_with_share(config.policy, served.get(POLICY), shares),
-        grm=_with_share(config.grm, served.get(GRM), shares),
-        models={role: _with_share(model, served.get(role), shares) for role, model in config.models.items()},
-    )
+    models = {role: _with_share(model, served.get(role), shares) for role, model in config.models.items()}
+    return replace(config, models=models)
 
 
-def _with_share(model: AnyModel, role: ServedRole | None, shares: Mapping[str, float]) -> AnyModel:
+def _with_share(model: ModelEntry, role: ServedRole | None, shares: Mapping[str, float]) -> ModelEntry:
     hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
     if role is None or not hundredths:  # rounded down: together they must not exceed the device
         return model
-    options = {**model.engine_options, role.engine.share_option: hundredths / 100}
+    options = {**model.engine_options, role.engine.memory.share_option: hundredths / 100}
     return replace(model, engine_options=options)

@@ -31,7 +31,8 @@ from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import NOTHING_COUNTED, find_kept, void_group_ends
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
@@ -108,7 +109,7 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        whole = config.reward_tree.varies_by_group()
+        whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)

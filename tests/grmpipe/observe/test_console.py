@@ -1,4 +1,4 @@
-"""The console: a panel in a terminal, one line per step elsewhere, and texts of models that do no harm."""
+"""The console: a line per step, and texts of models that do no harm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from configs import run_config
 from rich.console import Console
 
-from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
-from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
+from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, files_of
@@ -116,17 +116,6 @@ def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score(
     assert held_out == "step 1/2  held-out:  reward 0.50"
 
 
-def test_the_panel_has_a_row_for_each_of_several_judges() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=2, console=console, shown=SEVERAL_JUDGES)
-    sink.log(1, BY_JUDGE)
-    sink.close()
-    rows = [" ".join(line.strip("│ ").split()) for line in text_of(console).splitlines()]
-    assert "judge score 6.2 tok/s 1,310 failed 2 timeout" in rows
-    assert "failed_soon score 1.0" in rows
-    assert "reward 0.56 ▅" in rows
-
-
 def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     config = SimpleNamespace(trained_grms={"grm": None, "safety": None})
     files = files_of(config)  # type: ignore[arg-type]
@@ -134,34 +123,8 @@ def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     assert list(files)[-1] == "run.log"
 
 
-def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=80, console=console)
-    sink.log(12, METRICS)
-    sink.close()
-    panel = text_of(console)
-    for shown in (
-        "step 12/80", "━", "true accuracy", "0.46", "GRM score", "6.0", "3,410", "1.3s", "learner worked", "0.5s",
-        "learner waited for groups",
-        "engines waited for learner", "12.5s", "weight sync", "0.03s", "2 timeout",
-    ):  # fmt: skip
-        assert shown in panel
-
-
-def test_the_panel_keeps_what_only_some_steps_tell() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=80, console=console)
-    sink.log(1, METRICS)
-    sink.log(2, {"train/true_accuracy": 0.9, "train/grm_score": math.nan, "judge/failed_timeout": 1.0})
-    sink.close()
-    last = text_of(console).split("step 2/80")[-1]
-    assert "12.5s" in last
-    assert "3 timeout" in last  # of both steps
-    assert "▄▇" in last  # the trend of both steps
-
-
 @pytest.mark.parametrize("terminal", [True, False])
-def test_notes_and_alarms_are_seen_in_both_modes(terminal: bool) -> None:
+def test_notes_and_alarms_are_seen_in_a_terminal_and_in_a_file(terminal: bool) -> None:
     console = recorded(terminal=terminal)
     sink = ConsoleSink(num_steps=2, console=console)
     sink.log(1, METRICS)
@@ -231,11 +194,6 @@ def test_failures_are_named_by_cause_and_only_those_that_happened() -> None:
     assert failures_by_cause(METRICS) == {"timeout": 2}
 
 
-def test_a_sparkline_stays_on_its_scale() -> None:
-    assert sparkline([-1.0, 0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▁▅██"
-    assert sparkline([], 0.0, 1.0) == ""
-
-
 @pytest.mark.usefixtures("restored_logging")
 def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -282,7 +240,7 @@ def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
 ) -> None:
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
+    observers = Observers.open(run_config(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished")
     prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
     for step in range(2):
@@ -321,7 +279,7 @@ def test_a_step_whose_groups_teach_nothing_says_so(terminal: bool) -> None:
 def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
     tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
+    observers = Observers.open(run_config(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     for step in (1, 2):
         observers.trackers.log(step, {"train/zero_advantage_share": step / 2})
     observers.close()
