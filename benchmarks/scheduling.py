@@ -27,7 +27,8 @@ from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation
 from grmpipe.capacity.simulate.stages import Workload, flow_of
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.resolve_config import resolve_config
+from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.interfaces import PipelineState
@@ -44,18 +45,20 @@ def workload(
     *, groups: int, staleness: int, rollouts: Lengths, judgements: Lengths, num_judgements: int = 4
 ) -> Workload:
     """Groups of 8."""
-    config = RunConfig(
-        train=TrainConfig(groups_per_batch=groups, group_size=8, max_staleness=staleness, micro_batch_tokens=4096),
-        rollout=RolloutConfig(
-            max_new_tokens=2048, min_tokens_per_s=1, group_deadline_s=PATIENCE_S, max_concurrency=ALL
-        ),
-        judge=JudgeConfig(
-            num_judgements=num_judgements,
-            max_new_tokens=1024,
-            min_tokens_per_s=1,
-            timeout_s=PATIENCE_S,
-            max_concurrency=ALL,
-        ),
+    config = resolve_config(
+        RunSections(
+            train=TrainConfig(groups_per_batch=groups, group_size=8, max_staleness=staleness, micro_batch_tokens=4096),
+            rollout=RolloutConfig(
+                max_new_tokens=2048, min_tokens_per_s=1, group_deadline_s=PATIENCE_S, max_concurrency=ALL
+            ),
+            judge=JudgeConfig(
+                num_judgements=num_judgements,
+                max_new_tokens=1024,
+                min_tokens_per_s=1,
+                timeout_s=PATIENCE_S,
+                max_concurrency=ALL,
+            ),
+        )
     )
     question = Message(role="user", content="How many apples are left when she has given away half of them? " * 4)
     return Workload(

@@ -29,6 +29,7 @@ ORDER = [
     "scheduler/slots",
     "grmpipe/__init__.py",
     "grmpipe/types.py",
+    "grmpipe/counts.py",
     "grmpipe/trackers",
     "grmpipe/config",
     "grmpipe/algorithm",

@@ -14,13 +14,12 @@ from typing import Literal
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
-from grmpipe.config.judging import JUDGE
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import Rule, rule_named
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import outcome
-from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
+from grmpipe.judge.verdict import outcome, unvoted
+from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
 from models.types import Message
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
@@ -133,10 +132,10 @@ def label_rule(parser: Parser, scale: Scale) -> Rule:
     return is_right
 
 
-def rule_of(judge: JudgeConfig, key: str = JUDGE) -> Rule:
+def rule_of(judge: JudgeConfig) -> Rule:
     """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
-        return rule_named(judge.rule, key)
+        return rule_named(judge.rule, judge.key)
     return label_rule(parser_named(judge.parser), judge.scale)
 
 
@@ -150,14 +149,7 @@ class LabelReward:
         assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
         right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
         reward, scale = RIGHT if right else WRONG, Scale()
-        verdict = Verdict(
-            rewards=outcome(rollout, reward),
-            score=scale.high if right else scale.low,
-            breakdown={"label": reward},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+        return unvoted(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
 
 
 Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling

@@ -415,7 +415,7 @@ class Run:
         return report
 
     async def after_step(self, report: StepReport) -> None:
-        self.pipeline.buffer.check()
+        assert self.pipeline.ledger
 
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
@@ -474,7 +474,7 @@ class Run:
         if self.pool is not None:
             loops |= {"balance": self.pool.run(), "slots": self.look_at_slots()}
         await run_until(main(), **loops)
-        for group_id in self.pipeline.buffer.groups:
+        for group_id in self.pipeline._buffer.groups:
             self.check_deadline(group_id)
 
 

@@ -140,8 +140,8 @@ def test_the_learner_steps_on_the_gpu_and_the_engine_takes_its_weights(dtype: st
         )
         await engine.pause()
         await engine.begin_weights()
-        for index in range(learner.num_buckets()):
-            bucket = learner.bucket(index)
+        for index in range(learner.sender.num_buckets()):
+            bucket = learner.sender.bucket(index)
             assert bucket is not None
             await engine.load_bucket(bucket)
         await engine.commit_weights(1)

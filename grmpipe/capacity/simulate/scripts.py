@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
+from grmpipe.config.entry_names import JUDGE, POLICY
 from grmpipe.config.judge import Scale
-from grmpipe.config.judging import JUDGE, POLICY
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
 from models.types import FinishReason, Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec

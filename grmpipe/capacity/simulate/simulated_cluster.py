@@ -5,7 +5,6 @@ learner take time instead of working, and the driver takes the time it is given.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -320,7 +319,7 @@ class Simulation:
             dropped=dict(self.pipeline.ledger.dropped),
             failed_judgements=dict(self.pipeline.counters.total_so_far().judging.failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
-            stalls=functools.reduce(StallTimes.plus, (step.stalls for step in inside)),
+            stalls=sum((step.stalls for step in inside), StallTimes()),
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.run.build.engines import start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import JudgeParts, make_judge
@@ -38,7 +38,7 @@ class EvaluationComponents:
     grms: Mapping[str, Grm]
     endpoints: tuple[ChatEngine, ...]
     scalars: ScalarModels
-    meta_rm: MetaRmScorer | None
+    meta_rm: MetaRm | None
 
     def judge(self, ready: PreparedEvaluation, config: RunConfig) -> Judge:
         """The judge under a configuration: that of the run, or the one under which a judge is measured."""

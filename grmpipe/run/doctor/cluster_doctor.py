@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.isolation import IsolationConfig
-from grmpipe.config.judging import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.node_examiner import NodeExaminer, NodeFacts, versions
 from grmpipe.validate.sections import section
@@ -97,7 +97,7 @@ async def examined(
 ) -> list[Finding]:
     """All findings, ordered by machine."""
     addresses = cast(list[str], await group.call_all("address"))
-    models = {role: config.models_by_role[role].path for role in (POLICY, *config.judging.local_roles)}
+    models = {role: config.models[role].path for role in (POLICY, *config.judging.local_roles)}
     each = [(address, folder, models) for address in addresses]
     facts = cast(list[NodeFacts], await group.call_each("facts", each))
     by_address = {node.address: node for node in nodes}
@@ -165,7 +165,7 @@ def checkpoint_gb(config: RunConfig) -> float:
     """Space of the checkpoints that a run keeps and of the one that it writes: float32 weights and two moments of all
     that learns. A model whose size isn't declared counts 0.
     """
-    models = [config.models_by_role[role] for role, learner in config.learners.items() if learner in config.roles]
+    models = [config.models[role] for role, learner in config.learners.items() if learner in config.roles]
     learning = [(model.shape, model.lora) for model in models]
     if "critic" in config.roles and config.critic.path is None:
         learning.append((config.policy.shape, LoraConfig()))
