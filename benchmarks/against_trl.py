@@ -29,9 +29,10 @@ from quickstart import busy_share_of_cores, commit_date, machine, quiet
 from grmpipe.config.yaml_io import read_yaml
 from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
-from models.tiny.evaluate import measure_policy
+from models.tiny.quality import policy_quality
 from models.tiny.recipes import RECIPES
 from models.tiny.resolve import directory_of
+from models.tiny.speaker import Speaker
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "against_trl.md"
@@ -111,8 +112,8 @@ def measured_alone(command: Sequence[str], env: Mapping[str, str]) -> float:
 
 
 def finals(policy: Path) -> dict[str, float]:
-    quality = measure_policy(policy)
-    return {"final": quality.true_accuracy, "final_greedy": quality.true_accuracy_greedy}
+    quality = policy_quality("policy", Speaker(policy))
+    return {"final": quality["true_accuracy"], "final_greedy": quality["true_accuracy_greedy"]}
 
 
 def run_stages(folder: Path) -> dict[str, float]:

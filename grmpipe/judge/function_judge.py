@@ -9,7 +9,7 @@ from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
-from grmpipe.judge.reward_function import Scored, reward_function
+from grmpipe.judge.reward_function import GivenReward, reward_function
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
 from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
@@ -54,7 +54,7 @@ class FunctionJudge:
             return [self._failed("broken", str(error), prompt)] * len(rollouts)
         return [self._report(one, prompt, rollout) for one, rollout in zip(given, rollouts, strict=True)]
 
-    async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Scored]:
+    async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[GivenReward]:
         one = self.function
         async with asyncio.timeout(self._timeout_s):
             with called(one.owner, (TooManyStuck,)):
@@ -65,7 +65,7 @@ class FunctionJudge:
                     given = await in_own_thread(one.function, **arguments)
                 return one.read(given, len(rollouts))
 
-    def _report(self, given: Scored, prompt: Prompt, rollout: Rollout) -> JudgeReport:
+    def _report(self, given: GivenReward, prompt: Prompt, rollout: Rollout) -> JudgeReport:
         if given.reward is None:
             return self._failed("abstained", f"{self.function.owner} returned None", prompt)
         reward = score = given.reward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
@@ -34,15 +36,21 @@ class GrmQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmRequest:
-    """One call. A repeated id samples the same answer."""
+    """One question to a GRM. Its request ids are `<name>.<attempt>`, with the judge's mark; a repeated id samples the
+    same answer.
+    """
 
-    request_id: str
+    name: str
     group_id: str
     priority: int
     prompt: GrmPrompt
     max_new_tokens: int
     pattern: str | None
     thinking: ThinkingBudget | None
+
+
+T = TypeVar("T")
+Read = Callable[[Completion, int], T | FailedJudgement]  # an answer, the attempt counted from 1 -> its result
 
 
 class GrmClient:
@@ -68,11 +76,6 @@ class GrmClient:
         return self._config.temperature == 0
 
     @property
-    def _most_attempts(self) -> int:
-        """For an unusable answer."""
-        return 1 if self.is_greedy else 1 + self._config.max_retries
-
-    @property
     def room(self) -> int | None:
         """The tokens that the prompt of a judgement may have. None if the context window is unknown."""
         return self.grm.context_tokens - self._config.max_new_tokens if self.grm.context_tokens else None
@@ -83,47 +86,48 @@ class GrmClient:
         return self.grm.context_tokens - self._config.principles_max_new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, with retries while the answer is unusable, unless it is greedy. The router retries a dead
-        engine.
-        """
-        config = self._config
-        pattern, budget = self._pattern(question.num_scores), self._budget(question.num_scores)
-        results: list[Judgement | Failed] = []
-        for attempt in range(self._most_attempts):
-            request = GrmRequest(
-                request_id=f"{question.name}/j{index}.{attempt}{self._mark}",
-                group_id=question.group_id,
-                priority=priority,
-                prompt=question.prompt,
-                max_new_tokens=config.max_new_tokens,
-                pattern=pattern,
-                thinking=budget,
-            )
+        """One judgement, after the failures before it."""
+        request = GrmRequest(
+            name=f"{question.name}/j{index}",
+            group_id=question.group_id,
+            priority=priority,
+            prompt=question.prompt,
+            max_new_tokens=self._config.max_new_tokens,
+            pattern=self._pattern(question.num_scores),
+            thinking=self._budget(question.num_scores),
+        )
+        return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
+
+    async def text(self, name: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
+        """A free text that isn't truncated: the principles of a group."""
+        request = GrmRequest(
+            name=name,
+            group_id=group_id,
+            priority=priority,
+            prompt=prompt,
+            max_new_tokens=self._config.principles_max_new_tokens,
+            pattern=None,
+            thinking=self._budget(),
+        )
+
+        def read(answer: Completion, attempts: int) -> Completion | FailedJudgement:
+            if answer.finish_reason != "length" and answer.answer.strip():
+                return answer
+            cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
+            return failed_judgement(cause, attempts, "the principles are truncated or empty", prompt, answer)
+
+        *_, last = await self._sample(request, read)
+        return last
+
+    async def _sample(self, request: GrmRequest, read: Read[T]) -> list[T | Failed]:
+        """Ask with retries while the answer is unusable, unless it is greedy. The router retries a dead engine."""
+        results: list[T | Failed] = []
+        for attempt in range(1 if self.is_greedy else 1 + self._config.max_retries):
             answer = await self._answer(request, attempt)
-            results.append(answer if isinstance(answer, Failed) else self._read(question, answer, attempt))
+            results.append(answer if isinstance(answer, Failed) else read(answer, attempt + 1))
             if not isinstance(results[-1], FailedJudgement):
                 break
         return results
-
-    async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
-        """A free text that isn't truncated: the principles of a group. Retried like a judgement."""
-        result: Completion | Failed
-        for attempt in range(self._most_attempts):
-            request = GrmRequest(
-                request_id=f"{request_id}.{attempt}{self._mark}",
-                group_id=group_id,
-                priority=priority,
-                prompt=prompt,
-                max_new_tokens=self._config.principles_max_new_tokens,
-                pattern=None,
-                thinking=self._budget(),
-            )
-            answer = await self._answer(request, attempt)
-            if isinstance(answer, Failed) or (answer.finish_reason != "length" and answer.answer.strip()):
-                return answer
-            cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
-            result = failed_judgement(cause, attempt, "the principles are truncated or empty", prompt, answer)
-        return result
 
     def _pattern(self, num_scores: int) -> str | None:
         """The pattern of a whole judgement. None if it is free."""
@@ -143,8 +147,9 @@ class GrmClient:
         return replace(budget, pattern=answer_pattern(config.parser, self._scale, num_scores))
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
+        request_id = f"{request.name}.{attempt}{self._mark}"
         context = RequestContext(
-            request_id=request.request_id,
+            request_id=request_id,
             group_id=request.group_id,
             role=self.grm.name,
             priority=request.priority,
@@ -153,7 +158,7 @@ class GrmClient:
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,
             temperature=self._config.temperature,
-            seed=derive_seed(self._seed, first_name(request.request_id)),
+            seed=derive_seed(self._seed, first_name(request_id)),
             pattern=request.pattern,
             thinking=request.thinking,
         )
@@ -170,11 +175,11 @@ class GrmClient:
             return failed("died", "the request was aborted", attempt + 1)
         return completion
 
-    def _read(self, question: GrmQuestion, completion: Completion, attempt: int) -> Judgement | Failed:
+    def _read(self, question: GrmQuestion, completion: Completion, attempts: int) -> Judgement | FailedJudgement:
         scores = scores_of(completion, self._parser, question.num_scores, self._scale)
         if isinstance(scores, str):
             detail = f"it ends with {completion.text[-80:]!r}"
-            return failed_judgement(scores, attempt, detail, question.prompt, completion)
+            return failed_judgement(scores, attempts, detail, question.prompt, completion)
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
@@ -187,12 +192,12 @@ class GrmClient:
 
 
 def failed_judgement(
-    cause: Cause, attempt: int, detail: str, prompt: GrmPrompt, completion: Completion
+    cause: Cause, attempts: int, detail: str, prompt: GrmPrompt, completion: Completion
 ) -> FailedJudgement:
     return FailedJudgement(
         stage="judge",
         cause=cause,
-        attempts=attempt + 1,
+        attempts=attempts,
         detail=detail,
         prompt_ids=prompt.token_ids,
         completion=completion,

@@ -102,20 +102,18 @@ class RecordedRollout:
     rollout: Rollout
 
 
-def load_rollouts(
-    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
-) -> Iterator[RecordedRollout]:
+def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
     """Rollouts in the order they ended, read lazily: a long run's journal exceeds the memory. Otherwise like
     `read_records`.
     """
-    return read_records(path, decode_recorded, run_id=run_id, since=since, until=until)
+    return read_records(path, decode_recorded, run_id=run_id, since=since)
 
 
 def load_verdicts(
-    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
+    path: Path, *, run_id: str = "", since: Mark | None = None
 ) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
     """((group_id, sibling), report) for each verdict. A rollout may be judged again: the later report counts."""
-    return read_records(path, decode_judged, run_id=run_id, since=since, until=until)
+    return read_records(path, decode_judged, run_id=run_id, since=since)
 
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:

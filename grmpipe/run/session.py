@@ -18,7 +18,7 @@ from grmpipe.observe.summary import Status, Summary, with_requests, written
 from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.signals import ended_by_signals
-from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from scheduler.supervise import describe_failure
@@ -95,7 +95,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
     config = prepared.config
     with ended_by_signals(), watched_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
-        state = checkpoints.load(resumed) if resumed else None
+        state = load_state(resumed) if resumed else None
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
         observers = Observers.open(config, run_dir, state, gauges=make_run.is_policy_run)
         try:

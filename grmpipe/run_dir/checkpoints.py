@@ -82,9 +82,6 @@ class Checkpoints:
             damaged += (f"{path.name}: {difference}",)
         return Found(checkpoint=None, damaged=damaged)
 
-    def load(self, checkpoint: Path) -> RunState:
-        return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-
     def _point_at(self, whole: Path) -> None:
         pointer = self.directory / f"{LATEST_FILE}{DRAFT_SUFFIX}"
         pointer.write_text(whole.name, encoding="utf-8")
@@ -122,6 +119,10 @@ class Checkpoints:
         for path in _folders(self.directory):
             if path.name.endswith(DRAFT_SUFFIX) and PUBLISHED.fullmatch(path.name.removesuffix(DRAFT_SUFFIX)):
                 yield path
+
+
+def load_state(checkpoint: Path) -> RunState:
+    return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from models.tiny.dialogues import Said
-from models.tiny.sft_examples import tokenizer_corpus
+from models.tiny.examples import Said, tokenizer_corpus
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 BEFORE_CONTENT = f"{TURN_START}user\n"

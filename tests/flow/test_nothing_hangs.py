@@ -15,7 +15,7 @@ import pytest
 from forks import Forked
 
 from grmpipe.envs.isolation.leftovers import start_of
-from grmpipe.envs.isolation.seat_processes import descendants
+from grmpipe.envs.isolation.worker_processes import descendants
 
 SOURCE = '''
 """A user's tools and agent, which wait for what never comes."""

@@ -19,7 +19,7 @@ from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make
 from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.roles import resolve_engine
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
@@ -253,7 +253,7 @@ class Simulation:
             Learners(policy=learner, sync=sync, engines=policy, critic=self.critic, share=self.share),
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
-            seats=Seats(),
+            slots=EpisodeSlots(),
             play=make_play(self.workload, policy, self.driver),
             judge=make_judge(self.workload, routers, self.driver),
             journal=self.needs,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.seats import seated
+from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
@@ -22,8 +22,8 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
     running.maintenance.stops(clock)
     return Evaluator(
         prompts=prepared.held_out,
-        play_sampled=seated(make_play(prepared, running.policy, envs, evaluate.temperature), envs.seats),
-        play_greedy=seated(make_play(prepared, running.policy, envs, 0.0), envs.seats),
+        play_sampled=in_own_slot(make_play(prepared, running.policy, envs, evaluate.temperature), envs.slots),
+        play_greedy=in_own_slot(make_play(prepared, running.policy, envs, 0.0), envs.slots),
         judge=with_own_bounds(running.judge),
         is_right=prepared.is_right,
         seed=seed_of(prepared.config),

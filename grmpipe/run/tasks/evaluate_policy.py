@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grmpipe.config.evaluation import NUM_SAMPLES
-from grmpipe.envs.seats import seated
+from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, write_policies
@@ -69,7 +69,7 @@ async def evaluate_policy(
             write_policies(answers.run_dir, policies)
     finally:
         answers.close()
-    show_policies(policies, scoring, ready.config.labels.pass_score)
+    show_policies(policies, scoring, ready.config.labels.pass_score, answers.run_dir)
 
 
 def scoring_of(ready: PreparedEvaluation) -> Scoring:
@@ -94,8 +94,8 @@ def make_policy_evaluator(
     running.maintenance.stops(clock)
     return Evaluator(
         prompts=found.prompts,
-        play_sampled=seated(play(config.evaluate.temperature), envs.seats),
-        play_greedy=seated(play(0.0), envs.seats),
+        play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),
+        play_greedy=in_own_slot(play(0.0), envs.slots),
         judge=without_bounds(running.judge(ready, config)),
         is_right=prepared.is_right,
         seed=seed_of(config),

@@ -29,7 +29,8 @@ from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import NOTHING_COUNTED, find_kept, void_group_ends
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied

@@ -8,10 +8,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.evaluation.meta_rm_quality import measure
@@ -96,9 +96,9 @@ def test_a_bad_line_of_a_file_is_named(tmp_path: Path) -> None:
     good = path.read_text().splitlines()
     for line, words in (
         ("{", "line 2: not JSON"),
-        ('{"split": "train"}', "line 2: expected an object with exactly the fields item_id, label"),
-        (good[1].replace('"held_out"', '"test"'), "line 2: split must be train or held_out"),
-        (good[1].replace("[2, 3]", '["2"]'), "line 2: prompt_ids and sampled_ids must be token ids"),
+        ('{"split": "train"}', "line 2: Object missing required field `item_id`"),
+        (good[1].replace('"held_out"', '"test"'), r"line 2: Invalid enum value 'test' - at `\$\.split`"),
+        (good[1].replace("[2,3]", '["2"]'), r"line 2: Expected `int`, got `str` - at `\$\.sampled_ids"),
     ):
         path.write_text(f"{good[0]}\n{line}\n")
         with pytest.raises(ValueError, match=words):

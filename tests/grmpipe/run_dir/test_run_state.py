@@ -10,7 +10,8 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import Recorder, load_group_ends
 from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
-from grmpipe.run_dir.run_state import NOTHING_COUNTED, RunState, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import NOTHING_COUNTED, find_kept, void_group_ends
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 

@@ -9,7 +9,7 @@ from configs import run_config
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import Learners, compose, compose_health
 from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
@@ -38,7 +38,7 @@ PLAY, JOURNAL = Part(), Part()
 
 
 def composed(**learners: Any) -> PipelineComponents:
-    parts: Any = {"prompts": Part(), "play": PLAY, "seats": Seats(), "judge": Part(), "journal": JOURNAL}
+    parts: Any = {"prompts": Part(), "play": PLAY, "slots": EpisodeSlots(), "judge": Part(), "journal": JOURNAL}
     given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
 
     async def compose_it() -> PipelineComponents:

@@ -11,7 +11,8 @@ from configs import run_config
 from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
@@ -67,4 +68,4 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75
     mixed = RewardConfig(kind="mix", mix={"five": 1.0})
     (config, judge) = judged_by(mixed, five=five)
-    assert isinstance(judge, ComposedJudge) and judge.composition.scale == five.scale
+    assert isinstance(judge, ComposedJudge) and judge.scale == five.scale

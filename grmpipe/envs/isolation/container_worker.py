@@ -1,6 +1,6 @@
 """The first processes of a container in which one environment lives: frames come by stdin, and go by stdout.
 
-    python -m grmpipe.envs.isolation.container_seat
+    python -m grmpipe.envs.isolation.container_worker
 
 The first only waits. The environment lives in its child, and what that prints goes to stderr. The container's runtime
 confines both; that neither memory nor descriptors of the two are open to programs of the policy is done here.
@@ -19,9 +19,9 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.isolation import kernel, seccomp
 from grmpipe.envs.isolation.confinement import Missing, Parts
+from grmpipe.envs.isolation.env_worker import serve
 from grmpipe.envs.isolation.fork_server import checked
 from grmpipe.envs.isolation.messages import BlamedEnv, Confined, body_of_next, frame
-from grmpipe.envs.isolation.seat import serve
 
 
 def confine() -> tuple[Missing, ...]:
@@ -71,8 +71,8 @@ async def main(missing: tuple[Missing, ...]) -> None:
 if __name__ == "__main__":
     lacking = confine()
     first = os.getpid()
-    if (seat := os.fork()) != 0:
-        wait_for(seat)
+    if (worker := os.fork()) != 0:
+        wait_for(worker)
     kernel.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() == first:
         asyncio.run(main(lacking))

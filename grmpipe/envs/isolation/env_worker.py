@@ -17,16 +17,18 @@ from grmpipe.envs.isolation.messages import (
     BlamedEnv,
     Close,
     Closed,
+    Observed,
     Open,
     Opened,
     Step,
     blaming,
+    fitting,
     frame,
-    next_request,
-    observed,
+    next_message,
+    requests,
 )
 
-STOPPED = 128 + signal.SIGTERM  # the exit code of a seat that was asked to end before its `Close`
+STOPPED = 128 + signal.SIGTERM  # the exit code of a worker that was asked to end before its `Close`
 
 
 async def serve(env: Env, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +42,7 @@ async def serve(env: Env, reader: asyncio.StreamReader, writer: asyncio.StreamWr
         signal.signal(number, signal.SIG_DFL)  # the first process of a namespace gets none from within
     request, is_stopped = None, False
     try:
-        while (request := await next_request(reader)) is not None and not isinstance(request, Close):
+        while (request := await next_message(reader, requests)) is not None and not isinstance(request, Close):
             writer.write(frame(Began()))
             writer.write(await answer(env, request))
             await writer.drain()
@@ -70,7 +72,7 @@ async def answer(env: Env, request: Open | Step) -> bytes:
         if isinstance(request, Open):
             random.seed(request.episode.seed)
             return frame(Opened(await env.open(request.episode)))
-        return observed(await env.step(request.action))
+        return frame(Observed(fitting(await env.step(request.action))))
     except asyncio.CancelledError:
         raise
     except (PolicyFault, EnvFault) as fault:
@@ -79,4 +81,4 @@ async def answer(env: Env, request: Open | Step) -> bytes:
         return frame(BlamedEnv(detail=str(error), cause="protocol"))
     except BaseException as error:  # ours, at a limit: an environment's own are faults
         acted = isinstance(request, Step)
-        return frame(blaming(fault_of(error, "the seat", FaultRules(in_box=True), has_acted=acted)))
+        return frame(blaming(fault_of(error, "the worker", FaultRules(in_box=True), has_acted=acted)))

@@ -1,4 +1,4 @@
-"""Capacity for episodes: seats, booked for a whole group at once and given back one by one."""
+"""Capacity for episodes: slots, booked for a whole group at once and given back one by one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.types import Prompt, Rollout
 
 
-class Seats:
+class EpisodeSlots:
     """A number of episodes that may be open at the same time, and a pace for opening them.
 
     Bookings are served in their order, so that a large one isn't overtaken for ever by small ones.
 
-    capacity:         seats; None: no limit.
+    capacity:         slots; None: no limit.
     boots_per_minute: most episodes opened in a minute; None: no limit.
     """
 
@@ -29,8 +29,8 @@ class Seats:
         self.num_open = 0
 
     async def book(self, count: int) -> Booking:
-        """Wait for `count` free seats, and take them all."""
-        assert self.capacity is None or count <= self.capacity, f"{count} of {self.capacity} seats"
+        """Wait for `count` free slots, and take them all."""
+        assert self.capacity is None or count <= self.capacity, f"{count} of {self.capacity} slots"
         if self._waiting or not self._fits(count):
             turn = asyncio.Event()
             self._waiting.append((count, turn))
@@ -79,39 +79,39 @@ class Seats:
 
 
 class Booking:
-    """Seats that were booked together. `taken` uses one and gives it back; `end` gives back those never used."""
+    """EpisodeSlots that were booked together. `taken` uses one and gives it back; `end` gives back those never used."""
 
-    def __init__(self, seats: Seats, count: int) -> None:
-        self._seats = seats
+    def __init__(self, slots: EpisodeSlots, count: int) -> None:
+        self._slots = slots
         self._num_free = count
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
-        assert self._num_free > 0, "more episodes than seats"
+        assert self._num_free > 0, "more episodes than slots"
         self._num_free -= 1
-        self._seats.num_open += 1
+        self._slots.num_open += 1
         try:
-            await self._seats.paced()
+            await self._slots.paced()
             yield
         finally:
-            self._seats.num_open -= 1
-            self._seats.give_back(1)
+            self._slots.num_open -= 1
+            self._slots.give_back(1)
 
     def keep(self, count: int) -> None:
         """Give back all but `count` of those that aren't used."""
         self._num_free, left_over = count, self._num_free - count
         if left_over:
-            self._seats.give_back(left_over)
+            self._slots.give_back(left_over)
 
     def end(self) -> None:
         self.keep(0)
 
 
-def seated(play: Play, seats: Seats) -> Play:
-    """A play that books its own seat, for an episode of no group."""
+def in_own_slot(play: Play, slots: EpisodeSlots) -> Play:
+    """A play that books its own slot, for an episode of no group."""
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        booking = await seats.book(1)
+        booking = await slots.book(1)
         async with booking.taken():
             return await play(request, prompt, on_first_token)
 

@@ -1,8 +1,8 @@
-"""The processes of a seat and the memory that they hold, read by its supervisor. Ends none.
+"""The processes of a worker and the memory that they hold, read by its supervisor. Ends none.
 
 Pages that processes share count once, where the kernel tells: it hides that of processes that hide themselves, as an
 environment's and its forks do, from all but root. Their pages count for each of them, but for what they had when the
-environment's code was imported. Files in the seat's folder have a bound of their own, and aren't counted.
+environment's code was imported. Files in the worker's folder have a bound of their own, and aren't counted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ SIZE = re.compile(rb"^(RssAnon|VmRSS|VmSwap|Pss_Anon|SwapPss):\s+(\d+) kB$", re.
 
 
 def holds_more(limit_bytes: int, imported_bytes: int) -> bool:
-    """Whether the seat that this process supervises holds more memory than it may.
+    """Whether the worker that this process supervises holds more memory than it may.
 
     imported_bytes: what the environment's code took of it before.
     """
-    seat = numbered(PROC) if sees_only_seat() else descendants(os.getpid())
-    held = {process: own_bytes(process) for process in seat}
+    worker = numbered(PROC) if sees_only_worker() else descendants(os.getpid())
+    held = {process: own_bytes(process) for process in worker}
     if sum(held.values()) <= limit_bytes:
         return False  # what they share takes longer to find out
     return sum(part_of(process, most, imported_bytes) for process, most in held.items()) > limit_bytes
 
 
-def sees_only_seat() -> bool:
-    """Whether /proc is the one that the seat has mounted: with all of its processes, by their numbers in there, and no
-    other.
+def sees_only_worker() -> bool:
+    """Whether /proc is the one that the worker has mounted: with all of its processes, by their numbers in there, and
+    no other.
     """
     return not (PROC / "self").exists()
 

@@ -15,21 +15,22 @@ import os
 import re
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import msgspec
 
 from grmpipe.envs.blame import RaisedElsewhere
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, exited, last_bytes, start_group
+from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.worker_pool import task_json
 
 KEPT_OUTPUT_BYTES = 1 << 20
 SHOWN_ERROR_CHARS = 1000
 EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+)(?::|$)")
 
 
-class Command:
+class Program:
     """A program, started for each episode."""
 
     def __init__(self, command: Sequence[str], options: Mapping[str, object]) -> None:
@@ -59,8 +60,9 @@ class Command:
         reading = [asyncio.ensure_future(last_bytes(stream, KEPT_OUTPUT_BYTES)) for stream in streams]
         try:
             with contextlib.suppress(ConnectionError):  # it need not read its task
+                messages = [message_json(message) for message in task.messages]
                 process.stdin.write(
-                    msgspec.json.encode(msgspec.to_builtins(task_json(task)) | {"options": self._options})
+                    msgspec.json.encode({**asdict(task), "messages": messages, "options": self._options})
                 )
                 await process.stdin.drain()
             process.stdin.close()
