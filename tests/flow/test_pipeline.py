@@ -657,7 +657,7 @@ def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool
         struck.pipeline = struck.build()
         health = RoleHealth("policy", struck.policy, restart, HealthConfig())
         if stopped:
-            health.stops(struck.pipeline.clock)
+            health.clocks.add(struck.pipeline.clock)
         await run_until(struck.pipeline.run(), health=health.run())
         return struck.pipeline
 
