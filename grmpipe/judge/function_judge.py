@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
+from grmpipe.judge.pointwise_adapter import HandOver
 from grmpipe.judge.reward_function import GivenReward, reward_function
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
-from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
+from grmpipe.types import Cause, JudgeReport, JudgeSession, Prompt, Rollout
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ class FunctionJudge:
         self._has_failed = False
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return FunctionSession(self, prompt, size if self._by_group else 1)
+        return HandOver(lambda rollouts, priority: self._judge(prompt, rollouts), size if self._by_group else 1)
 
-    async def judge(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[JudgeReport]:
+    async def _judge(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[JudgeReport]:
         """The reports on responses to a prompt, in their order, from one call."""
         try:
             given = await self._call(prompt, rollouts)
@@ -86,29 +87,3 @@ class FunctionJudge:
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
         return unjudged(failed(cause, f"prompt {prompt.prompt_id}: {words}"))
-
-
-class FunctionSession:
-    """Hands over `size` responses at a time: one as it ends, or a whole group."""
-
-    def __init__(self, judge: FunctionJudge, prompt: Prompt, size: int) -> None:
-        self._judge = judge
-        self._prompt = prompt
-        self._size = size
-        self._waiting: list[int] = []
-        self._rollouts: dict[int, Rollout] = {}
-
-    def begin(self) -> Sequence[JudgeTask]:
-        return ()
-
-    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
-        self._rollouts[rollout.sibling] = rollout
-        self._waiting.append(rollout.sibling)
-        if len(self._waiting) < self._size:
-            return ()
-        members, self._waiting = tuple(sorted(self._waiting)), []
-        return (JudgeTask(members=members),)
-
-    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        rollouts = [self._rollouts[sibling] for sibling in judge_task.members]
-        return dict(zip(judge_task.members, await self._judge.judge(self._prompt, rollouts), strict=True))
