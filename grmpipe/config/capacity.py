@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from grmpipe.config.bounds import Bounded, at_least, between_0_and_1
+from models.bounds import Bounded, at_least, between_0_and_1
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from grmpipe.config.bounds import Bounded, above_0_to_1, at_least
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
+from models.bounds import Bounded, above_0_to_1, at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

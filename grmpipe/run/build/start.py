@@ -44,7 +44,6 @@ from models.settings import ModelConfig
 from models.types import ChatEngine
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
-from scheduler.processes.serial_starts import SerialStarts
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
 from scheduler.weights.weight_sync import WeightSync
@@ -100,7 +99,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: 
 
     requests: of models that judge.
     """
-    cluster = SerialStarts(await start_cluster(prepared.config, prepared.placement), prepared.placement)
+    cluster = await start_cluster(prepared.config, prepared.placement)
     try:
         return await start_on(cluster, prepared, events, run_dir, requests)
     except BaseException:

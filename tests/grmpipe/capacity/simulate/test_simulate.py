@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
+from configs import judge_config, with_sections
 from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, SPEED, always, seats, workload
 
@@ -116,7 +117,7 @@ def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_the
 
 
 def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
-    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
+    config = with_sections(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
     off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
     slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
     cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
@@ -212,7 +213,7 @@ def test_the_first_and_last_steps_of_a_stale_run_are_not_counted() -> None:
 
 # -- several judges ----------------------------------------------------------------------------------------------------
 
-SECOND = JudgeConfig(
+SECOND = judge_config(
     model="safety", template="boxed", parser="boxed", score_min=0, score_max=1, num_judgements=1, max_new_tokens=200,
     min_tokens_per_s=1, timeout_s=3600,
 )  # fmt: skip
@@ -226,7 +227,7 @@ def of_several(second: JudgeConfig = SECOND, reward: RewardConfig = BOTH, **chan
     models = (
         {} if second.model in ("grm", "policy") else {second.model: GrmConfig(path="tiny://grm", engine="embedded")}
     )
-    config = replace(load.config, models=models, judges={"safety": second}, reward=reward)
+    config = with_sections(load.config, models=models, judges={"safety": second}, reward=reward)
     return replace(
         load,
         config=config,
