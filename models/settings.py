@@ -24,7 +24,7 @@ CHAT_MARKUP = (
     r"<(?:start|end)_of_[a-z]+>", r"<unused\d+>", r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[g?MASK\]",
     r"<[se]op>", r"\[UNUSED_TOKEN_\d+\]", r"<seed:[a-z_]+>", r"\]~!?b[\[\]]", r"\[e~\[",
 )  # fmt: skip
-INSTALL_PEFT = 'pip install -e ".[lora]"'
+INSTALL_PEFT = 'pip install "grmpipe[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 # engine.vllm.quantization -> vLLM's name of it. Its own `fp8` is for checkpoints in fp8.

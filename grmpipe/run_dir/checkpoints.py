@@ -82,6 +82,10 @@ class Checkpoints:
             damaged += (f"{path.name}: {difference}",)
         return Found(checkpoint=None, damaged=damaged)
 
+    def latest(self) -> Path | None:
+        """The checkpoint that was published last, in this process or before."""
+        return self._pointed()[0]
+
     def _point_at(self, whole: Path) -> None:
         pointer = self.directory / f"{LATEST_FILE}{DRAFT_SUFFIX}"
         pointer.write_text(whole.name, encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import cast
 
 import msgspec
 
+from models.import_path import put_working_folder_last
 from models.types import (
     Completion,
     Engine,
@@ -87,6 +88,7 @@ class EngineHost(OrderedHost):
 
     def __init__(self) -> None:
         super().__init__()
+        put_working_folder_last()  # Ray puts it first
         self._engine: Engine | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []

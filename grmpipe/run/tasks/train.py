@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.composed_judge import bounds_of, members_of, with_own_bounds
@@ -24,6 +25,7 @@ from grmpipe.run.export import export
 from grmpipe.run.features.cotrain.cotraining import CoTraining
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
+from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.tasks.stats import RunStats
@@ -171,6 +173,11 @@ class TrainingRun(Run[Prepared]):
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not is_last:
             await self._checkpoint(running, pipeline, features)
+        controls = StepControls(
+            evaluate=lambda: features.periodic_eval.asked_for(report.step),
+            checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
+        )
+        await self._session.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
 
@@ -275,6 +282,14 @@ class TrainingRun(Run[Prepared]):
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:
             await self._writer.settled()
+
+    async def _complete_checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> Path:
+        """Returns the checkpoint's directory once it is complete."""
+        await self._checkpoint(running, pipeline, features)
+        await self._writer.settled()
+        latest = self._session.checkpoints.latest()
+        assert latest is not None, "it was just published"
+        return latest
 
     def _save_failed_batch(self, error: Exception) -> str:
         """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
