@@ -19,7 +19,7 @@ from scheduling import PATIENCE_S, seats, workload
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import PRINCIPLES, simulate
-from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, LimitsConfig, PrinciplesConfig
 from grmpipe.config.resolve_config import resolve_config, typed_sections
 from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.play import RolloutRequest
@@ -208,11 +208,10 @@ def principles(num_steps: int, num_judges: int) -> None:
             judge = JudgeConfig(
                 template="shared_principles" if ahead else "boxed",
                 parser="boxed",
-                principles="shared" if ahead else "inline",
+                principles=PrinciplesConfig(kind="shared" if ahead else "inline"),
                 num_judgements=2,
                 max_new_tokens=2048,
-                min_tokens_per_s=1,
-                timeout_s=PATIENCE_S,
+                limits=LimitsConfig(min_tokens_per_s=1, timeout_s=PATIENCE_S),
             )
             lengths = {**load.lengths, PRINCIPLES: lognormal(PRINCIPLE_TOKENS, 0.3)}
             load = replace(

@@ -26,7 +26,7 @@ from grmpipe.capacity.simulate.scripts import Lengths, lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation, simulate
 from grmpipe.capacity.simulate.stages import Workload, flow_of
 from grmpipe.config.data import RolloutConfig
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, LimitsConfig
 from grmpipe.config.resolve_config import resolve_config
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
@@ -54,9 +54,7 @@ def workload(
             judge=JudgeConfig(
                 num_judgements=num_judgements,
                 max_new_tokens=1024,
-                min_tokens_per_s=1,
-                timeout_s=PATIENCE_S,
-                max_concurrency=ALL,
+                limits=LimitsConfig(min_tokens_per_s=1, timeout_s=PATIENCE_S, max_concurrency=ALL),
             ),
         )
     )

@@ -201,9 +201,9 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         print(make_report(config))
         return None
     check_seats(config)
-    from grmpipe import tasks
+    from grmpipe.tasks import run_task as run
 
-    return tasks.run_task(config, watcher)
+    return run(config, watcher)
 
 
 def examine(config: RunConfig, address: str) -> None:

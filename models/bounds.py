@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,6 +21,12 @@ class Bounded:
                 raise ValueError(f"{spec.name}: must be {spec.metadata[TEXT]}, got {value}")
 
 
+def check_known(key: str, value: str, known: Collection[str]) -> None:
+    """Raises ValueError for a value that is none of a key's."""
+    if value not in known:
+        raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
+
+
 def at_least(least: float, default: T) -> T:
     text = "0 or more" if least == 0 else f"at least {least:g}"
     return dataclasses.field(default=default, metadata={BOUND: lambda value: least <= value < math.inf, TEXT: text})
@@ -27,6 +34,11 @@ def at_least(least: float, default: T) -> T:
 
 def above(least: float, default: T) -> T:
     return dataclasses.field(default=default, metadata={BOUND: lambda value: value > least, TEXT: f"above {least:g}"})
+
+
+def positive(default: T) -> T:
+    finite = {BOUND: lambda value: 0 < value < math.inf, TEXT: "a number above 0"}
+    return dataclasses.field(default=default, metadata=finite)
 
 
 def between_0_and_1(default: T) -> T:

@@ -14,7 +14,7 @@ from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
 from grmpipe.observe.plain_json import plain
-from grmpipe.observe.records import Record, encode_prompt, encode_report, encode_rollout
+from grmpipe.observe.records import Record, encode, encode_report, encode_rollout
 
 RESULTS, ANSWERS = "policy_evaluation.json", "eval_rollouts.jsonl"
 BY_RULE = "true_"  # begins the figures by the rule, beside a judge
@@ -35,7 +35,7 @@ def record_of(prompts: str, answer: JudgedRollout) -> Record:
         "reward": answer.reward,
         "right": answer.right,
         **encode_rollout(answer.rollout),
-        "prompt": encode_prompt(answer.prompt),
+        "prompt": encode(answer.prompt),
         **encode_report(answer.report),
     }
 

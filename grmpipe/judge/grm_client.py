@@ -54,8 +54,8 @@ Read = Callable[[Completion, int], T | FailedJudgement]  # an answer, the attemp
 
 
 class GrmClient:
-    """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
-    engine.
+    """Sends at most `judge.limits.max_concurrency` requests at once. The lowest priority number goes first, here and
+    in the engine.
 
     seed: makes every answer repeatable by its request_id, without the suffix of a group that is sampled again.
     Judges that share a model ask it about the same siblings: the ids of requests name the judge, if it has a name.
@@ -68,7 +68,7 @@ class GrmClient:
         self._mark = "" if config.name == JUDGE else f"@{config.name}"
         self._scale = config.scale
         self._parser = parser_named(config.parser)
-        self._places = PrioritySemaphore(config.max_concurrency)
+        self._places = PrioritySemaphore(config.limits.max_concurrency)
 
     @property
     def is_greedy(self) -> bool:
@@ -83,7 +83,7 @@ class GrmClient:
     @property
     def room_for_principles(self) -> int | None:
         """The tokens that a prompt for principles may have. None if the context window is unknown."""
-        return self.grm.context_tokens - self._config.principles_max_new_tokens if self.grm.context_tokens else None
+        return self.grm.context_tokens - self._config.principles.max_new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
         """One judgement, after the failures before it."""
@@ -105,7 +105,7 @@ class GrmClient:
             group_id=group_id,
             priority=priority,
             prompt=prompt,
-            max_new_tokens=self._config.principles_max_new_tokens,
+            max_new_tokens=self._config.principles.max_new_tokens,
             pattern=None,
             thinking=self._budget(),
         )
@@ -122,7 +122,7 @@ class GrmClient:
     async def _sample(self, request: GrmRequest, read: Read[T]) -> list[T | Failed]:
         """Ask with retries while the answer is unusable, unless it is greedy. The router retries a dead engine."""
         results: list[T | Failed] = []
-        for attempt in range(1 if self.is_greedy else 1 + self._config.max_retries):
+        for attempt in range(1 if self.is_greedy else 1 + self._config.limits.max_retries):
             answer = await self._answer(request, attempt)
             results.append(answer if isinstance(answer, Failed) else read(answer, attempt + 1))
             if not isinstance(results[-1], FailedJudgement):
@@ -131,7 +131,7 @@ class GrmClient:
 
     def _pattern(self, num_scores: int) -> str | None:
         """The pattern of a whole judgement. None if it is free."""
-        if not self._config.structured:
+        if not self._config.format.structured:
             return None
         return judgement_pattern(self._config.parser, self._scale, num_scores, self.grm.thinking)
 
@@ -142,7 +142,7 @@ class GrmClient:
             return None
         if num_scores is None:
             return replace(budget, answer_start="")
-        if not config.structured:
+        if not config.format.structured:
             return budget
         return replace(budget, pattern=answer_pattern(config.parser, self._scale, num_scores))
 
@@ -163,10 +163,10 @@ class GrmClient:
             thinking=request.thinking,
         )
         try:
-            async with self._places.enter(request.priority), self.grm.time_limit(self._config.timeout_s):
+            async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
                 completion = await self.grm.ask(request.prompt, params, context)
         except TimeoutError:
-            return failed("timeout", f"no answer within {self._config.timeout_s:g} s", attempt + 1)
+            return failed("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
             return failed("refused", str(error), attempt + 1)
         except EngineDied as error:

@@ -13,7 +13,7 @@ from grmpipe.observe.records import (
     decode_prompt,
     decode_report,
     decode_rollout,
-    encode_prompt,
+    encode,
     encode_report,
     encode_rollout,
 )
@@ -66,7 +66,7 @@ class Recorder:
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
-            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode_prompt(prompt)})
+            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode(prompt)})
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):

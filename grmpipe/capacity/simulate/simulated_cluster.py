@@ -119,7 +119,7 @@ class Simulation:
         await parts.push_weights(0)
         self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
         if self.share is not None:
-            self.share.stops(self.pipeline.clock)
+            self.share.clocks.add(self.pipeline.clock)
         loops = {f"pool {pool.name}": pool.run() for pool in pools}
         values = {"values": self.critic.value_cache.run()} if self.critic is not None else {}
         await run_until(self.pipeline.run(), **loops, **values)

@@ -117,7 +117,7 @@ class CompositionSession:
 
     def __init__(self, composed: ComposedJudge, prompt: Prompt, group_id: str, size: int) -> None:
         self._composed = composed
-        self._parts = walk(composed.root)
+        self._cascades = [part for part in walk(composed.root) if isinstance(part, Cascade)]
         skill = composed.skill.weights()
         self._group = KnownGroup(prompt, group_id, size, composed.root, composed.comparing, skill, composed.bounds)
         self._judges = AskedJudges(composed, self._group)
@@ -190,42 +190,34 @@ class CompositionSession:
         return [sibling for sibling in waiting if not isinstance(self._group.outcome(root, sibling), Unsettled)]
 
     def _report(self, sibling: int) -> JudgeReport:
-        """The report on a sibling, given once."""
+        """The report on a sibling, given once, with the judges' own and the evidence that came too late for others."""
         self._reported.add(sibling)
         outcome = self._group.outcome(self._composed.root, sibling)
         assert not isinstance(outcome, Unsettled), sibling
-        by_judge = self._by_judge(sibling)
+        own = {judge: reports[sibling] for judge, reports in self._group.reports.items() if sibling in reports}
+        in_order = {judge: own[judge] for judge in self._composed.judges if judge in own}
+        by_judge = {judge: with_evidence(report, self._late.pop(judge, [])) for judge, report in in_order.items()}
         if isinstance(outcome, Failed) and not by_judge:
             return unjudged(outcome)
         reports = list(by_judge.values())
-        verdict = outcome if isinstance(outcome, Failed) else self._shown(outcome, sibling)
+        verdict = outcome if isinstance(outcome, Failed) else shown(outcome, sibling, self._group, self._composed)
         audit = next((report.audit for report in reports if report.audit is not None), None)
         whole = JudgeReport(verdict=verdict, audit=audit, by_judge=by_judge, cascades=self._new_events())
         return with_evidence(whole, reports)
 
     def _new_events(self) -> tuple[CascadeEvent, ...]:
         """What the cascades have done since the last report of the group."""
-        cascades = [part for part in self._parts if isinstance(part, Cascade)]
-        found = {key: event for cascade in cascades for key, event in cascade.events(self._group).items()}
+        found = {key: event for cascade in self._cascades for key, event in cascade.events(self._group).items()}
         new = {key: event for key, event in found.items() if key not in self._recorded}
         self._recorded |= new.keys()
         return tuple(new.values())
 
-    def _by_judge(self, sibling: int) -> dict[str, JudgeReport]:
-        """The judges' own reports on a sibling, with the evidence that came too late for others."""
-        own = {
-            judge: reports[sibling]
-            for judge in self._composed.judges
-            if sibling in (reports := self._group.reports.get(judge, {}))
-        }
-        return {judge: with_evidence(report, self._late.pop(judge, [])) for judge, report in own.items()}
 
-    def _shown(self, verdict: Verdict, sibling: int) -> Verdict:
-        """A verdict as people read it: on the first judge's scale, with the reward of every part."""
-        inner = [part for part in self._parts if part is not self._composed.root]
-        settled = {part.name: self._group.settled(part, sibling) for part in inner}
-        breakdown = {name: one.outcome for name, one in settled.items() if isinstance(one, Verdict)}
-        return on_scale(verdict, self._composed.scale, breakdown)
+def shown(verdict: Verdict, sibling: int, group: KnownGroup, composed: ComposedJudge) -> Verdict:
+    """A verdict as people read it: on the first judge's scale, with the reward of every part."""
+    settled = {part.name: group.settled(part, sibling) for part in walk(composed.root) if part is not composed.root}
+    breakdown = {name: one.outcome for name, one in settled.items() if isinstance(one, Verdict)}
+    return on_scale(verdict, composed.scale, breakdown)
 
 
 def with_evidence(report: JudgeReport, others: Sequence[JudgeReport]) -> JudgeReport:

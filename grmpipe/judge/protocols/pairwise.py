@@ -64,7 +64,7 @@ class PairwiseSession(GroupSession):
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         super().__init__(context, prompt, group_id, size)
-        self._pairs = pairs_of(size, context.config.pairs)
+        self._pairs = pairs_of(size, context.config.split.pairs)
         self._matches: dict[Pair, Match] = {}
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
@@ -91,8 +90,8 @@ def compose_health(config: RunConfig) -> ServiceHealth:
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
-        window=judge.failure_window,
-        pause_s=config.judges[JUDGE].pause_s,
+        window=judge.limits.failure_window,
+        pause_s=config.judge_monitor.pause_s,
         counted="verdicts",
         key=f"{judge.key}.max_failure_rate",
     )

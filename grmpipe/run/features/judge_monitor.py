@@ -15,7 +15,7 @@ from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
@@ -96,7 +96,7 @@ class JudgeMonitor(RunFeature):
         if not self._config.every:
             return {}
         if not self._canaries and (found := self._find_canaries(seen)):
-            self._canaries = (await self._judge_canaries(found)).as_first(found)
+            self._canaries = with_first(found, await self._judge_canaries(found))
             write_canaries(self._path, self._canaries)
         metrics = await self._check(step)
         self._exceeded = self._limits.read(step, metrics)
@@ -140,7 +140,7 @@ class JudgeMonitor(RunFeature):
 
     async def _check_canaries(self, step: int) -> Metrics:
         metrics: Metrics = {}
-        for name, drift in (await self._judge_canaries(self._canaries)).drifts(self._canaries).items():
+        for name, drift in drifts(self._canaries, await self._judge_canaries(self._canaries)).items():
             metrics |= drift.metrics(name)
             if name in self._monitored.frozen and drift.differences:
                 self._sound_drift(step, name, drift)

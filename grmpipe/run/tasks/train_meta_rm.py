@@ -108,7 +108,7 @@ class MetaRmRun(Run[MetaRmTraining]):
                 ends = batch.sequence_lengths_S.cumsum() - 1
                 for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
                     probabilities[i] = sigmoid(float(logit))
-        self._evaluations.append(measure(examples, probabilities, self._config.main_judge.k_meta))
+        self._evaluations.append(measure(examples, probabilities, self._config.main_judge.votes.k_meta))
         self._observers.trackers.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {metrics_text}")

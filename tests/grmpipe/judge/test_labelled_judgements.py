@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from configs import judge_config
 from msgspec.structs import replace
 
 from grmpipe.config.judge import JudgeConfig
@@ -78,7 +79,7 @@ def test_judgements_are_labelled_and_hold_what_the_grm_read_and_wrote() -> None:
 def test_what_cant_be_read_is_asked_again_and_never_an_example() -> None:
     grm = WrittenGrm({"judge a": ["Score: 9", "no idea"]})
     found = asyncio.run(
-        sample(GrmClient(grm, JudgeConfig(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)
+        sample(GrmClient(grm, judge_config(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)
     )
     assert [e.text for e in found.examples] == ["Score: 9"]
     assert found.failed == {"unparseable": 2} and grm.asked.total() == 3

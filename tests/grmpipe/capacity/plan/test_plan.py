@@ -311,7 +311,7 @@ def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[s
 
 # -- times and other placements ------------------------------------------------------------------------------------
 
-WIDE_ENGINES = ("engine.vllm.max_batch_rows=256", "engine.vllm.max_context_tokens=0", "judge.max_concurrency=64")
+WIDE_ENGINES = ("engine.vllm.max_batch_rows=256", "engine.vllm.max_context_tokens=0", "judge.limits.max_concurrency=64")
 H100 = tuple(f"placement.pools.{pool}.device=h100" for pool in ("train", "rollout", "judging"))
 
 

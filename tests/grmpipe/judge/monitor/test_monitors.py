@@ -13,7 +13,7 @@ from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
@@ -49,8 +49,8 @@ class ByLength:
 def drift(judge: ByLength, later: ByLength, *texts: str) -> CanaryDrift:
     async def twice() -> CanaryDrift:
         canaries = [Canary(prompt=ASKED, texts=(text,)) for text in texts]
-        first = (await judge_canaries(PointwiseAdapter(judge), {}, canaries)).as_first(canaries)
-        return (await judge_canaries(PointwiseAdapter(later), {}, first)).drifts(first)[""]
+        first = with_first(canaries, await judge_canaries(PointwiseAdapter(judge), {}, canaries))
+        return drifts(first, await judge_canaries(PointwiseAdapter(later), {}, first))[""]
 
     return asyncio.run(twice())
 
@@ -128,15 +128,15 @@ def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same(
     canaries = [Canary(prompt=ASKED, texts=(text,)) for text in ("a", "abc")]
 
     async def watched() -> tuple[list[str], dict[str, CanaryDrift]]:
-        first = (await judge_canaries(judge, judge.judges, canaries)).as_first(canaries)
+        first = with_first(canaries, await judge_canaries(judge, judge.judges, canaries))
         asked = list(late.asked)
         late.shift = 2.0
-        return asked, (await judge_canaries(judge, judge.judges, first)).drifts(first)
+        return asked, drifts(first, await judge_canaries(judge, judge.judges, first))
 
-    asked, drifts = asyncio.run(watched())
+    asked, found = asyncio.run(watched())
     assert asked == ["canary-0/0", "canary-1/0"]
     assert sure.asked == ["canary-0/0", "canary-1/0"] * 2, "who was asked isn't asked again"
-    assert (drifts["judge"].mean, drifts["late"].mean, drifts[""].mean) == (0.0, 2.0, 0.0)
+    assert (found["judge"].mean, found["late"].mean, found[""].mean) == (0.0, 2.0, 0.0)
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

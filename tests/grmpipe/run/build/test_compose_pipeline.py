@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from configs import run_config
+from configs import judge_config, run_config
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents
@@ -61,7 +60,7 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
 
 
 def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
-    exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
+    exact = judge_config(kind="rule", max_failure_rate=0.5, failure_window=2)
     health = compose_health(run_config(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
     health.record(Failed(stage="judge", cause="died", attempts=1, detail=""))
     assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in health.cause

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from configs import run_config
+from configs import judge_config, run_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
 from grmpipe.config.reward import RewardConfig
@@ -60,7 +60,7 @@ def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -
 
 def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     """Not on that of the section `judge`, which asks nothing in such a run."""
-    five = JudgeConfig(score_max=5)
+    five = judge_config(score_max=5)
     config, _ = judged_by(RewardConfig(judge="five"), five=five)
     assert (config.main_judge, config.judging.by_model) == (JudgeEntry.of(five, "five"), True)
     assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
