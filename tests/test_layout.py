@@ -62,6 +62,7 @@ ORDER = [
     "grmpipe/capacity/plan",
     "grmpipe/capacity/simulate",
     "grmpipe/tasks.py",
+    "grmpipe/new_project.py",
     "grmpipe/cli.py",
     "grmpipe/run_reader.py",
     "grmpipe/launching.py",
