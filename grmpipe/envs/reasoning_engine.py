@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from models.chat.thinking import ThinkingMarkers
 from models.seeds import derive_seed
-from models.thinking import ThinkingMarkers
 from models.types import (
     Completion,
     Generates,
