@@ -139,8 +139,8 @@ class Renderer:
 
     @cached_property
     def tool_parser_name(self) -> str | None:
-        """The format of the model's calls: a name of models.chat.tool_calls, or a dotted path. None if the template takes
-        no tools, or doesn't show which format it asks for.
+        """The format of the model's calls: a name of models.chat.tool_calls, or a dotted path. None if the template
+        takes no tools, or doesn't show which format it asks for.
         """
         if self._tool_parser != AUTO_PARSER:
             return self._tool_parser
