@@ -28,9 +28,9 @@ from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import is_right
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
+from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
-from models.renderer import Renderer
 from models.seeds import derive_seed
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model

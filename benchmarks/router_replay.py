@@ -25,9 +25,9 @@ from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
+from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.mixture import upcycle
 from models.tiny.resolve import resolve_model

@@ -26,7 +26,7 @@ from grmpipe.envs.play import (
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, continued_call
-from models.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     Generates,
