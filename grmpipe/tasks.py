@@ -163,15 +163,17 @@ def show_plan(config: RunConfig) -> None:
     print(text)
 
 
-def show_simulation(config: RunConfig) -> None:
+def show_simulation(config: RunConfig) -> float:
+    """The objective is the simulated seconds of a step."""
     from grmpipe.capacity.simulate.simulation import run_simulation
 
     with model_progress() as progress:
-        text = run_simulation(config, progress)
+        text, step_s = run_simulation(config, progress)
     print(text)
+    return step_s
 
 
-SHOWN: dict[str, Callable[[RunConfig], None]] = {"plan": show_plan, "simulate": show_simulation}
+SHOWN: dict[str, Callable[[RunConfig], float | None]] = {"plan": show_plan, "simulate": show_simulation}
 RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train": training,
     "train_judge_rft": rft,

@@ -17,7 +17,6 @@ from grmpipe.capacity.cost import (
     reading_s,
     switch_time_s,
     sync_time_s,
-    token_flops,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
@@ -86,17 +85,6 @@ def kv_bytes_of(role: str, survey: Survey, width: int) -> float:
         return 0.0
     room = kv_room(survey.roles.served[role], sized.footprint, width, survey.pool(role))
     return room.num_bytes * width if room is not None else 0.0
-
-
-def passes_by_operations(survey: Survey) -> LearnerSpeed:
-    """The passes of the policy's learner in proportion to their operations; of a model of unknown size, for one
-    weight.
-    """
-    config, footprint = survey.config, survey.models[POLICY].footprint
-    adapters = num_adapters(config.policy.lora, footprint) if footprint is not None else 0
-    weights = footprint.matrix_weights if footprint is not None else 1
-    flops = token_flops(weights, num_adapters=adapters, checkpointing=config.train.activations.recomputes)
-    return LearnerSpeed(token_s=flops.training, step_s=0.0, forward_share=flops.forward_share)
 
 
 def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
+from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.plan.costs import cores_of, costs_of, passes_by_operations
+from grmpipe.capacity.plan.costs import costs_of
 from grmpipe.capacity.plan.plan_report import Predicted
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
@@ -34,10 +34,12 @@ from scheduler.placement import Placement
 STEPS_IN_A_PLAN = 4  # the first one starts with empty engines
 
 
-def run_simulation(config: RunConfig, progress: Progress) -> str:
-    """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
+def run_simulation(config: RunConfig, progress: Progress) -> tuple[str, float]:
+    """Simulate as placed, write simulation.json and timeline.json. Returns what to print, and the seconds of a step.
+    Raises ConfigError.
+    """
     survey = survey_run(config, progress)
-    workload, costs = workload_of(survey), stated_or_reckoned(survey)
+    workload, costs = workload_of(survey), costs_of(survey)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
     with stopped_for_a_user():
@@ -45,7 +47,8 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
     timeline.close()
     record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
-    return f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
+    text = f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
+    return text, run.step_s
 
 
 def simulator(survey: Survey) -> Callable[[Placement, Costs], Predicted] | None:
@@ -151,50 +154,6 @@ def lengths_measured(whose: str, what: str, run_dir: str) -> list[int]:
     if not found:
         raise ConfigError(f"simulate.lengths: {run_dir} holds no {what}; give another run, or simulate.lengths=null")
     return found
-
-
-def stated_or_reckoned(survey: Survey) -> Costs:
-    """`simulate.costs` if they are stated, otherwise the costs of task=plan. Raises ConfigError if only some are
-    stated.
-    """
-    stated, roles = survey.config.simulate.costs, survey.config.served
-    speeds = stated.engines
-    for role in stated.models.keys() - set(roles):
-        raise ConfigError(f"simulate.costs.models.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
-    known = [role for role in roles if role in speeds and speeds[role].stated]
-    if not known and not stated.learner_token_s:
-        return costs_of(survey)
-    for role in roles:
-        if role not in known:
-            key = key_of_model(role)
-            raise ConfigError(f"simulate.costs.{key}.step_s: missing; give the costs of all roles or of none")
-    if not stated.learner_token_s:
-        raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")
-    return Costs(
-        engines={role: speeds[role].speed() for role in roles},
-        learner=stated_learner(survey),
-        critic=stated_critic(survey),
-        sync_s=stated.sync_s,
-        switch_s=stated.switch_s,
-        driver_request_s=stated.driver_request_s,
-        cores=cores_of(survey),
-    )
-
-
-def stated_learner(survey: Survey) -> LearnerSpeed:
-    """A pass without gradients takes the share of its operations in the stated time."""
-    stated, share = survey.config.simulate.costs, passes_by_operations(survey).forward_share
-    return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=share)
-
-
-def stated_critic(survey: Survey) -> LearnerSpeed | None:
-    stated = survey.config.simulate.costs
-    if not survey.config.critic.enabled:
-        return None
-    if not stated.critic_token_s:
-        raise ConfigError("simulate.costs.critic_token_s: missing; give the costs of all roles or of none")
-    share = token_flops(1, checkpointing=survey.config.train.activations.recomputes).forward_share
-    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s, forward_share=share)
 
 
 def open_directory(config: RunConfig) -> Path:

@@ -10,7 +10,7 @@ from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.start_evaluation import EvaluationComponents, start_evaluation
+from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.session import Run, Session
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
 from grmpipe.run.tasks.evaluate_policy import AnswerLog, evaluate_policy
@@ -30,7 +30,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
     def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
         super().__init__(prepared, session)
         self._began_s = time.monotonic()
-        self._running: EvaluationComponents | None = None
+        self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
         self._rows: list[SampleRow] = []
@@ -52,7 +52,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
                 raise
             raise ConfigError(str(error)) from error
 
-    async def _evaluate(self, running: EvaluationComponents) -> Status:
+    async def _evaluate(self, running: Serving) -> Status:
         ready = self._prepared
         if ready.items:
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")

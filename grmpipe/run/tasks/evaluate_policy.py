@@ -19,7 +19,7 @@ from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import counting_of, pass_reward_of, seed_of
 from grmpipe.run.build.make_play import make_play
-from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.run.build.start_serving import Serving
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 from scheduler.clock import ActiveClock
@@ -45,7 +45,7 @@ class AnswerLog:
 
 async def evaluate_policy(
     ready: PreparedEvaluation,
-    running: EvaluationComponents,
+    running: Serving,
     answers: AnswerLog,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
@@ -85,10 +85,9 @@ def scoring_of(ready: PreparedEvaluation) -> Scoring:
 
 
 def make_policy_evaluator(
-    ready: PreparedEvaluation, running: EvaluationComponents, name: str, found: PromptSet, answers: AnswerLog
+    ready: PreparedEvaluation, running: Serving, name: str, found: PromptSet, answers: AnswerLog
 ) -> Evaluator:
     config, prepared, envs = ready.config, ready.prepared, running.envs
-    assert envs is not None and running.maintenance is not None, "a policy that plays has engines and environments"
     play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
     clock, counting = ActiveClock(), counting_of(config.evaluate, NUM_SAMPLES)
     running.maintenance.stops(clock)
@@ -96,7 +95,7 @@ def make_policy_evaluator(
         prompts=found.prompts,
         play_sampled=seated(play(config.evaluate.temperature), envs.seats),
         play_greedy=seated(play(0.0), envs.seats),
-        judge=without_bounds(running.judge(ready, config)),
+        judge=without_bounds(running.judge_for(ready.prepared.under(config))),
         is_right=prepared.is_right,
         seed=seed_of(config),
         counting=counting,
