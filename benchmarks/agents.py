@@ -49,7 +49,14 @@ VARIANTS = {
     "faults": Variant(
         label="the same, the tools' process killed in a third of the episodes",
         task="tools",
-        overrides=("+experiment=tools", "env.isolation.kind=process", "env.inject_faults=0.33"),
+        overrides=(
+            "+experiment=tools",
+            "env=custom",
+            "env.target=benchmarks.killed_tools.KilledTools",
+            "env.functions=",
+            "+env.options={functions: grmpipe.envs.tiny_tools, share: 0.33}",
+            "env.isolation.kind=process",
+        ),
     ),
     "outcome": Variant(label="walk, reward of the outcome", task="walk", overrides=("+experiment=walk",)),
     "turns": Variant(

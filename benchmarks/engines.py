@@ -46,6 +46,7 @@ from transformers import (
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.embedded.fused_decoder import FusedDecoder
+from models.engines.engine_kind import EngineSpec
 from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
@@ -211,13 +212,15 @@ def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str
     """The ways by name, and a note for each that doesn't run here."""
     notes = []
     config = EmbeddedConfig(max_batch_rows=max(NUM_REQUESTS))
-    ways = {"embedded": through(EmbeddedEngine(directory, "policy", config), loop)}
+    ways = {"embedded": through(EmbeddedEngine(EngineSpec(path=directory, role="policy"), config), loop)}
     if missing := vllm_missing():
         notes.append(f"vLLM was not measured: {missing}.")
     else:
-        ways["vllm"] = through(VllmEngine(directory, "policy", VllmConfig(max_batch_rows=max(NUM_REQUESTS))), loop)
+        ways["vllm"] = through(
+            VllmEngine(EngineSpec(path=directory, role="policy"), VllmConfig(max_batch_rows=max(NUM_REQUESTS))), loop
+        )
     with patch.object(FusedDecoder, "supports", return_value=False):
-        ways[PLAIN] = through(EmbeddedEngine(directory, "policy", config), loop)
+        ways[PLAIN] = through(EmbeddedEngine(EngineSpec(path=directory, role="policy"), config), loop)
     ways["generate"] = generate(Qwen3ForCausalLM.from_pretrained(directory).eval())
     try:
         way = continuous_batching(Qwen3ForCausalLM.from_pretrained(directory).eval())
@@ -297,9 +300,11 @@ def pause_rows(scratch: Path, loop: asyncio.AbstractEventLoop) -> list[str]:
             if name == "vllm" and vllm_missing():
                 continue
             engine: EmbeddedEngine | VllmEngine = (
-                EmbeddedEngine(directory, "policy", EmbeddedConfig(recompute_kv_on_sync=recompute))
+                EmbeddedEngine(
+                    EngineSpec(path=directory, role="policy"), EmbeddedConfig(recompute_kv_on_sync=recompute)
+                )
                 if name == "embedded"
-                else VllmEngine(directory, "policy", VllmConfig(recompute_kv_on_sync=recompute))
+                else VllmEngine(EngineSpec(path=directory, role="policy"), VllmConfig(recompute_kv_on_sync=recompute))
             )
             # The first push touches new memory, so it isn't counted.
             reports = loop.run_until_complete(pushed(engine, learner, 4))[1:]

@@ -11,7 +11,7 @@ import numpy as np
 from models.types import Completion, Message, ToolCall, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
-DataCause = Literal["unparseable", "truncated", "too_long", "undecided"]
+DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
 EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
 Cause = InfraCause | DataCause | EnvCause
 Stage = Literal["rollout", "judge", "env"]
@@ -31,7 +31,9 @@ class Criterion:
 class Prompt:
     """The prompt of the policy. `reference` and `rubric` are for judges; they never enter the policy's prompt.
 
-    info: what the row holds for the environment: a JSON object, which neither policy nor judge sees.
+    info:    what the row holds for the environment: a JSON object, which neither policy nor judge sees.
+    columns: further columns of the row, for reward functions.
+    is_chat: whether the row has messages instead of a text.
     """
 
     prompt_id: str
@@ -40,6 +42,8 @@ class Prompt:
     reference: str | None = None
     rubric: tuple[Criterion, ...] = ()
     info: Mapping[str, object] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

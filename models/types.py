@@ -332,16 +332,6 @@ class EngineSpeed:
     request_s: float = 0.0  # independent of its length: to receive it and return its answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pressure:
-    """The load of an engine that reports it."""
-
-    num_running: int  # requests that decode
-    num_waiting: int  # further requests that it holds
-    kv_share: float  # used share of the capacity for cached tokens
-    num_preempted: int  # preemptions of running requests since the engine started
-
-
 class EngineRefused(Exception):
     """The engine can never serve this request (for example a prompt longer than its window): don't retry elsewhere."""
 
@@ -510,10 +500,3 @@ class Sleeper(Protocol):
     async def wake(self) -> None:
         """Take the memory again. The weights are unchanged; the KV cache is empty."""
         ...
-
-
-@runtime_checkable
-class ReportsPressure(Protocol):
-    """An engine, or a proxy of one, that may report its pressure."""
-
-    async def pressure(self) -> Pressure | None: ...

@@ -96,8 +96,8 @@ def sent(learner: Learner) -> tuple[dict[str, np.ndarray], int]:
     """Name -> what engines get, empty except on rank 0; the most values of a bucket."""
     found: dict[str, np.ndarray] = {}
     largest = 0
-    for index in range(learner.num_buckets()):
-        if (bucket := learner.bucket(index)) is not None:
+    for index in range(learner.sender.num_buckets()):
+        if (bucket := learner.sender.bucket(index)) is not None:
             assert isinstance(bucket.payload, InlineBytes)
             largest = max(largest, sum(len(data) for data in bucket.payload.data))
             for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):

@@ -29,6 +29,7 @@ ORDER = [
     "scheduler/slots",
     "grmpipe/__init__.py",
     "grmpipe/types.py",
+    "grmpipe/counts.py",
     "grmpipe/trackers",
     "grmpipe/config",
     "grmpipe/algorithm",
@@ -64,7 +65,7 @@ ORDER = [
     "grmpipe/tasks.py",
 ]
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
-SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py"}
+SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py", "models/version_spans.py"}
 LIBRARIES = {
     "ray": "scheduler/processes/",
     "vllm": "models/engines/vllm/",

@@ -15,7 +15,13 @@ from grmpipe.config.judging import (
     key_of_judge,
     key_of_model,
 )
-from grmpipe.config.reward_checks import check_doubts, check_normalised_units, check_rewards, check_rewards_used
+from grmpipe.config.reward_checks import (
+    check_doubts,
+    check_normalised_units,
+    check_rewards,
+    check_rewards_used,
+    check_scales,
+)
 from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -115,6 +121,7 @@ def check_reward(config: RunSections) -> None:
     check_rewards(config.reward_tree, config.all_judges, group_baseline=kind.has_zero_groups)
     check_normalised_units(config.reward_tree, config.algorithm)
     check_doubts(config.reward_tree, config.all_judges)
+    check_scales(config.reward_tree, config.all_judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
@@ -285,7 +292,7 @@ def check_simulated(config: RunSections) -> None:
         )
     for name, judge in config.judging.judges.items():
         key = key_of_judge(name)
-        if judge.kind == "custom":
+        if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
         if not is_judge_simulated(judge):
             raise ValueError(

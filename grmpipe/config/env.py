@@ -184,7 +184,6 @@ class EnvConfig(Bounded):
     # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
     # frameworks (docs/agents.md) count by themselves.
     policy_errors: list[str] = field(default_factory=list)
-    inject_faults: float = 0.0  # [share] Share of episodes in which the environment is made to fail, to test a run.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,8 +212,6 @@ class EnvConfig(Bounded):
                     f"policy_errors: {name!r} is no module and name of an exception; type for example "
                     "env.policy_errors=[my_agent.TooManyMoves], or builtins.ValueError for one of Python's own"
                 )
-        if not 0 <= self.inject_faults < 1:
-            raise ValueError(f"inject_faults: must be at least 0 and below 1, got {self.inject_faults}")
 
     @property
     def _needs(self) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, V
 from grmpipe.config.scalar_map import ScalarConfig
 from models.types import ThinkingBudget
 
-KINDS = ("generative", "scalar", "rule", "env", "label", "custom")
+KINDS = ("generative", "scalar", "rule", "function", "env", "label", "custom")
+FUNCTION_BATCHES = ("rollout", "group")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
@@ -64,8 +65,8 @@ class EarlyStopConfig:
 class JudgeConfig:
     """How rollouts are judged, when judging counts as failed, and how often it is measured."""
 
-    # Where verdicts come from: a GRM, a scalar reward model, a rule, the environment's rewards, the labels of a judge
-    # in training, or your own class.
+    # Where verdicts come from: a GRM, a scalar reward model, a rule, a reward function of your own, the environment's
+    # rewards, the labels of a judge in training, or your own class.
     kind: str = "generative"
     # Model that is asked: the role grm, a name in models, or policy, whose weights of the moment then judge.
     model: str = "grm"
@@ -124,6 +125,14 @@ class JudgeConfig:
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
+    # For a reward function: its dotted path. It takes and returns what docs/judging.md says, or what TRL or verl asks.
+    function: str = ""
+    # For a reward function: its lowest and highest number, as in [0, 100], which become the rewards 0 and 1; null: its
+    # number is the reward.
+    score_range: Any = None
+    # For a reward function that takes lists: called with each response as it ends (rollout), or with all siblings of a
+    # group (group).
+    function_batch: str = "rollout"
     scalar: ScalarConfig = field(default_factory=ScalarConfig)
     env_reward: EnvRewardConfig = field(default_factory=EnvRewardConfig)
     target: str = ""  # For your own judge: dotted path of its class.
@@ -171,6 +180,11 @@ class JudgeConfig:
             return self.num_judgements == 1 and not self.protocol_kind.compares
         return self.kind != "custom"
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether its rewards are from 0 to 1. Those of an environment are brought there by their weights."""
+        return self.kind != "function" or self.score_range is not None
+
     def responses_shown(self, size: int) -> int:
         """The number of responses in one judgement, for a group of `size` siblings."""
         return self.protocol_kind.responses_shown(size)
@@ -188,6 +202,7 @@ class JudgeConfig:
             ("pairs", self.pairs, PAIRS),
             ("principles", self.principles, PRINCIPLES),
             ("truncation", self.truncation, TRUNCATIONS),
+            ("function_batch", self.function_batch, FUNCTION_BATCHES),
         ):
             if value not in known:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
@@ -330,6 +345,14 @@ class JudgeConfig:
         if self.kind == "custom" and not self.target:
             raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
 
+        if self.kind == "function" and not self.function:
+            raise ValueError("function: is empty; for kind=function type judge.function=my_module.my_reward")
+        ends = self.score_range
+        if ends is not None and not is_range(ends):
+            raise ValueError(
+                f"score_range: must be two numbers, the lower one first, got {ends!r}; type 'judge.score_range=[0, 1]'"
+            )
+
     def _check_scalar(self) -> None:
         """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
         if self.kind != "scalar":
@@ -378,6 +401,14 @@ class LabelConfig:
             raise ValueError(f"rule: unknown value {self.rule!r}; known: {', '.join(LABEL_RULES)}")
 
 
+def is_range(ends: object) -> bool:
+    """Whether it is a pair of finite numbers in ascending order."""
+    if not isinstance(ends, list | tuple) or len(ends) != 2:
+        return False
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end) for end in ends)
+    return numbers and ends[0] < ends[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The scores that a judge may give: integers, including both ends."""
@@ -388,3 +419,7 @@ class Scale:
     def reward_of(self, score: float) -> float:
         """The reward of a score: 0 at the low end, 1 at the high end."""
         return (score - self.low) / (self.high - self.low)
+
+    def score_of(self, reward: float) -> float:
+        """The score of a reward from 0 to 1."""
+        return self.low + reward * (self.high - self.low)

@@ -127,6 +127,7 @@ class RewardKind:
     passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
     waits:  whether a sibling's reward depends on its siblings' verdicts.
     later:  those of its names that judge a response only if another verdict on it says so.
+    scaled: the key that needs the parts' rewards from 0 to 1; empty: none does.
     asked:  (section, source of prompts) -> name -> the largest share of these prompts' rollouts that it judges.
     """
 
@@ -136,6 +137,7 @@ class RewardKind:
     passes: bool = False
     waits: Callable[[RewardConfig], bool] = lambda reward: False
     later: Callable[[RewardConfig], tuple[str, ...]] = lambda reward: ()
+    scaled: str = ""
     asked: Callable[[RewardConfig, str], Mapping[str, float]] = lambda reward, source: dict.fromkeys(reward.names, 1.0)
 
 
@@ -354,6 +356,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: tuple(reward.mix),
         check=_mix,
         waits=lambda reward: reward.normalise != "none",
+        scaled="mix",
     ),
     "route": RewardKind(
         keys=("route", "default"),
@@ -367,6 +370,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: tuple(reward.members),
         check=_jury,
         waits=lambda reward: reward.quorum is not None and reward.quorum < len(reward.members),
+        scaled="pass_at",
     ),
     "cascade": RewardKind(
         keys=(
@@ -377,6 +381,7 @@ REWARD_KINDS: dict[str, RewardKind] = {
         check=_cascade,
         waits=lambda reward: reward.escalate == "group",
         later=lambda reward: (reward.then or "",),
+        scaled="unsure_band",
         asked=_escalated,
     ),
     "gate": RewardKind(
@@ -384,5 +389,6 @@ REWARD_KINDS: dict[str, RewardKind] = {
         names=lambda reward: (reward.gate or "", reward.inner or ""),
         check=_gate,
         later=lambda reward: (reward.inner or "",),
+        scaled="min_reward",
     ),
 }  # fmt: skip

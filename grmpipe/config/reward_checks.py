@@ -94,6 +94,17 @@ def check_normalised_units(tree: RewardTree, algorithm: AlgorithmConfig) -> None
                 )
 
 
+def check_scales(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
+    """Raises ValueError if a composition in use needs rewards from 0 to 1 of a judge that gives them on no scale."""
+    for path, one in tree.in_use():
+        needs_scale = one.reward_kind.scaled and one.normalise == "none"
+        for name in (name for name in one.names if needs_scale and name in judges and not judges[name].has_scale):
+            raise ValueError(
+                f"{path}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {name} gives them on no scale; type "
+                f"'{key_of_judge(name)}.score_range=[0, 1]', with the lowest and the highest number of its function"
+            )
+
+
 def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains beyond
     the share that may be escalated.

@@ -24,6 +24,7 @@ from grmpipe.config.secrets import noted, plain, texts_from_environment, without
 
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
+NO_FAULTS = "\n  inject_faults: 0.0"  # a key of env that earlier versions wrote, at the value of all runs
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -92,7 +93,8 @@ def read_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml. A value from a variable that isn't set here stays as typed."""
     try:
         text = ENVIRONMENT.sub(
-            lambda found: found[0] if found[1] in os.environ else "\\" + found[0], path.read_text("utf-8")
+            lambda found: found[0] if found[1] in os.environ else "\\" + found[0],
+            path.read_text("utf-8").replace(NO_FAULTS, ""),
         )
         return build(typing.cast(DictConfig, OmegaConf.create(text)))
     except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from grmpipe.data.labelled_schemas import EXAMPLES, FieldPlace, reader_of
+from grmpipe.data.labelled_schemas import EXAMPLES, LabelledRow, read_labels
 from grmpipe.data.prompts import Row, refuse_half_characters, rows_of, shown, texts_of
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 from models.types import Message
@@ -73,7 +73,7 @@ def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
     num_undecided = 0
     for number, where, row in labelled_rows(file):
         row = {field: value for field, value in row.items() if value is not None}
-        found = reader_of(row, where)(row, FieldPlace(where=where, name=f"{file.name}:{number}", scale=scale))
+        found = read_labels(LabelledRow(fields=row, where=where, name=f"{file.name}:{number}", scale=scale))
         for item in found:
             refuse_half_characters(texts_of_item(item), where)
         items += found

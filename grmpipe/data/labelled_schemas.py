@@ -1,4 +1,4 @@
-"""Rows of judgement benchmarks, by their fields. Each schema is a function and a row of SCHEMAS; opens no file."""
+"""Rows of judgement benchmarks, by their fields. Each schema is a row of SCHEMAS; opens no file."""
 
 from __future__ import annotations
 
@@ -15,107 +15,71 @@ LABELS = {"A>B": 0, "B>A": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldPlace:
-    """The place of a row. name: prefix of its items' ids. scale: the ends of the judge's scale."""
+class LabelledRow:
+    """A row and its place. name: prefix of its items' ids. scale: the ends of the judge's scale."""
 
+    fields: Row
     where: str
     name: str
     scale: tuple[int, int]
 
+    def wrong(self, field: str, expected: str, got: object) -> ValueError:
+        return ValueError(f"{self.where}: {field}: expected {expected}, got {shown(got)}")
 
-Read = Callable[[Row, FieldPlace], Sequence[Labelled]]  # empty for a row without a winner
+    def text(self, field: str) -> str:
+        if not isinstance(value := self.fields.get(field), str):
+            raise self.wrong(field, "a text", value)
+        return value
 
+    def texts(self, field: str) -> tuple[str, ...]:
+        """A text, or a list of at least one text. An empty text is a response too."""
+        value = self.fields[field]
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise self.wrong(field, "a text or a list of texts", value)
+        return tuple(texts)
 
-def ranked_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    responses = texts_of(row, "responses", place)
-    best = row["best"]
-    if len(responses) < 2:
-        raise ValueError(f"{place.where}: responses: expected two or more, got {len(responses)}")
-    if not isinstance(best, int) or isinstance(best, bool) or not 0 <= best < len(responses):
-        raise ValueError(
-            f"{place.where}: best: expected an index into responses (0 to {len(responses) - 1}), got {best!r}"
+    def subset(self, field: str = "subset") -> str:
+        return text_of(self.fields, field, self.where, "")
+
+    def messages(self, field: str, last: str = "assistant") -> list[dict[str, object]]:
+        """The messages of a conversation, of which the last one has this role."""
+        value = self.fields[field]
+        if not isinstance(value, list) or not is_chat(value):
+            raise self.wrong(field, "a list of {role, content}", value)
+        found = [{key: message.get(key) for key in ("role", "content")} for message in value]
+        for index, message in enumerate(found):
+            if not isinstance(message["content"], str):
+                raise self.wrong(f"{field}[{index}].content", "a text", message)
+        if found[-1]["role"] != last:
+            raise ValueError(
+                f"{self.where}: {field}: its last message must have role {last}, got role {found[-1]['role']!r}"
+            )
+        return found
+
+    def own_prompt(self) -> Prompt:
+        return Prompt(
+            prompt_id=text_of(self.fields, "item_id", self.where, self.name),
+            messages=messages_of(self.fields, self.where),
+            source=text_of(self.fields, "source", self.where, ""),
+            reference=reference_of(self.fields, self.where),
         )
-    prompt = own_prompt(row, place)
-    return (
-        RankedResponses(
-            item_id=prompt.prompt_id,
-            prompt=prompt,
-            responses=responses,
-            best=best,
-            subset=subset_of(row, "subset", place),
-        ),
-    )
+
+    def prompt(self, field: str = "prompt") -> Prompt:
+        """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
+        if field not in self.fields:
+            raise ValueError(f"{self.where}: {field}: missing; its fields: {', '.join(self.fields) or 'none'}")
+        return self.prompt_of(self.fields[field], field)
+
+    def prompt_of(self, value: object, field: str) -> Prompt:
+        as_ours = {"prompt" if isinstance(value, str) else "messages": value}
+        try:
+            return Prompt(prompt_id=self.name, messages=messages_of(as_ours, self.where))
+        except ValueError as error:
+            raise ValueError(f"{error} (read from the field {field})") from error
 
 
-def scored_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    score, (low, high) = row["score"], place.scale
-    if not isinstance(score, int | float) or isinstance(score, bool) or score != int(score) or not low <= score <= high:
-        raise ValueError(f"{place.where}: score: expected a whole number from {low} to {high}, got {shown(score)}")
-    prompt = own_prompt(row, place)
-    return (
-        ScoredResponse(
-            item_id=prompt.prompt_id,
-            prompt=prompt,
-            response=text_at(row, "response", place),
-            score=int(score),
-            subset=subset_of(row, "subset", place),
-        ),
-    )
-
-
-def reward_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    if is_chat(row["chosen"]) or is_chat(row["rejected"]):
-        return chat_pair(row, place)
-    rejected = texts_of(row, "rejected", place)
-    right = texts_of(row, "chosen", place)
-    prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "subset", place)
-    return tuple(
-        first_is_best((best, *rejected), prompt, subset, f"{place.name}#{index}" if len(right) > 1 else place.name)
-        for index, best in enumerate(right)
-    )
-
-
-def rm_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """An item per pair of a right and a wrong response. Both come in three styles, the plainest first: a pair is hard
-    if the wrong one has the fancier style, easy if the right one has (arXiv 2410.16184). Other rows with these fields
-    are read as RewardBench's.
-    """
-    styles = (row["chosen"], row["rejected"])
-    if not all(isinstance(one, list) and len(one) == 3 and not is_chat(one) for one in styles):
-        return reward_bench_row(row, place)
-    right, wrong = texts_of(row, "chosen", place), texts_of(row, "rejected", place)
-    prompt, domain = prompt_at(row, "prompt", place), subset_of(row, "domain", place)
-    if domain.startswith("safety"):  # safety-refuse and safety-response are one domain of the benchmark
-        domain = "safety"
-    return tuple(
-        first_is_best((best, other), prompt, f"{domain}/{difficulty(i, j)}", f"{place.name}#{i}{j}")
-        for i, best in enumerate(right)
-        for j, other in enumerate(wrong)
-    )
-
-
-def difficulty(right_style: int, wrong_style: int) -> str:
-    return "normal" if right_style == wrong_style else "hard" if right_style < wrong_style else "easy"
-
-
-def chat_pair(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """A preference between two conversations (TRL, UltraFeedback, HH as messages): each ends with the answer. What they
-    begin with is the prompt; with a field `prompt` as messages, they follow it.
-    """
-    chosen, rejected = messages_at(row, "chosen", place), messages_at(row, "rejected", place)
-    if chosen[:-1] != rejected[:-1]:
-        raise ValueError(
-            f"{place.where}: chosen, rejected: expected two conversations that differ only in their last message"
-        )
-    history = chosen[:-1]
-    if isinstance(row.get("prompt"), list):
-        given = messages_at(row, "prompt", place, last="user")
-        history = history if history[: len(given)] == given else [*given, *history]
-    if not history:
-        history = [{"role": "user", "content": text_at(row, "prompt", place)}]
-    prompt = prompt_at({"history": history}, "history", place)
-    texts = (str(chosen[-1]["content"]), str(rejected[-1]["content"]))
-    return (first_is_best(texts, prompt, subset_of(row, "subset", place), place.name),)
+Read = Callable[[LabelledRow], Sequence[Labelled]]  # empty for a row without a winner
 
 
 def is_chat(value: object) -> bool:
@@ -123,176 +87,87 @@ def is_chat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
-def messages_at(row: Row, field: str, place: FieldPlace, last: str = "assistant") -> list[dict[str, object]]:
-    """The messages of a conversation, of which the last one has this role."""
-    value = row[field]
-    if not isinstance(value, list) or not is_chat(value):
-        raise ValueError(f"{place.where}: {field}: expected a list of {{role, content}}, got {shown(value)}")
-    found = [{key: message.get(key) for key in ("role", "content")} for message in value]
-    for index, message in enumerate(found):
-        if not isinstance(message["content"], str):
-            raise ValueError(f"{place.where}: {field}[{index}].content: expected a text, got {shown(message)}")
-    if found[-1]["role"] != last:
-        raise ValueError(
-            f"{place.where}: {field}: its last message must have role {last}, got role {found[-1]['role']!r}"
-        )
-    return found
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def ppe_correctness_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """One item per pair of a right and a wrong response that the benchmark sampled."""
-    scores, pairs = row["scores"], row["sampled_conflict_pairs"]
-    if not isinstance(scores, list) or not isinstance(pairs, list):
-        raise ValueError(f"{place.where}: scores, sampled_conflict_pairs: expected lists, got {shown((scores, pairs))}")
-    prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "category", place)
-    items = []
-    for index, pair in enumerate(pairs):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(i, int) for i in pair):
-            raise ValueError(f"{place.where}: sampled_conflict_pairs[{index}]: expected two indices, got {shown(pair)}")
-        if not all(0 <= i < len(scores) for i in pair):
-            raise ValueError(f"{place.where}: sampled_conflict_pairs[{index}]: outside scores, got {shown(pair)}")
-        right, wrong = sorted(pair, key=lambda i: truth_of(scores[i], place), reverse=True)
-        if truth_of(scores[right], place) == truth_of(scores[wrong], place):
-            continue
-        texts = tuple(text_at(row, f"response_{i + 1}", place) for i in (right, wrong))
-        items.append(first_is_best(texts, prompt, subset, f"{place.name}#{index}"))
-    return tuple(items)
+# -- our own -------------------------------------------------------------------------------------------------------
 
 
-def ppe_human_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """One item. Ties (tie, tie (bothbad)) have no winner."""
-    winner = text_at(row, "winner", place)
-    if winner not in WINNERS and not winner.startswith("tie"):
-        raise ValueError(f"{place.where}: winner: expected model_a, model_b or tie, got {winner!r}")
-    return paired(row, ("response_1", "response_2"), WINNERS.get(winner), "prompt", "language", place)
+def ranked(row: LabelledRow) -> Sequence[Labelled]:
+    responses, best = row.texts("responses"), row.fields["best"]
+    if len(responses) < 2:
+        raise row.wrong("responses", "two or more", len(responses))
+    if not isinstance(best, int) or isinstance(best, bool) or not 0 <= best < len(responses):
+        raise row.wrong("best", f"an index into responses (0 to {len(responses) - 1})", best)
+    prompt = row.own_prompt()
+    return [
+        RankedResponses(item_id=prompt.prompt_id, prompt=prompt, responses=responses, best=best, subset=row.subset())
+    ]
 
 
-def judge_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    label = text_at(row, "label", place)
-    if label not in LABELS:
-        raise ValueError(f"{place.where}: label: expected one of {', '.join(LABELS)}, got {label!r}")
-    return paired(row, ("response_A", "response_B"), LABELS[label], "question", "source", place)
-
-
-def help_steer3_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    best = preferred(row, "overall_preference", place)
-    return paired(row, ("response1", "response2"), best, "context", "domain", place)
-
-
-def help_steer2_pair_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    best = preferred(row, "preference_strength", place)
-    return paired(row, ("response_1", "response_2"), best, "prompt", "subset", place)
-
-
-def help_steer_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    rating, (worst, best), (low, high) = row["helpfulness"], HELPFULNESS, place.scale
-    if not isinstance(rating, int | float) or not worst <= rating <= best:
-        raise ValueError(f"{place.where}: helpfulness: expected a number from {worst} to {best}, got {shown(rating)}")
-    return (
+def scored(row: LabelledRow) -> Sequence[Labelled]:
+    score, (low, high) = row.fields["score"], row.scale
+    if not isinstance(score, int | float) or not is_number(score) or score != int(score) or not low <= score <= high:
+        raise row.wrong("score", f"a whole number from {low} to {high}", score)
+    prompt, response = row.own_prompt(), row.text("response")
+    return [
         ScoredResponse(
-            item_id=place.name,
-            prompt=prompt_at(row, "prompt", place),
-            response=text_at(row, "response", place),
-            score=round(low + (rating - worst) / (best - worst) * (high - low)),
-        ),
-    )
+            item_id=prompt.prompt_id, prompt=prompt, response=response, score=int(score), subset=row.subset()
+        )
+    ]
 
 
-def rmb_pair_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    texts = (answer_of(row["chosen"], "chosen", place), answer_of(row["reject"], "reject", place))
-    return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
+# -- two responses in the order of the row ---------------------------------------------------------------------------
 
 
-def rmb_best_of_n_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    losers = row["loser_list"]
-    if not isinstance(losers, list) or not losers:
-        raise ValueError(f"{place.where}: loser_list: expected a list of answers, got {shown(losers)}")
-    texts = (
-        answer_of(row["bon_best"], "bon_best", place),
-        *(answer_of(loser, f"loser_list[{index}]", place) for index, loser in enumerate(losers)),
-    )
-    return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """The fields of a schema with two responses. best: reads the better one's index; None: the row has no winner."""
+
+    texts: tuple[str, str]
+    best: Callable[[LabelledRow], int | None]
+    prompt: str = "prompt"
+    subset: str = "subset"
+
+    def __call__(self, row: LabelledRow) -> Sequence[Labelled]:
+        best, responses = self.best(row), tuple(map(row.text, self.texts))
+        if best is None:
+            return ()
+        prompt, subset = row.prompt(self.prompt), row.subset(self.subset)
+        return [RankedResponses(item_id=row.name, prompt=prompt, responses=responses, best=best, subset=subset)]
 
 
-# The most specific fields first: many datasets have a prompt and a response.
-SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
-    ("RMB best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n_row),
-    ("RMB pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair_row),
-    ("HelpSteer3 preference", frozenset({"context", "response1", "response2", "overall_preference"}), help_steer3_row),
-    ("HelpSteer2 preference", frozenset({"response_1", "response_2", "preference_strength"}), help_steer2_pair_row),
-    ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness_row),
-    ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), ppe_human_row),
-    ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), judge_bench_row),
-    ("grmpipe ranked", frozenset({"responses", "best"}), ranked_row),
-    ("grmpipe scored", frozenset({"response", "score"}), scored_row),
-    ("RM-Bench", frozenset({"prompt", "chosen", "rejected", "domain"}), rm_bench_row),
-    ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench_row),
-    ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),
-    ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer_row),
-)
-EXAMPLES = (
-    'a line looks like {"prompt": "6 x 7?", "responses": ["42", "43"], "best": 0} '
-    'or {"prompt": "6 x 7?", "response": "43", "score": 1}'
-)
+def by_winner(row: LabelledRow) -> int | None:
+    """Ties (tie, tie (bothbad)) have no winner."""
+    winner = row.text("winner")
+    if winner not in WINNERS and not winner.startswith("tie"):
+        raise row.wrong("winner", "model_a, model_b or tie", winner)
+    return WINNERS.get(winner)
 
 
-def reader_of(row: Row, where: str) -> Read:
-    """The reader of a row, by its fields: one file may hold ranked and scored items. ValueError names what is
-    missing.
-    """
-    for _, fields, read in SCHEMAS:
-        if fields <= row.keys():
-            return read
-    name, fields, _ = max(SCHEMAS, key=lambda schema: len(schema[1] & row.keys()) / len(schema[1]))
-    lacking = ", ".join(sorted(fields - row.keys()))
-    raise ValueError(
-        f"{where}: {lacking}: missing, to be read as {name}; its fields: {', '.join(row) or 'none'}; {EXAMPLES}; "
-        f"known schemas: {', '.join(name for name, _, _ in SCHEMAS)}"
-    )
+def by_label(row: LabelledRow) -> int:
+    if (label := row.text("label")) not in LABELS:
+        raise row.wrong("label", f"one of {', '.join(LABELS)}", label)
+    return LABELS[label]
 
 
-# -- fields --------------------------------------------------------------------------------------------------------
+def by_sign(field: str) -> Callable[[LabelledRow], int | None]:
+    """By the sign of HelpSteer's field: 0 (the first) below 0, 1 (the second) above 0."""
+
+    def best(row: LabelledRow) -> int | None:
+        strength = row.fields[field]
+        if not isinstance(strength, int | float) or not is_number(strength):
+            raise row.wrong(field, "a number, below 0 for the first", strength)
+        return None if strength == 0 else int(strength > 0)
+
+    return best
 
 
-def own_prompt(row: Row, place: FieldPlace) -> Prompt:
-    return Prompt(
-        prompt_id=text_of(row, "item_id", place.where, place.name),
-        messages=messages_of(row, place.where),
-        source=text_of(row, "source", place.where, ""),
-        reference=reference_of(row, place.where),
-    )
+# -- the best first, then the others ---------------------------------------------------------------------------------
 
 
-def prompt_at(row: Row, field: str, place: FieldPlace) -> Prompt:
-    """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
-    if field not in row:
-        raise ValueError(f"{place.where}: {field}: missing; its fields: {', '.join(row) or 'none'}")
-    as_ours = {"prompt" if isinstance(row[field], str) else "messages": row[field]}
-    try:
-        return Prompt(prompt_id=place.name, messages=messages_of(as_ours, place.where))
-    except ValueError as error:
-        raise ValueError(f"{error} (read from the field {field})") from error
-
-
-def paired(
-    row: Row, fields: tuple[str, str], best: int | None, prompt: str, subset: str, place: FieldPlace
-) -> Sequence[Labelled]:
-    """Two responses in the order of the row. Empty without a winner."""
-    texts = tuple(text_at(row, field, place) for field in fields)
-    if best is None:
-        return ()
-    return (
-        RankedResponses(
-            item_id=place.name,
-            prompt=prompt_at(row, prompt, place),
-            responses=texts,
-            best=best,
-            subset=subset_of(row, subset, place),
-        ),
-    )
-
-
-def first_is_best(texts: tuple[str, ...], prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
+def best_first(texts: Sequence[str], prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
     """A ranking whose first text is best: the others keep their order, the best moves to a place that its id
     decides.
     """
@@ -301,48 +176,154 @@ def first_is_best(texts: tuple[str, ...], prompt: Prompt, subset: str, item_id: 
     return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, best=best, subset=subset)
 
 
-def preferred(row: Row, field: str, place: FieldPlace) -> int | None:
-    """The preferred response by the sign of HelpSteer's field: 0 (the first) below 0, 1 (the second) above 0."""
-    strength = row[field]
-    if not isinstance(strength, int | float) or isinstance(strength, bool) or strength != strength:
-        raise ValueError(f"{place.where}: {field}: expected a number, below 0 for the first, got {shown(strength)}")
-    return None if strength == 0 else int(strength > 0)
+def reward_bench(row: LabelledRow) -> Sequence[Labelled]:
+    if is_chat(row.fields["chosen"]) or is_chat(row.fields["rejected"]):
+        return chat_pair(row)
+    wrong, right, prompt, subset = row.texts("rejected"), row.texts("chosen"), row.prompt(), row.subset()
+    ids = [row.name] if len(right) == 1 else [f"{row.name}#{index}" for index in range(len(right))]
+    return [best_first((best, *wrong), prompt, subset, item_id) for best, item_id in zip(right, ids, strict=True)]
 
 
-def truth_of(score: object, place: FieldPlace) -> float:
+def rm_bench(row: LabelledRow) -> Sequence[Labelled]:
+    """An item per pair of a right and a wrong response. Both come in three styles, the plainest first: a pair is hard
+    if the wrong one has the fancier style, easy if the right one has (arXiv 2410.16184). Other rows with these fields
+    are read as RewardBench's.
+    """
+    styles = (row.fields["chosen"], row.fields["rejected"])
+    if not all(isinstance(one, list) and len(one) == 3 and not is_chat(one) for one in styles):
+        return reward_bench(row)
+    right, wrong, prompt, domain = row.texts("chosen"), row.texts("rejected"), row.prompt(), row.subset("domain")
+    if domain.startswith("safety"):  # safety-refuse and safety-response are one domain of the benchmark
+        domain = "safety"
+    return [
+        best_first((best, other), prompt, f"{domain}/{difficulty(i, j)}", f"{row.name}#{i}{j}")
+        for i, best in enumerate(right)
+        for j, other in enumerate(wrong)
+    ]
+
+
+def difficulty(right_style: int, wrong_style: int) -> str:
+    return "normal" if right_style == wrong_style else "hard" if right_style < wrong_style else "easy"
+
+
+def chat_pair(row: LabelledRow) -> Sequence[Labelled]:
+    """A preference between two conversations (TRL, UltraFeedback, HH as messages): each ends with the answer. What they
+    begin with is the prompt; with a field `prompt` as messages, they follow it.
+    """
+    chosen, rejected = row.messages("chosen"), row.messages("rejected")
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError(
+            f"{row.where}: chosen, rejected: expected two conversations that differ only in their last message"
+        )
+    history = chosen[:-1]
+    if isinstance(row.fields.get("prompt"), list):
+        given = row.messages("prompt", last="user")
+        history = history if history[: len(given)] == given else [*given, *history]
+    if not history:
+        history = [{"role": "user", "content": row.text("prompt")}]
+    texts = (str(chosen[-1]["content"]), str(rejected[-1]["content"]))
+    return [best_first(texts, row.prompt_of(history, "history"), row.subset(), row.name)]
+
+
+def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
+    """One item per pair of a right and a wrong response that the benchmark sampled."""
+    scores, pairs = row.fields["scores"], row.fields["sampled_conflict_pairs"]
+    if not isinstance(scores, list) or not isinstance(pairs, list):
+        raise row.wrong("scores, sampled_conflict_pairs", "lists", (scores, pairs))
+    prompt, subset, items = row.prompt(), row.subset("category"), []
+    for index, pair in enumerate(pairs):
+        field = f"sampled_conflict_pairs[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(i, int) for i in pair):
+            raise row.wrong(field, "two indices", pair)
+        if not all(0 <= i < len(scores) for i in pair):
+            raise ValueError(f"{row.where}: {field}: outside scores, got {shown(pair)}")
+        truths = {i: truth_of(scores[i], row) for i in pair}
+        right, wrong = sorted(pair, key=lambda i: truths[i], reverse=True)
+        if truths[right] != truths[wrong]:
+            texts = [row.text(f"response_{i + 1}") for i in (right, wrong)]
+            items.append(best_first(texts, prompt, subset, f"{row.name}#{index}"))
+    return items
+
+
+def truth_of(score: object, row: LabelledRow) -> float:
     """Whether a response is right, as a number: PPE gives a number or a boolean, or a list of one."""
     value = score[0] if isinstance(score, list) and score else score
     if not isinstance(value, bool | int | float):
-        raise ValueError(f"{place.where}: scores: expected numbers or booleans, got {shown(score)}")
+        raise row.wrong("scores", "numbers or booleans", score)
     return float(value)
 
 
-def answer_of(value: object, field: str, place: FieldPlace) -> str:
-    if not isinstance(value, Mapping) or not isinstance(value.get("answer"), str):
-        raise ValueError(f"{place.where}: {field}: expected an object with a text `answer`, got {shown(value)}")
-    return str(value["answer"])
+def rmb_pair(row: LabelledRow) -> Sequence[Labelled]:
+    return rmb(row, {"chosen": row.fields["chosen"], "reject": row.fields["reject"]})
 
 
-def texts_of(row: Row, field: str, place: FieldPlace) -> tuple[str, ...]:
-    """A text, or a list of at least one text. An empty text is a response too."""
-    value = row[field]
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{place.where}: {field}: expected a text or a list of texts, got {shown(value)}")
-    return tuple(texts)
+def rmb_best_of_n(row: LabelledRow) -> Sequence[Labelled]:
+    losers = row.fields["loser_list"]
+    if not isinstance(losers, list) or not losers:
+        raise row.wrong("loser_list", "a list of answers", losers)
+    others = {f"loser_list[{index}]": loser for index, loser in enumerate(losers)}
+    return rmb(row, {"bon_best": row.fields["bon_best"], **others})
 
 
-def text_at(row: Row, field: str, place: FieldPlace) -> str:
-    value = row.get(field)
-    if not isinstance(value, str):
-        raise ValueError(f"{place.where}: {field}: expected a text, got {shown(value)}")
-    return value
+def rmb(row: LabelledRow, answers: Mapping[str, object]) -> Sequence[Labelled]:
+    """Its answers by their fields, the best first. The subset is for example Helpfulness/Code, from
+    Pairwise_set/Helpfulness/Code/Documentation.
+    """
+    texts = []
+    for field, value in answers.items():
+        if not isinstance(value, Mapping) or not isinstance(value.get("answer"), str):
+            raise row.wrong(field, "an object with a text `answer`", value)
+        texts.append(str(value["answer"]))
+    subset = "/".join(row.subset("category_path").split("/")[1:3])
+    return [best_first(texts, row.prompt("conversation_input"), subset, row.name)]
 
 
-def subset_of(row: Row, field: str, place: FieldPlace) -> str:
-    return text_of(row, field, place.where, "")
+def help_steer(row: LabelledRow) -> Sequence[Labelled]:
+    rating, (worst, best), (low, high) = row.fields["helpfulness"], HELPFULNESS, row.scale
+    if not isinstance(rating, int | float) or not worst <= rating <= best:
+        raise row.wrong("helpfulness", f"a number from {worst} to {best}", rating)
+    score = round(low + (rating - worst) / (best - worst) * (high - low))
+    return [ScoredResponse(item_id=row.name, prompt=row.prompt(), response=row.text("response"), score=score)]
 
 
-def rmb_subset(row: Row, place: FieldPlace) -> str:
-    """The subset, for example Helpfulness/Code from Pairwise_set/Helpfulness/Code/Documentation."""
-    return "/".join(subset_of(row, "category_path", place).split("/")[1:3])
+HELP_STEER3 = Preference(
+    texts=("response1", "response2"), best=by_sign("overall_preference"), prompt="context", subset="domain"
+)
+HELP_STEER2 = Preference(texts=("response_1", "response_2"), best=by_sign("preference_strength"))
+PPE_HUMAN = Preference(texts=("response_1", "response_2"), best=by_winner, subset="language")
+JUDGE_BENCH = Preference(texts=("response_A", "response_B"), best=by_label, prompt="question", subset="source")
+# The most specific fields first: many datasets have a prompt and a response.
+SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
+    ("RMB best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n),
+    ("RMB pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair),
+    ("HelpSteer3 preference", frozenset({"context", "response1", "response2", "overall_preference"}), HELP_STEER3),
+    ("HelpSteer2 preference", frozenset({"response_1", "response_2", "preference_strength"}), HELP_STEER2),
+    ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness),
+    ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), PPE_HUMAN),
+    ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), JUDGE_BENCH),
+    ("grmpipe ranked", frozenset({"responses", "best"}), ranked),
+    ("grmpipe scored", frozenset({"response", "score"}), scored),
+    ("RM-Bench", frozenset({"prompt", "chosen", "rejected", "domain"}), rm_bench),
+    ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench),
+    ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),
+    ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer),
+)
+EXAMPLES = (
+    'a line looks like {"prompt": "6 x 7?", "responses": ["42", "43"], "best": 0} '
+    'or {"prompt": "6 x 7?", "response": "43", "score": 1}'
+)
+
+
+def read_labels(row: LabelledRow) -> Sequence[Labelled]:
+    """The items of a row, by its fields: one file may hold ranked and scored items. ValueError names what is
+    missing.
+    """
+    known = row.fields.keys()
+    for _, fields, read in SCHEMAS:
+        if fields <= known:
+            return read(row)
+    name, fields, _ = max(SCHEMAS, key=lambda schema: len(schema[1] & known) / len(schema[1]))
+    raise ValueError(
+        f"{row.where}: {', '.join(sorted(fields - known))}: missing, to be read as {name}; its fields: "
+        f"{', '.join(known) or 'none'}; {EXAMPLES}; known schemas: {', '.join(name for name, _, _ in SCHEMAS)}"
+    )

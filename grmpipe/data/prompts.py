@@ -12,6 +12,7 @@ from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 ROLES = ("system", "user", "assistant")
+FIELDS = ("messages", "prompt", "reference", "rubric", "info", "prompt_id", "source")
 Row = dict[str, object]
 
 
@@ -20,8 +21,8 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
     number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the environment),
-    `prompt_id` and `source`; other columns are ignored. ValueError names file, line (Parquet: row), field and what was
-    expected.
+    `prompt_id` and `source`; further columns are kept for reward functions. ValueError names file, line (Parquet: row),
+    field and what was expected.
     """
     if path.startswith(TINY):
         return tiny_prompts(path, num_tiny_prompts, seed)
@@ -112,6 +113,8 @@ def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
         reference=reference_of(row, where),
         rubric=rubric_of(row, where),
         info=info_of(row, where),
+        columns={name: value for name, value in row.items() if name not in FIELDS},
+        is_chat="messages" in row,
     )
     refuse_half_characters(texts_of(prompt), where)
     return prompt

@@ -1,42 +1,33 @@
-"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot."""
+"""The output of task=evaluate: a table, evaluation.json, judged.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.box import MINIMAL
 from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
+from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 WIDTH = 400  # columns, more than any table has
-PICTURE = "accuracy.png"
-NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
+TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 
 
 def write_files(
     run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
-) -> bool:
-    """Write the files. Returns whether there is a plot.
-
-    scale: of the labels. scales: of the judges' own scores, by name.
-    """
+) -> None:
+    """Write the files. scale: of the labels. scales: of the judges' own scores, by name."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
-    return draw(result, run_dir / PICTURE)
 
 
 def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
@@ -79,8 +70,8 @@ def of_judge(name: str) -> dict[str, str]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
-    """Print the results. max_subsets: subsets sampled for each smaller k. is_drawn: whether there is a plot."""
+def show(result: JudgeEvaluation, max_subsets: int) -> None:
+    """Print the results. max_subsets: subsets sampled for each smaller k."""
     console = Console()
     print_tables(
         table_of(result),
@@ -89,8 +80,6 @@ def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
     )
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
-    if is_drawable(result) and not is_drawn:
-        console.print(NO_PICTURE, highlight=False)
 
 
 def print_tables(*tables: Table) -> None:
@@ -115,7 +104,7 @@ def judges_table_of(result: JudgeEvaluation) -> Table:
     """The table of several judges: each by itself, and all together."""
     heads = ("items", "judged", "95 %", "tied", "failed", "judgements", "lost", "tokens")
     rows = [(name, judge_cells_of(own)) for name, own in result.by_judge.items()]
-    return table("judge", "the same, judge by judge", heads, [*rows, ("together", judge_cells_of(result))])
+    return table("judge", "the same, judge by judge", heads, rows, ("together", judge_cells_of(result)))
 
 
 def by_subset(
@@ -123,18 +112,23 @@ def by_subset(
 ) -> Table:
     sections = [(f"= {name}", section) for name, section in result.sections.items()]
     items = [("all items", result.over_items)] if sections else []
-    rows = [*result.subsets.items(), *sections, *items, ("overall", result.overall)]
-    return table("subset", title, heads, [(name, cells(subset)) for name, subset in rows])
+    rows = [(name, cells(subset)) for name, subset in [*result.subsets.items(), *sections, *items]]
+    return table("subset", title, heads, rows, ("overall", cells(result.overall)))
 
 
-def table(first_head: str, title: str, heads: Sequence[str], rows: Sequence[tuple[str, Iterator[str]]]) -> Table:
-    """A table whose last row is that of all others together."""
+def table(
+    first_head: str, title: str, heads: Sequence[str], rows: Sequence[TableRow], total: TableRow | None = None
+) -> Table:
+    """A table. total: the row of all others together, after a line."""
     drawn = Table(title=title, box=MINIMAL, padding=0)
     drawn.add_column(first_head, no_wrap=True)
     for head in heads:
         drawn.add_column(head, justify="right", no_wrap=True)
-    for place, (name, cells) in enumerate(rows, start=1):
-        drawn.add_row(name, *cells, end_section=place == len(rows) - 1)
+    for name, cells in rows:
+        drawn.add_row(name, *cells)
+    if total is not None:
+        drawn.add_section()
+        drawn.add_row(total[0], *total[1])
     return drawn
 
 
@@ -214,59 +208,3 @@ def costs(tokens_by_k: Mapping[int, float]) -> str:
 
 def causes(counts: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{count} {cause}' for cause, count in sorted(counts.items()))})" if counts else ""
-
-
-# -- the plot ------------------------------------------------------------------------------------------------------
-
-
-def is_drawable(result: JudgeEvaluation) -> bool:
-    return bool(result.overall.by_k or result.by_judge)
-
-
-def draw(result: JudgeEvaluation, path: Path) -> bool:
-    """Plot accuracy over k, overall and by subset; of several judges, accuracy by judge. False if there is nothing to
-    plot, or no matplotlib.
-    """
-    if not is_drawable(result):
-        return False
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(ylabel="accuracy", title="The judges against labels" if result.by_judge else "The judge against labels")
-    axes.grid(alpha=0.3)
-    (draw_judges if result.by_judge else draw_ks)(axes, result)
-    figure.savefig(path, dpi=120)
-    return True
-
-
-def draw_judges(axes: Axes, result: JudgeEvaluation) -> None:
-    together = {name: own for name, own in result.by_judge.items() if own.overall.judged.num_items}
-    colours = [*["tab:blue"] * len(together), "black"]
-    together["together"] = result
-    judged = [one.overall.judged for one in together.values()]
-    values = [one.accuracy for one in judged]
-    axes.bar(list(together), values, yerr=bars_of(judged), color=colours, ecolor="gray", capsize=3, alpha=0.7)
-    axes.set_ylim(0, 1)
-
-
-def draw_ks(axes: Axes, result: JudgeEvaluation) -> None:
-    for name, subset in result.subsets.items():
-        axes.plot(list(subset.by_k), [one.accuracy for one in subset.by_k.values()], alpha=0.5, lw=1, label=name)
-    for label, by_k, style in (
-        ("overall", result.overall.by_k, "o-"), ("overall, with meta-RM", result.overall.with_meta_rm, "s--")
-    ):  # fmt: skip
-        if by_k:
-            values, errors = [one.accuracy for one in by_k.values()], bars_of(list(by_k.values()))
-            axes.errorbar(list(by_k), values, yerr=errors, fmt=style, color="black", capsize=3, label=label)
-    axes.set(xscale="log", xlabel="judgements per vote (k)")
-    axes.set_xticks(list(result.overall.by_k), [str(k) for k in result.overall.by_k], minor=False)
-    axes.minorticks_off()
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def bars_of(shares: Sequence[Accuracy]) -> tuple[list[float], list[float]]:
-    """The distances to both ends of the intervals."""
-    return [one.accuracy - one.low for one in shares], [one.high - one.accuracy for one in shares]

@@ -16,10 +16,10 @@ from typing import TypeVar
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.evaluation.intervals import Estimate
-from grmpipe.evaluation.sampled_answers import Counting, figures, with_ends
+from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
-from grmpipe.judge.monitor.reward_hacking import REWARD, Reading
+from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.rule import Rule
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ONE_ANSWER = Counting(num_samples=1, pass_k=(1,))
+ONE_ANSWER = AnswerSampling(num_samples=1, pass_k=(1,))
 EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", "grm_accuracy", "response_tokens")
 
 
@@ -53,6 +53,11 @@ class JudgedRollout:
     right: float | None
     sample: int | None = 0
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward as composed, on its own. None: the verdict failed."""
+        return self.report.verdict.outcome if isinstance(self.report.verdict, Verdict) else None
 
 
 GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
@@ -74,7 +79,7 @@ class HeldOutEvaluation:
     greedy: tuple[JudgedRollout, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluator:
     """Plays held-out prompts, sampled and greedily; the sampled answers are judged.
 
@@ -99,7 +104,7 @@ class Evaluator:
     judge: Judge
     is_right: Rule
     seed: int
-    counting: Counting = ONE_ANSWER
+    counting: AnswerSampling = ONE_ANSWER
     greedy: bool = True
     judges_greedy: bool = False
     places: asyncio.Semaphore | None = None
@@ -147,35 +152,23 @@ class Evaluator:
         self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[GreedyAnswer | None]]
     ) -> None:
         """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled."""
-        clock = self.clock or ActiveClock()
-        last_s = clock.now()
-
-        def note(_: object) -> None:
-            nonlocal last_s
-            last_s = clock.now()
-
-        async def stalled() -> None:
-            while (deadline := last_s + self.deadline_s) > clock.now():
-                await (clock.sleep_until(deadline) if deadline < math.inf else asyncio.Event().wait())
-
+        clock, ended = self.clock or ActiveClock(), asyncio.Queue[asyncio.Task[object]]()
         for task in tasks:
-            task.add_done_callback(note)
-
-        async def ended() -> None:
-            await asyncio.gather(*tasks)
-
-        all_ended, stall = asyncio.create_task(ended()), asyncio.create_task(stalled())
+            task.add_done_callback(ended.put_nowait)
         try:
-            await asyncio.wait([all_ended, stall], return_when=asyncio.FIRST_COMPLETED)
-            if all_ended.done():
-                all_ended.result()
-            else:
-                late = sum(not task.done() for task in tasks)
-                log.warning("%d held-out answers are left out: no answer came for %g s", late, self.deadline_s)
+            for number in range(len(tasks)):
+                try:
+                    async with clock.timeout(self.deadline_s) if self.deadline_s < math.inf else nullcontext():
+                        done = await ended.get()
+                except TimeoutError:
+                    late = len(tasks) - number
+                    log.warning("%d held-out answers are left out: no answer came for %g s", late, self.deadline_s)
+                    break
+                done.result()
         finally:
-            for waiting in (*tasks, stall):
-                waiting.cancel()
-            await asyncio.gather(*tasks, stall, all_ended, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
         request = RolloutRequest(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
@@ -242,7 +235,7 @@ def rewards_by(report: JudgeReport) -> dict[str, float | None]:
     return {name: verdict.outcome if isinstance(verdict, Verdict) else None for name, verdict in verdicts.items()}
 
 
-def reading(step: int, judged: Sequence[JudgedRollout]) -> Reading | None:
+def reading(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:
     """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
     the answers only has no part in it: which ones others chose moves its mean.
     """
@@ -255,7 +248,15 @@ def reading(step: int, judged: Sequence[JudgedRollout]) -> Reading | None:
         if all(name in one.rewards for one in judged)
     }
     rewards = {name: statistics.fmean(given) for name, given in found.items() if given}
-    return Reading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right)) if rewards else None
+    spread = {name: statistics.pstdev(found[name]) for name in rewards if not on_scale(found[name])}
+    if not rewards:
+        return None
+    return AnchorReading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right), spread=spread)
+
+
+def on_scale(rewards: Sequence[float]) -> bool:
+    """Whether all are from 0 to 1."""
+    return min(rewards) >= 0 and max(rewards) <= 1
 
 
 def request_of(name: str, index: int, sample: int) -> str:
@@ -267,17 +268,24 @@ def _result(task: asyncio.Task[T]) -> T | None:
     return None if task.cancelled() else task.result()
 
 
-def figures_of(judged: Sequence[JudgedRollout], counting: Counting, pass_reward: float | None) -> dict[str, Estimate]:
+def by_prompt(
+    judged: Sequence[JudgedRollout], value: Callable[[JudgedRollout], float | None]
+) -> dict[str, list[float]]:
+    """prompt_id -> the values of its answers that have one."""
+    found: dict[str, list[float]] = {}
+    for one in judged:
+        if (number := value(one)) is not None:
+            found.setdefault(one.prompt.prompt_id, []).append(number)
+    return found
+
+
+def figures_of(
+    judged: Sequence[JudgedRollout], counting: AnswerSampling, pass_reward: float | None
+) -> dict[str, Estimate]:
     """avg@n and pass@k by the verdicts, and, as true_*, by the rule where it can tell. A failed verdict is no number.
     pass_reward: the lowest reward of an answer that passes; None: no pass@k by the verdicts.
     """
-    rewards: dict[str, list[float]] = {}
-    truths: dict[str, list[float]] = {}
-    for one in judged:
-        if isinstance(one.report.verdict, Verdict):
-            rewards.setdefault(one.prompt.prompt_id, []).append(one.report.verdict.outcome)
-        if one.right is not None:
-            truths.setdefault(one.prompt.prompt_id, []).append(float(one.right))
+    rewards, truths = by_prompt(judged, lambda one: one.reward), by_prompt(judged, lambda one: one.right)
     passed = {
         name: [float(reaches(reward, pass_reward)) for reward in own]
         for name, own in rewards.items()
@@ -294,7 +302,8 @@ def summarise(
     pass_reward: float | None = None,
 ) -> Metrics:
     """The measurable metrics only: a failed verdict enters no mean, an unknown truth no accuracy."""
-    grm, of_all = verdicts_by(judged, first), verdicts_by(judged, None)
+    grm = verdicts_by(judged, first)
+    rewards = [one.reward for one in judged if one.reward is not None]
     right = [one.right for one in judged if one.right is not None]
     metrics: Metrics = {}
     if right:
@@ -303,8 +312,8 @@ def summarise(
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if grm:
         metrics["grm_score"] = statistics.fmean(verdict.score for _, verdict in grm)
-    if of_all:
-        metrics["reward"] = statistics.fmean(verdict.outcome for _, verdict in of_all)
+    if rewards:
+        metrics["reward"] = statistics.fmean(rewards)
     if pass_reward is not None and (sides := agreements(grm, pass_reward)):
         metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout, figures_of
+from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout, by_prompt, figures_of
 from grmpipe.evaluation.intervals import Estimate
-from grmpipe.evaluation.sampled_answers import Counting, mean_over_prompts, with_ends
+from grmpipe.evaluation.sampled_answers import AnswerSampling, mean_over_prompts, with_ends
 from grmpipe.types import Failed, Metrics, Prompt, Verdict
 
 
@@ -69,7 +69,7 @@ class Scoring:
     by_rule: whether only a rule judges, so that the truth is the same again.
     """
 
-    counting: Counting
+    counting: AnswerSampling
     pass_reward: float
     greedy: bool
     by_rule: bool
@@ -117,9 +117,6 @@ def figures_over(
 
 
 def greedy_figures(greedy: Sequence[JudgedRollout]) -> dict[str, Estimate]:
-    rewards = {
-        one.prompt.prompt_id: [one.report.verdict.outcome] for one in greedy if isinstance(one.report.verdict, Verdict)
-    }
-    truths = {one.prompt.prompt_id: [float(one.right)] for one in greedy if one.right is not None}
+    rewards, truths = by_prompt(greedy, lambda one: one.reward), by_prompt(greedy, lambda one: one.right)
     found = {"greedy": mean_over_prompts(rewards), "true_greedy": mean_over_prompts(truths)}
     return {name: one for name, one in found.items() if one.num_clusters}

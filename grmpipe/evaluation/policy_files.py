@@ -7,17 +7,15 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rich.box import MINIMAL
 from rich.console import Console
 from rich.table import Table
 
-from grmpipe.evaluation.evaluation_files import causes, percent, print_tables
+from grmpipe.evaluation.evaluation_files import causes, percent, print_tables, table
 from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import Record, encode_prompt, encode_report, encode_rollout
-from grmpipe.types import Verdict
 
 RESULTS, ANSWERS = "policy_evaluation.json", "eval_rollouts.jsonl"
 BY_RULE = "true_"  # begins the figures by the rule, beside a judge
@@ -31,12 +29,11 @@ def record_of(prompts: str, answer: JudgedRollout) -> Record:
     """A line: the answer as in rollouts.jsonl, its verdict and judgements as in judgements.jsonl. sample: null for the
     greedy one.
     """
-    verdict = answer.report.verdict
     return {
         "prompts": prompts,
         "sample": answer.sample,
         "answer": answer.rollout.answer,
-        "reward": verdict.outcome if isinstance(verdict, Verdict) else None,
+        "reward": answer.reward,
         "right": answer.right,
         **encode_rollout(answer.rollout),
         "prompt": encode_prompt(answer.prompt),
@@ -59,17 +56,15 @@ def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pa
 
 
 def policy_table(title: str, figures: list[str], policies: Mapping[str, PolicyEvaluation]) -> Table:
-    drawn = Table(title=title, box=MINIMAL, padding=0)
-    drawn.add_column("prompts", no_wrap=True)
-    for head in ("n", *map(head_of, figures), "failed"):
-        drawn.add_column(head, justify="right", no_wrap=True)
-    for name, one in rows_of(policies):
-        cells = (figure_text(one.figures.get(figure)) for figure in figures)
-        drawn.add_row(name, str(one.num_prompts), *cells, str(one.num_failed))
-    return drawn
+    def cells(one: PolicyFigures) -> list[str]:
+        shown = (figure_text(one.figures.get(figure)) for figure in figures)
+        return [str(one.num_prompts), *shown, str(one.num_failed)]
+
+    heads = ("n", *map(head_of, figures), "failed")
+    return table("prompts", title, heads, [(name, cells(one)) for name, one in policies_and_sources(policies)])
 
 
-def rows_of(policies: Mapping[str, PolicyEvaluation]) -> Iterator[tuple[str, PolicyFigures]]:
+def policies_and_sources(policies: Mapping[str, PolicyEvaluation]) -> Iterator[tuple[str, PolicyFigures]]:
     for name, policy in policies.items():
         yield name, policy.overall
         yield from ((f"  {source}", one) for source, one in policy.by_source.items())

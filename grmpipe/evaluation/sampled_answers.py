@@ -14,7 +14,7 @@ Scores = Mapping[str, Sequence[float]]  # by prompt: 1 or 0, or rewards, of thos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counting:
+class AnswerSampling:
     """num_samples: answers sampled for each prompt. pass_k: each k of pass@k, at most that."""
 
     num_samples: int
@@ -29,7 +29,7 @@ def pass_at(num_answers: int, num_passed: int, k: int) -> float:
     return 1 - math.comb(num_answers - num_passed, k) / math.comb(num_answers, k)
 
 
-def figures(rewards: Scores, passed: Scores, counting: Counting, prefix: str = "") -> dict[str, Estimate]:
+def figures(rewards: Scores, passed: Scores, counting: AnswerSampling, prefix: str = "") -> dict[str, Estimate]:
     """Name -> mean over prompts: avg_at_<n>, pass_at_<k>. Without prompts there is no figure.
 
     A prompt counts by those of its answers that have a score, and not at all for a k above their number: whoever failed

@@ -11,7 +11,7 @@ from typing import ParamSpec, get_args
 
 from grmpipe.config.user_code import UserCodeError, called, described, noted, number_of, scalar_of, shown
 from grmpipe.judge.pointwise_adapter import RolloutJudge
-from grmpipe.judge.verdict import unasked
+from grmpipe.judge.verdict import failed, unjudged
 from grmpipe.types import (
     DataCause,
     EnvCause,
@@ -58,8 +58,7 @@ class CheckedRolloutJudge:
             level = logging.INFO if self._has_broken else logging.WARNING
             log.log(level, "no verdict: %s", error, exc_info=error.__cause__ if self._has_broken else None)
             self._has_broken = True
-            failure = unasked("broken", f"prompt {prompt.prompt_id}: {error}")
-            return JudgeReport(verdict=failure, failures=(failure,))
+            return unjudged(failed("broken", f"prompt {prompt.prompt_id}: {error}"))
         return checked_report(report, self._owner, rollout)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from grmpipe.config.env_reward import EnvRewardConfig
-from grmpipe.judge.verdict import outcome
-from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout, Verdict
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout
 
 COMPONENT = "env"  # the name of its reward in a breakdown
 
@@ -25,17 +25,10 @@ class EnvRewardJudge:
         if not given and self._config.missing is not None:
             given = {len(rollout.turns) - 1: self._config.missing}
         if not given:
-            failure = Failed(stage="judge", cause="undecided", attempts=0, detail=self._missing(rollout))
-            return JudgeReport(verdict=failure, failures=(failure,))
+            return unjudged(failed("undecided", self._missing(rollout)))
         total = math.fsum(given.values())
-        verdict = Verdict(
-            rewards=by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total),
-            score=total,
-            breakdown={COMPONENT: total},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+        rewards = by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total)
+        return unvoted(rewards, total, {COMPONENT: total})
 
     def _missing(self, rollout: Rollout) -> str:
         wanted = f" called {' or '.join(self._config.weights)}" if self._config.weights else ""

@@ -9,6 +9,7 @@ from grmpipe.config.judging import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import answer_pattern, judgement_pattern
+from grmpipe.judge.verdict import failed
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed, first_name
@@ -71,9 +72,15 @@ class GrmClient:
         """For an unusable answer."""
         return 1 if self.is_greedy else 1 + self._config.max_retries
 
-    def room_for(self, new_tokens: int) -> int | None:
-        """The tokens that a prompt may have. None if the context window is unknown."""
-        return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
+    @property
+    def room(self) -> int | None:
+        """The tokens that the prompt of a judgement may have. None if the context window is unknown."""
+        return self.grm.context_tokens - self._config.max_new_tokens if self.grm.context_tokens else None
+
+    @property
+    def room_for_principles(self) -> int | None:
+        """The tokens that a prompt for principles may have. None if the context window is unknown."""
+        return self.grm.context_tokens - self._config.principles_max_new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
         """One judgement, with retries while the answer is unusable, unless it is greedy. The router retries a dead
@@ -154,13 +161,13 @@ class GrmClient:
             async with self._places.enter(request.priority), self.grm.time_limit(self._config.timeout_s):
                 completion = await self.grm.ask(request.prompt, params, context)
         except TimeoutError:
-            return failed("timeout", attempt, f"no answer within {self._config.timeout_s:g} s")
+            return failed("timeout", f"no answer within {self._config.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
-            return failed("refused", attempt, str(error))
+            return failed("refused", str(error), attempt + 1)
         except EngineDied as error:
-            return failed("died", attempt, str(error))
+            return failed("died", str(error), attempt + 1)
         if completion.finish_reason == "abort":
-            return failed("died", attempt, "the request was aborted")
+            return failed("died", "the request was aborted", attempt + 1)
         return completion
 
     def _read(self, question: GrmQuestion, completion: Completion, attempt: int) -> Judgement | Failed:
@@ -177,10 +184,6 @@ class GrmClient:
             grm=self.grm.name,
             version=completion.oldest_version,
         )
-
-
-def failed(cause: Cause, attempt: int, detail: str) -> Failed:
-    return Failed(stage="judge", cause=cause, attempts=attempt + 1, detail=detail)
 
 
 def failed_judgement(

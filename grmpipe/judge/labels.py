@@ -19,8 +19,8 @@ from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import Rule, rule_named
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import outcome
-from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
+from grmpipe.judge.verdict import outcome, unvoted
+from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
 from models.types import Message
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
@@ -150,14 +150,7 @@ class LabelReward:
         assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
         right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
         reward, scale = RIGHT if right else WRONG, Scale()
-        verdict = Verdict(
-            rewards=outcome(rollout, reward),
-            score=scale.high if right else scale.low,
-            breakdown={"label": reward},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+        return unvoted(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
 
 
 Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling

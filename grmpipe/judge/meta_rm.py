@@ -6,16 +6,16 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from grmpipe.config.scalar_map import sigmoid
-from grmpipe.types import Judgement, Prompt
+from grmpipe.types import Judgement
 from models.types import EngineRefused, Scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRm:
-    """Scores a judgement together with the prompt that the GRM was shown, in the GRM's tokens (SPCT, arXiv 2504.02495).
+    """Scores judgements, each together with the prompt that the GRM was shown, in the GRM's tokens: how likely it is
+    right (SPCT, arXiv 2504.02495).
 
     context_tokens: the context window of the model behind `scorer`.
     """
@@ -23,11 +23,12 @@ class MetaRm:
     scorer: Scorer
     context_tokens: int
 
-    async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        """One probability per judgement. Raises EngineRefused if a judgement exceeds the window or gets no finite
-        score, EngineDied if the engine is dead.
+    async def scores(self, judgements: Sequence[Judgement], priority: int = 0) -> Sequence[float]:
+        """One probability per judgement, in their order; the lowest priority goes first. Raises EngineRefused if a
+        judgement exceeds the window or gets no finite score, EngineDied if the engine is dead: the verdict then fails
+        with that cause.
         """
-        sequences = [sequence_of(one.judgement) for one in judged]
+        sequences = list(map(sequence_of, judgements))
         longest = max(map(len, sequences), default=0)
         if longest > self.context_tokens:
             raise EngineRefused(
@@ -42,23 +43,3 @@ class MetaRm:
 def sequence_of(judgement: Judgement) -> tuple[int, ...]:
     """The tokens that the meta-RM reads: the GRM's prompt, then what it sampled."""
     return judgement.prompt_ids + judgement.completion.token_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedResponses:
-    """A judgement and the responses it judged, in the order shown."""
-
-    prompt: Prompt
-    responses: tuple[str, ...]
-    judgement: Judgement
-
-
-class MetaRmScorer(Protocol):
-    """Scores judgements: how likely each is right (SPCT, arXiv 2504.02495)."""
-
-    async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        """One probability from 0 to 1 per judgement, in their order. The lowest priority goes first.
-
-        Raises EngineDied or EngineRefused: the verdict then fails with that cause.
-        """
-        ...

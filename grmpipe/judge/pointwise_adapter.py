@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from grmpipe.judge.verdict import only_finite, unasked
+from grmpipe.judge.verdict import failed, only_finite, unjudged
 from grmpipe.types import Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Turn
 from models.types import Completion, Message, VersionSpan
 
@@ -72,14 +72,7 @@ async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: 
     return report
 
 
-def refused(detail: str) -> JudgeReport:
-    """The report of a rollout that was never sent."""
-    failure = unasked("refused", detail)
-    return JudgeReport(verdict=failure, failures=(failure,))
-
-
-NOT_TAKEN = refused("this judge compares: one response is too few")
-
+NOT_TAKEN = unjudged(failed("refused", "this judge compares: one response is too few"))
 NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
 
 

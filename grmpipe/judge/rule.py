@@ -13,9 +13,8 @@ from grmpipe.config.judging import JUDGE
 from grmpipe.config.user_code import UserCodeError, called, described, number_of, shown
 from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.math_rule import means_the_same as means_the_same
-from grmpipe.judge.pointwise_adapter import refused
-from grmpipe.judge.verdict import outcome, unasked
-from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import JudgeReport, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -83,23 +82,14 @@ class RuleJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
-            return refused(f"prompt {prompt.prompt_id} has no reference")
+            return unjudged(failed("refused", f"prompt {prompt.prompt_id} has no reference"))
         try:
             grade = self._rule(rollout.answer, prompt.reference)
         except RuleBrokenError as error:
             # The first one is for the console, the others are for run.log.
             log.log(logging.INFO if self._has_broken else logging.WARNING, "no verdict: %s", error)
             self._has_broken = True
-            failure = unasked("broken", f"prompt {prompt.prompt_id}: {error}")
-            return JudgeReport(verdict=failure, failures=(failure,))
+            return unjudged(failed("broken", f"prompt {prompt.prompt_id}: {error}"))
         except ValueError as error:
-            return refused(f"prompt {prompt.prompt_id}: {error}")
-        low, high = self._scale.low, self._scale.high
-        verdict = Verdict(
-            rewards=outcome(rollout, grade),
-            score=low + grade * (high - low),
-            breakdown={"rule": grade},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+            return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
+        return unvoted(outcome(rollout, grade), self._scale.score_of(grade), {"rule": grade})

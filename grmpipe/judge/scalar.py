@@ -14,10 +14,8 @@ from functools import partial
 from typing import Protocol
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.grm_client import failed
-from grmpipe.judge.pointwise_adapter import refused
-from grmpipe.judge.verdict import outcome, unasked
-from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Verdict
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.engines.request_gates import PrioritySemaphore
 from models.long_texts import chars_of, off_loop_if_long
 from models.types import EngineDied, EngineRefused, Message, Scorer
@@ -52,44 +50,35 @@ class ScalarJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            messages = self._conversation(prompt, rollout)
+            messages = tuple(conversation(prompt, rollout, thoughts=self._config.show_thoughts))
             token_ids = await off_loop_if_long(chars_of(messages), partial(self._model.renderer.render_whole, messages))
         except ValueError as error:  # a template may refuse some order of roles
-            return refused(f"prompt {prompt.prompt_id}: {error}")
+            return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
         if 0 < self._model.context_tokens < len(token_ids):
             detail = f"a conversation of {len(token_ids)} tokens; the reward model reads {self._model.context_tokens}"
-            return failure(unasked("too_long", detail))
+            return unjudged(failed("too_long", detail))
         raw_score = await self._raw_score(token_ids, priority)
-        return failure(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
-
-    def _conversation(self, prompt: Prompt, rollout: Rollout) -> tuple[Message, ...]:
-        return tuple(conversation(prompt, rollout, thoughts=self._config.show_thoughts))
+        return unjudged(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
 
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
             async with self._places.enter(priority), asyncio.timeout(self._config.timeout_s):
                 raw_score = await self._model.scorer.score(token_ids, priority)
         except TimeoutError:
-            return failed("timeout", 0, f"no score within {self._config.timeout_s:g} s")
+            return failed("timeout", f"no score within {self._config.timeout_s:g} s", 1)
         except EngineRefused as error:
-            return failed("refused", 0, str(error))
+            return failed("refused", str(error), 1)
         except EngineDied as error:
-            return failed("died", 0, str(error))
+            return failed("died", str(error), 1)
         if not math.isfinite(raw_score):
-            return failed("unparseable", 0, f"the reward model gave {raw_score}: check its weights and its dtype")
+            return failed("unparseable", f"the reward model gave {raw_score}: check its weights and its dtype", 1)
         return raw_score
 
     def _report(self, rollout: Rollout, raw_score: float) -> JudgeReport:
         """The reward, its place on the judge's scale as the score, and the raw score for people to read."""
-        reward, scale = self._config.scalar.reward_of(raw_score), self._config.scale
-        verdict = Verdict(
-            rewards=outcome(rollout, reward),
-            score=scale.low + reward * (scale.high - scale.low),
-            breakdown={COMPONENT: reward, RAW_SCORE: raw_score},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+        reward = self._config.scalar.reward_of(raw_score)
+        breakdown = {COMPONENT: reward, RAW_SCORE: raw_score}
+        return unvoted(outcome(rollout, reward), self._config.scale.score_of(reward), breakdown)
 
 
 def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterator[Message]:
@@ -103,7 +92,3 @@ def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterato
         if number < len(rollout.turns):  # a reward model scores a conversation that ends with the assistant
             # A chat has no place for an assistant's message that the policy didn't write: it would be scored as its.
             yield from (reply for reply in turn.replies if reply.role != "assistant")
-
-
-def failure(failed: Failed) -> JudgeReport:
-    return JudgeReport(verdict=failed, failures=(failed,))

@@ -28,9 +28,9 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
     return (replace(outcome_place(rollout), value=value),)
 
 
-def unasked(cause: Cause, detail: str) -> Failed:
-    """The failure of a judgement that was never requested: 0 attempts."""
-    return Failed(stage="judge", cause=cause, attempts=0, detail=detail)
+def failed(cause: Cause, detail: str, attempts: int = 0) -> Failed:
+    """The failure of a judgement; of one that was never requested: 0 attempts."""
+    return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)
 
 
 def only_finite(report: JudgeReport) -> JudgeReport:
@@ -54,14 +54,25 @@ def _numbers(verdict: Verdict) -> Iterable[float]:
 
 
 def _not_finite(words: str, attempts: int) -> Failed:
-    detail = f"the judge returned a number that isn't finite: {words}"
-    return Failed(stage="judge", cause="unparseable", attempts=attempts, detail=detail)
+    return failed("unparseable", f"the judge returned a number that isn't finite: {words}", attempts)
 
 
 def all_failed(failures: Sequence[Failed]) -> Failed:
     """The failed verdict of a rollout without a usable judgement: it has the last cause."""
     attempts = sum(failure.attempts > 0 for failure in failures)
-    return Failed(stage="judge", cause=failures[-1].cause, attempts=attempts, detail=failures[-1].detail)
+    return failed(failures[-1].cause, failures[-1].detail, attempts)
+
+
+def unjudged(*failures: Failed) -> JudgeReport:
+    """The report on a rollout without a usable judgement."""
+    return JudgeReport(verdict=all_failed(failures), failures=failures)
+
+
+def unvoted(rewards: tuple[RewardSpan, ...], score: float, breakdown: Mapping[str, float]) -> JudgeReport:
+    """The report of a judge that gives one number, without a vote."""
+    return JudgeReport(
+        verdict=Verdict(rewards=rewards, score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
+    )
 
 
 def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:

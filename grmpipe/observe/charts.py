@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 WIDTH, HEIGHT = 560, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
+MARGINS = LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
 MAX_POINTS = 300  # of a curve: more than a screen can show
 MAX_DOTS = 40  # a curve with fewer points shows each as a dot
 NUM_TICKS = 4
@@ -64,7 +65,7 @@ class Frame:
     y_high: float
     width: int = WIDTH
     height: int = HEIGHT
-    margins: tuple[int, int, int, int] = field(default=(LEFT, RIGHT, TOP, BOTTOM))
+    margins: tuple[int, int, int, int] = MARGINS
 
     def x(self, value: float) -> float:
         left, right, _, _ = self.margins
@@ -82,14 +83,8 @@ def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Itera
     if not drawn:
         return None
     frame = framed([point for one in drawn for point in one.points])
-    return Chart(
-        title=title,
-        note=note,
-        curves=[curve(one, frame) for one in drawn],
-        x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
-        y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
-        bands=bands(sorted(set(marked)), frame),
-    )
+    curves = [curve(one, frame) for one in drawn]
+    return on_axes(title, note, frame, curves, bands=bands(sorted(set(marked)), frame))
 
 
 def stacked(title: str, layers: Sequence[Series], *, note: str = "") -> Chart | None:
@@ -98,30 +93,40 @@ def stacked(title: str, layers: Sequence[Series], *, note: str = "") -> Chart | 
     """
     if not layers or len(layers[0].points) < 2:
         return None
-    heights = [0.0] * len(layers[0].points)
-    edges = []
-    for layer in layers:
-        heights = [height + y for height, (_, y) in zip(heights, layer.points, strict=True)]
-        xs = [x for x, _ in layer.points]
-        edges.append(Series(name=layer.name, points=thinned([*zip(xs, heights, strict=True)])))
-    frame = framed([(edges[0].points[0][0], 0.0), *(point for edge in edges for point in edge.points)])
-    floor = rounded(frame.y(0.0))
+    xs = [x for x, _ in layers[0].points]
+    heights = [list(accumulate(ys)) for ys in zip(*([y for _, y in layer.points] for layer in layers), strict=True)]
+    edges = [thinned([*zip(xs, edge, strict=True)]) for edge in zip(*heights, strict=True)]
+    frame = framed([(xs[0], 0.0), *(point for edge in edges for point in edge)])
+    floor = f"V{rounded(frame.y(0.0))}H{rounded(frame.x(edges[0][0][0]))}Z"
     areas = [
         Curve(
-            name=edge.name,
-            path=f"{path_of(edge.points, frame)}V{floor}H{rounded(frame.x(edge.points[0][0]))}Z",
+            name=layer.name,
+            path=path_of(edge, frame) + floor,
             quiet=False,
             value=short(sum(y for _, y in layer.points) / len(layer.points)),
         )
         for edge, layer in zip(edges, layers, strict=True)
     ]
+    return on_axes(title, note, frame, areas[::-1], filled=True)
+
+
+def on_axes(
+    title: str,
+    note: str,
+    frame: Frame,
+    curves: Sequence[Curve],
+    *,
+    bands: Sequence[tuple[float, float]] = (),
+    filled: bool = False,
+) -> Chart:
     return Chart(
         title=title,
         note=note,
-        curves=areas[::-1],
+        curves=curves,
         x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
         y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
-        filled=True,
+        bands=bands,
+        filled=filled,
     )
 
 
@@ -151,7 +156,7 @@ def framed(
     points: Sequence[Point],
     width: int = WIDTH,
     height: int = HEIGHT,
-    margins: tuple[int, int, int, int] = (LEFT, RIGHT, TOP, BOTTOM),
+    margins: tuple[int, int, int, int] = MARGINS,
 ) -> Frame:
     """The frame around all points. A constant series also gets some height."""
     xs, ys = [x for x, _ in points], [y for _, y in points]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from grmpipe.config.redact import environment_secrets, mask
@@ -54,10 +55,6 @@ def encode_calls(calls: Sequence[ToolCall]) -> list[Record]:
     return [{"name": call.name, "arguments": dict(call.arguments), "call_id": call.call_id} for call in calls]
 
 
-def decode_calls(records: Sequence[Record]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(**record) for record in records)
-
-
 def encode_message(message: Message) -> Record:
     record: Record = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -70,7 +67,7 @@ def encode_messages(messages: Sequence[Message]) -> list[Record]:
 
 
 def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
-    return tuple(Message(**{**record, "tool_calls": decode_calls(record.get("tool_calls", ()))}) for record in records)
+    return msgspec.convert(records, tuple[Message, ...])
 
 
 def encode_completion(completion: Completion) -> Record:
@@ -85,19 +82,13 @@ def encode_completion(completion: Completion) -> Record:
     }
 
 
+def with_logprobs(record: Record) -> Record:
+    """The record of a completion, with log-probs as the sampler gave them."""
+    return {**record, "logprobs": decode_logprobs(record["logprobs"])}
+
+
 def decode_completion(record: Record) -> Completion:
-    return Completion(
-        text=record["text"],
-        finish_reason=record["finish_reason"],
-        token_ids=tuple(record["token_ids"]),
-        logprobs=decode_logprobs(record["logprobs"]),
-        versions=tuple(VersionSpan(**span) for span in record["versions"]),
-        unseen_tokens=record.get("unseen_tokens", 0),
-        thought_tokens=record.get("thought_tokens", 0),
-        thought_chars=record.get("thought_chars", 0),
-        inserted=tuple(record["inserted"]) if "inserted" in record else None,
-        stop_text=record.get("stop_text", ""),
-    )
+    return msgspec.convert(with_logprobs(record), Completion)
 
 
 def encode_prompt(prompt: Prompt) -> Record:
@@ -109,8 +100,7 @@ def encode_prompt(prompt: Prompt) -> Record:
 
 
 def decode_prompt(record: Record) -> Prompt:
-    rubric = tuple(Criterion(**criterion) for criterion in record.get("rubric", ()))
-    return Prompt(**{**record, "messages": decode_messages(record["messages"]), "rubric": rubric})
+    return msgspec.convert(record, Prompt)
 
 
 def encode_turn(turn: Turn) -> Record:
@@ -122,20 +112,6 @@ def encode_turn(turn: Turn) -> Record:
         rare["rewards"] = dict(turn.rewards)
     replies = encode_messages(turn.replies)
     return {**encode_completion(turn.completion), "new_ids": turn.new_ids, "replies": replies, **rare}
-
-
-def decode_turn(record: Record) -> Turn:
-    return Turn(
-        new_ids=tuple(record["new_ids"]),
-        completion=decode_completion(record),
-        tool_calls=decode_calls(record.get("tool_calls", ())),
-        replies=decode_messages(record["replies"]),
-        rewards=record.get("rewards", {}),
-        rewritten=record.get("rewritten", False),
-        state_key=record.get("state_key", ""),
-        faults=tuple(record.get("faults", ())),
-        env_s=record.get("env_s", 0.0),
-    )
 
 
 def encode_rollout(rollout: Rollout) -> Record:
@@ -154,18 +130,8 @@ def encode_rollout(rollout: Rollout) -> Record:
 
 
 def decode_rollout(record: Record) -> Rollout:
-    return Rollout(
-        group_id=record["group_id"],
-        sibling=record["sibling"],
-        status=record["status"],
-        reason=record.get("reason", ""),
-        opening=decode_messages(record.get("opening", ())),
-        attempt=record.get("attempt", 0),
-        boot_s=record.get("boot_s", 0.0),
-        took_s=record.get("took_s", 0.0),
-        env_failures=tuple(decode_failed(failed) for failed in record.get("env_failures", ())),
-        turns=tuple(decode_turn(turn) for turn in record["turns"]),
-    )
+    turns = [{**turn, "completion": with_logprobs(turn)} for turn in record["turns"]]
+    return msgspec.convert({**record, "turns": turns}, Rollout)
 
 
 def encode_judgement(judgement: Judgement) -> Record:
@@ -173,8 +139,7 @@ def encode_judgement(judgement: Judgement) -> Record:
 
 
 def decode_judgement(record: Record) -> Judgement:
-    fields = {name: tuple(record[name]) for name in ("siblings", "scores", "prompt_ids")}
-    return Judgement(**{**record, **fields, "completion": decode_completion(record["completion"])})
+    return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, Judgement)
 
 
 def encode_failed(failed: Failed) -> Record:
@@ -195,9 +160,8 @@ def encode_about(value: Judgement | Failed) -> Record:
 
 def decode_failed(record: Record) -> Failed:
     if "completion" not in record:
-        return Failed(**record)
-    evidence = {"prompt_ids": tuple(record["prompt_ids"]), "completion": decode_completion(record["completion"])}
-    return FailedJudgement(**{**record, **evidence})
+        return msgspec.convert(record, Failed)
+    return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, FailedJudgement)
 
 
 def encode_verdict(verdict: Verdict) -> Record:
@@ -212,8 +176,7 @@ def encode_verdict(verdict: Verdict) -> Record:
 
 
 def decode_verdict(record: Record) -> Verdict:
-    spans = {name: tuple(RewardSpan(**one) for one in record.get(name, ())) for name in ("rewards", "normalised")}
-    return Verdict(**{**record, **spans, "absent": tuple(record.get("absent", ()))})
+    return msgspec.convert(record, Verdict)
 
 
 def encode_report(report: JudgeReport) -> Record:
@@ -223,22 +186,17 @@ def encode_report(report: JudgeReport) -> Record:
     With several judges every judgement and failure says whose it is, and is written once: `by_judge` has the rest of
     each judge's report.
     """
+    named = report.own_reports.items()
     record = {
         **encode_own(report),
-        "judgements": [
-            {**encode_judgement(one), **of_judge(name)} for name, own in by_name(report) for one in own.judgements
-        ],
-        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in by_name(report) for one in own.failures],
+        "judgements": [{**encode_judgement(one), **of_judge(name)} for name, own in named for one in own.judgements],
+        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in named for one in own.failures],
     }
     if report.by_judge:
         record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
     if report.cascades:
         record["cascades"] = [encode_flat(event) for event in report.cascades]
     return record
-
-
-def by_name(report: JudgeReport) -> list[tuple[str, JudgeReport]]:
-    return list(report.own_reports.items())
 
 
 def of_judge(name: str) -> Record:
@@ -258,8 +216,8 @@ def encode_own(report: JudgeReport) -> Record:
 
 
 def decode_report(record: Record) -> JudgeReport:
-    judgements = [(one.pop("judge", ""), decode_judgement(one)) for one in map(dict, record["judgements"])]
-    failures = [(one.pop("judge", ""), decode_failed(one)) for one in map(dict, record["failures"])]
+    judgements = [(one.get("judge", ""), decode_judgement(one)) for one in record["judgements"]]
+    failures = [(one.get("judge", ""), decode_failed(one)) for one in record["failures"]]
 
     def decode_own(own: Record, name: str | None) -> JudgeReport:
         """name: of the judge whose evidence it gets; None: that of all."""
@@ -269,13 +227,13 @@ def decode_report(record: Record) -> JudgeReport:
             failures=tuple(one for judge, one in failures if name in (None, judge)),
             principles=decode_completion(own["principles"]) if "principles" in own else None,
             saved_tokens=own.get("saved_tokens", 0),
-            audit=StopAudit(**own["audit"]) if "audit" in own else None,
+            audit=msgspec.convert(own["audit"], StopAudit) if "audit" in own else None,
         )
 
     return replace(
         decode_own(record, None),
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
-        cascades=tuple(CascadeEvent(**event) for event in record.get("cascades", ())),
+        cascades=msgspec.convert(record.get("cascades", ()), tuple[CascadeEvent, ...]),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,18 +31,25 @@ WAITS = (
     ("stall/verdicts_s", "waits for verdicts"),
     ("stall/rollouts_s", "waits for rollouts"),
 )
+BATCHES = "batches"
+ACCURACIES = {
+    BATCHES: "train/true_accuracy",
+    "held-out": "eval/true_accuracy",
+    "held-out, greedy": "eval/true_accuracy_greedy",
+}
+SCORES = {BATCHES: "train/grm_score", "held-out": "eval/grm_score"}
+REWARDS = {BATCHES: "train/reward", "held-out": "eval/reward"}
+CANARIES = {
+    "mean score": "judge_monitor/canary_score",
+    "of adversarial answers": "judge_monitor/adversarial_score",
+}
+STALENESS = {"oldest": "staleness/max", "mean": "staleness/mean"}
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 SCORE_OF_JUDGE = re.compile(r"judge/(\w+)/score_mean")
 CANARIES_OF_JUDGE = re.compile(r"judge_monitor/(\w+)/canary_score")
 REWARD_OF_PART = re.compile(r"reward/(\w+)_mean")
 ESCALATED = re.compile(r"cascade/(\w+)/escalated_share")
 AUDIT_ERROR = re.compile(r"cascade/(\w+)/audit_error")
-JUDGE_HEADS = ("judge", "judgements", "failed", "tokens", "mean score")
-REQUEST_HEADS = (
-    "requests to", "for", "requests", "retries", "prompt tokens", "of these cached", "sampled tokens", "unknown"
-)  # fmt: skip
-CASCADE_HEADS = ("cascade", "rollouts", "unsure", "escalated", "audited", "error where sure", "changes sides")
-UNKNOWN = "–"  # in the place of a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,25 +70,6 @@ class Bar:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """The data of the template."""
-
-    run: RunFiles
-    tiles: Sequence[Tile]
-    learning: Sequence[Chart]
-    judging: Sequence[Chart]
-    judges: Sequence[Sequence[str]]  # rows under JUDGE_HEADS
-    cascades: Sequence[Sequence[str]]  # rows under CASCADE_HEADS
-    requests: Sequence[Sequence[str]]  # rows under REQUEST_HEADS
-    failures: Sequence[Bar]
-    time: Sequence[Chart]
-    waits: Sequence[Bar]
-    busy: Sequence[Bar]
-    age: Sequence[Chart]
-    metrics: Mapping[str, Sequence[Spark]]  # by the part before the slash
-
-
 def write_report(run_dir: Path, bottleneck: str | None = None) -> bool:
     """Write the report. Returns whether that worked; raises nothing.
 
@@ -92,12 +80,12 @@ def write_report(run_dir: Path, bottleneck: str | None = None) -> bool:
         run = read_run(run_dir)
         run = replace(run, bottleneck=run.bottleneck or bottleneck)
         draft = run_dir / f"{REPORT}.tmp"
-        draft.write_text(render(page_of(run)), encoding="utf-8", errors="replace")
+        draft.write_text(render(run), encoding="utf-8", errors="replace")
         draft.replace(run_dir / REPORT)
     return not guard.failures
 
 
-def render(page: Page) -> str:
+def render(run: RunFiles) -> str:
     environment = Environment(
         loader=PackageLoader("grmpipe.observe"),
         autoescape=True,
@@ -105,63 +93,61 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown_text, "short": short, "duration": duration}
+    environment.filters |= {"shown": shown_text, "short": short, "percent": percent, "failures": failures_text}
     template = environment.get_template("report.html.jinja")
-    return template.render(
-        page=page,
-        run=page.run,
-        never_ended=NEVER_ENDED,
-        spark=(SPARK_WIDTH, SPARK_HEIGHT),
-        judge_heads=JUDGE_HEADS,
-        cascade_heads=CASCADE_HEADS,
-        request_heads=REQUEST_HEADS,
-    )
+    return template.render(run=run, never_ended=NEVER_ENDED, spark=(SPARK_WIDTH, SPARK_HEIGHT), **parts_of(run))
 
 
-def page_of(run: RunFiles) -> Page:
+def parts_of(run: RunFiles) -> dict[str, object]:
+    """What the template shows beside the run itself: charts, bars, tiles, and curves of all metrics by their area."""
     ringing = [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
-    return Page(
-        run=run,
-        tiles=[*tiles(run)],
-        learning=present(
-            chart("True accuracy", accuracy_series(run), marked=ringing, note="by a rule with access to the reference"),
+    return {
+        "tiles": [*tiles(run)],
+        "learning": present(
+            chart(
+                "True accuracy",
+                series_of(run, ACCURACIES),
+                marked=ringing,
+                note="by a rule with access to the reference",
+            ),
             *score_charts(run, ringing),
         ),
-        judging=present(
+        "judging": present(
             chart("Scores by judge", named_series(run, SCORE_OF_JUDGE), note="each on its judge's own scale"),
             chart("Escalated", named_series(run, ESCALATED), note="share of rollouts that the second judge decided"),
             chart(
                 "Error of the cheap judge", named_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
             ),
-            chart("Spread of a vote", [*spread_series(run)], note="std of the judgements on a rollout, or of a jury"),
-            chart("Canaries", canary_series(run), note="fixed responses: a stable judge gives them the same scores"),
+            chart("Spread of a vote", spread_series(run), note="std of the judgements on a rollout, or of a jury"),
+            chart(
+                "Canaries",
+                [*series_of(run, CANARIES), *named_series(run, CANARIES_OF_JUDGE)],
+                note="fixed responses: a stable judge gives them the same scores",
+            ),
         ),
-        judges=judge_rows(run),
-        cascades=cascade_rows(run),
-        requests=request_rows(run),
-        failures=failure_bars(run),
-        time=present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
-        waits=wait_bars(run),
-        busy=busy_bars(run),
-        age=present(
+        "failures": failure_bars(run),
+        "time": present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
+        "waits": wait_bars(run),
+        "busy": busy_bars(run),
+        "age": present(
             chart(
                 "Mismatch of sampler and learner",
-                [*mismatch_series(run)],
+                mismatch_series(run),
                 note="mean |log-prob difference|, nats, by age",
             ),
-            chart("Staleness", staleness_series(run), note="versions between a group's oldest token and its batch"),
+            chart("Staleness", series_of(run, STALENESS), note="versions between a group's oldest token and its batch"),
         ),
-        metrics=sparks(run),
-    )
+        "metrics": sparks(run),
+    }
 
 
 def score_charts(run: RunFiles, ringing: Sequence[float]) -> list[Chart | None]:
     """The score of a single judge, or the reward that several make."""
-    if not run.by_judge:
-        return [chart("GRM score", score_series(run), marked=ringing, note="the training reward")]
+    if not run.judging.by_judge:
+        return [chart("GRM score", series_of(run, SCORES), marked=ringing, note="the training reward")]
     parts = named_series(run, REWARD_OF_PART)
     return [
-        chart("Reward", reward_series(run), marked=ringing, note="of all judges together"),
+        chart("Reward", series_of(run, REWARDS), marked=ringing, note="of all judges together"),
         chart("Reward by part", parts, marked=ringing, note="mean of a batch, before weighting"),
     ]
 
@@ -182,9 +168,9 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
             continue
         before = short(run.eval_initial[name]) if run.eval_final and name in run.eval_initial else ""
         yield Tile(name=name.replace("_", " "), value=short(value), before=before)
-    if run.asked:
-        yield Tile(name="judgements", value=f"{run.asked:,}")
-        yield Tile(name="failed", value=percent(sum(run.failed.values()) / run.asked))
+    if asked := run.judging.asked:
+        yield Tile(name="judgements", value=f"{asked:,}")
+        yield Tile(name="failed", value=percent(sum(run.judging.failed.values()) / asked))
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
 
@@ -194,49 +180,12 @@ def is_end_of_interval(name: str, metrics: Mapping[str, float]) -> bool:
     return any(name.endswith(end) and name.removesuffix(end) in metrics for end in ("_low", "_high"))
 
 
-def judge_rows(run: RunFiles) -> list[tuple[str, ...]]:
-    return [
-        (
-            name,
-            f"{judge.asked:,}",
-            failures_text(judge.failed),
-            f"{judge.tokens:,}",
-            UNKNOWN if judge.score is None else short(judge.score),
-        )
-        for name, judge in run.by_judge.items()
-    ]
-
-
-def cascade_rows(run: RunFiles) -> list[tuple[str, ...]]:
-    return [
-        (
-            name,
-            f"{cascade.rollouts:,}",
-            percent(cascade.unsure),
-            percent(cascade.escalated),
-            f"{cascade.audited:,}",
-            UNKNOWN if cascade.error is None else short(cascade.error),
-            UNKNOWN if cascade.flipped is None else percent(cascade.flipped),
-        )
-        for name, cascade in run.cascades.items()
-    ]
-
-
-def request_rows(run: RunFiles) -> list[tuple[str, ...]]:
-    return [
-        (model, purpose.replace("_", "-"), *(f"{count:,}" for count in astuple(counts)))
-        for model, by_purpose in run.requests.by_model.items()
-        for purpose, counts in by_purpose.items()
-    ]
-
-
 def failure_bars(run: RunFiles) -> list[Bar]:
     """Failed judgements as shares of all; bars are scaled to the most frequent cause."""
-    most = max(run.failed.values(), default=0) or 1
-    ordered = sorted(run.failed.items(), key=lambda item: -item[1])
+    asked, failed = run.judging.asked, run.judging.failed
     return [
-        Bar(name=cause, share=count / most, text=f"{count:,} ({percent(count / max(1, run.asked))})")
-        for cause, count in ordered
+        Bar(name=cause, share=count / max(1, *failed.values()), text=f"{count:,} ({percent(count / max(1, asked))})")
+        for cause, count in sorted(failed.items(), key=lambda item: -item[1])
     ]
 
 
@@ -252,17 +201,17 @@ def wait_bars(run: RunFiles) -> list[Bar]:
         return []
     waits = {title: run.total(name) for name, title in WAITS}
     waits = {REST: max(0.0, seconds - sum(waits.values()))} | waits
-    return [
-        Bar(name=title, share=min(1.0, wait_s / seconds), text=f"{100 * wait_s / seconds:.0f} %")
-        for title, wait_s in waits.items()
-    ]
+    return [time_bar(title, wait_s / seconds) for title, wait_s in waits.items()]
 
 
 def busy_bars(run: RunFiles) -> list[Bar]:
     """Busy times of roles as shares of the time of all steps."""
     seconds = run.total("time/step_s")
-    shares = {role: min(1.0, busy_s / seconds) for role, busy_s in run.busy_s.items()} if seconds else {}
-    return [Bar(name=role, share=share, text=f"{100 * share:.0f} %") for role, share in shares.items()]
+    return [time_bar(role, min(1.0, busy_s / seconds)) for role, busy_s in run.busy_s.items()] if seconds else []
+
+
+def time_bar(name: str, share: float) -> Bar:
+    return Bar(name=name, share=min(1.0, share), text=f"{100 * share:.0f} %")
 
 
 def duration(seconds: float) -> str:
@@ -274,26 +223,9 @@ def duration(seconds: float) -> str:
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def accuracy_series(run: RunFiles) -> list[Series]:
-    return [
-        Series(name="batches", points=run.series("train/true_accuracy"), quiet=True),
-        Series(name="held-out", points=run.series("eval/true_accuracy")),
-        Series(name="held-out, greedy", points=run.series("eval/true_accuracy_greedy")),
-    ]
-
-
-def score_series(run: RunFiles) -> list[Series]:
-    return [
-        Series(name="batches", points=run.series("train/grm_score"), quiet=True),
-        Series(name="held-out", points=run.series("eval/grm_score")),
-    ]
-
-
-def reward_series(run: RunFiles) -> list[Series]:
-    return [
-        Series(name="batches", points=run.series("train/reward"), quiet=True),
-        Series(name="held-out", points=run.series("eval/reward")),
-    ]
+def series_of(run: RunFiles, metrics: Mapping[str, str]) -> list[Series]:
+    """metrics: title -> metric. What batches measure is the background of what held-out prompts do."""
+    return [Series(name=title, points=run.series(metric), quiet=title == BATCHES) for title, metric in metrics.items()]
 
 
 def named_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
@@ -303,33 +235,16 @@ def named_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
     return [Series(name=title, points=run.series(name)) for title, name in found]
 
 
-def spread_series(run: RunFiles) -> Iterator[Series]:
+def spread_series(run: RunFiles) -> list[Series]:
     """The spread of judgements and of scores. With one judgement each there is none."""
-    points = run.series("judge/score_std")
-    if any(spread for _, spread in points):
-        yield Series(name="mean of a batch", points=points)
+    found = series_of(run, {"mean of a batch": "judge/score_std"})
+    return found if any(spread for _, spread in found[0].points) else []
 
 
-def canary_series(run: RunFiles) -> list[Series]:
-    return [
-        Series(name="mean score", points=run.series("judge_monitor/canary_score")),
-        Series(name="of adversarial answers", points=run.series("judge_monitor/adversarial_score")),
-        *named_series(run, CANARIES_OF_JUDGE),
-    ]
-
-
-def staleness_series(run: RunFiles) -> list[Series]:
-    return [
-        Series(name="oldest", points=run.series("staleness/max")),
-        Series(name="mean", points=run.series("staleness/mean")),
-    ]
-
-
-def mismatch_series(run: RunFiles) -> Iterator[Series]:
+def mismatch_series(run: RunFiles) -> list[Series]:
     names = {name for line in run.metrics for name in line}
     ages = sorted(int(found[1]) for name in names if (found := MISMATCH.fullmatch(name)))
-    for age in ages:
-        yield Series(name=f"age {age}", points=run.series(f"mismatch/age_{age}/mean_nats"))
+    return series_of(run, {f"age {age}": f"mismatch/age_{age}/mean_nats" for age in ages})
 
 
 def wait_layers(run: RunFiles) -> list[Series]:

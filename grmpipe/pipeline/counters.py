@@ -5,24 +5,25 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from grmpipe.algorithm.advantages import all_advantages_zero
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
+from grmpipe.judge.monitor.position_bias import correlation
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import StepReport, UncountedWork
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.types import Failed, FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
 
 
 @dataclass(slots=True)
-class JudgeCounts:
+class JudgeCounts(Counts):
     """Counts of one judge, or of all judges together."""
 
     asked: int = 0  # judgements requested, retries included
@@ -67,21 +68,37 @@ class JudgeCounts:
         elif verdict.cause != "undecided":
             self.failed_verdicts += 1
 
-    def add(self, other: JudgeCounts) -> None:
-        for spec in fields(self):
-            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
+    def metrics(self, seconds: float) -> Metrics:
+        """Metrics of the judgements that ended in a step of `seconds`."""
+        metrics = {
+            "asked": float(self.asked),
+            "counted": float(self.counted),
+            "tokens": float(self.judge_tokens),
+            "tokens_per_s": (self.judge_tokens - self.kept_tokens) / seconds,
+            **{f"failed_{cause}": float(n) for cause, n in sorted(self.failed.items())},
+        }
+        if self.forced:
+            metrics["forced_verdicts"] = float(self.forced)
+        return metrics
 
-    def saved(self) -> dict[str, object]:
-        return {spec.name: getattr(self, spec.name) for spec in fields(self)} | {"failed": dict(self.failed)}
+    def mean_scores(self) -> Metrics:
+        """The mean score, and the mean spread of the votes; empty without a verdict."""
+        if not self.verdicts:
+            return {}
+        return {"score_mean": self.scores / self.verdicts, "score_std": self.score_stds / self.verdicts}
 
-    @staticmethod
-    def restored(saved: Mapping[str, Any]) -> JudgeCounts:
-        known = {spec.name: saved[spec.name] for spec in fields(JudgeCounts) if spec.name in saved}
-        return JudgeCounts(**{**known, "failed": Counter(saved["failed"])})
+    def early_stop_metrics(self) -> Metrics:
+        """What early stops saved, and their error; empty without one."""
+        metrics: Metrics = {}
+        if self.saved_tokens or self.audits:
+            metrics["saved_tokens"] = float(self.saved_tokens)
+        if (error := self.early_stop_error) is not None:
+            metrics["early_stop_error"] = error
+        return metrics
 
 
 @dataclass(slots=True)
-class Counters:
+class Counters(Counts):
     """Counts since the last step, or since the run began."""
 
     rollouts: int = 0
@@ -132,45 +149,6 @@ class Counters:
             judge.kept_tokens = judge.judge_tokens
         return self
 
-    def add(self, other: Counters) -> None:
-        for name in PLAIN:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.judging.add(other.judging)
-        for name, counts in other.by_judge.items():
-            self.by_judge.setdefault(name, JudgeCounts()).add(counts)
-        for name, cascade in other.cascades.items():
-            self.cascades.setdefault(name, CascadeCounts()).add(cascade)
-        self.envs.add(other.envs)
-        self.stalls = self.stalls.plus(other.stalls)
-
-    def saved(self) -> dict[str, object]:
-        """The counts for a checkpoint."""
-        return {name: getattr(self, name) for name in PLAIN} | {
-            "judging": self.judging.saved(),
-            "by_judge": {name: counts.saved() for name, counts in self.by_judge.items()},
-            "cascades": {name: asdict(cascade) for name, cascade in self.cascades.items()},
-            "envs": self.envs.saved(),
-            "stalls": asdict(self.stalls),
-        }
-
-    @staticmethod
-    def restored(saved: Mapping[str, Any]) -> Counters:
-        """Counters from what `saved` wrote. Older checkpoints have no counts by judge."""
-        return Counters(
-            **{name: saved.get(name, 0) for name in PLAIN},
-            judging=JudgeCounts.restored(saved.get("judging", saved)),
-            by_judge={name: JudgeCounts.restored(counts) for name, counts in saved.get("by_judge", {}).items()},
-            cascades={name: CascadeCounts(**cascade) for name, cascade in saved.get("cascades", {}).items()},
-            envs=EnvCounts.restored(saved.get("envs", {})),
-            stalls=StallTimes(**saved.get("stalls", {})),
-        )
-
-
-PLAIN = (
-    "rollouts", "truncated", "policy_tokens", "kept_policy_tokens", "aborted", "voided", "void_rollouts",
-    "void_policy_tokens", "void_asked", "void_judge_tokens",
-)  # counts that are one number  # fmt: skip
-
 
 class FlowCounters:
     """Counters of a run: `step` restarts with every step, `total` continues over a resume."""
@@ -178,9 +156,6 @@ class FlowCounters:
     def __init__(self) -> None:
         self.step = Counters()
         self.total = Counters()
-
-    def rollout(self, rollout: Rollout) -> None:
-        self.step.rollout(rollout)
 
     def recovered(self, work: UncountedWork) -> None:
         """Count what was finished after the checkpoint that a resume continues from, in the first step after it."""
@@ -190,50 +165,26 @@ class FlowCounters:
         for report in work.reports:
             kept.report(report)
         kept.void(work.void_rollouts, work.void_reports)
-        self.step.add(kept.as_kept())
-
-    def episode_failed(self, failures: Sequence[Failed]) -> None:
-        """Count a sibling whose environment failed in every attempt."""
-        self.step.envs.episode_failed(failures)
-
-    def report(self, report: JudgeReport) -> None:
-        self.step.report(report)
-
-    def judge_changed(self, *, aborted: int, voided: int) -> None:
-        """Count what a change of the judge's version aborted and voided."""
-        self.step.aborted += aborted
-        self.step.voided += voided
+        self.step += kept.as_kept()
 
     def waited(self, times: StallTimes) -> None:
         """Add the stall times of a step, at its end."""
-        self.step.stalls = self.step.stalls.plus(replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s)))
+        self.step.stalls += replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s))
 
     def close_step(self) -> Counters:
         """Return this step's counts and add them to the totals."""
         closed, self.step = self.step, Counters()
-        self.total.add(closed)
+        self.total += closed
         return closed
 
     def total_so_far(self) -> Counters:
         """The totals, including the open step."""
-        counts = Counters()
-        counts.add(self.total)
-        counts.add(self.step)
-        return counts
+        return self.total + self.step
 
-    def saved(self) -> dict[str, object]:
-        """The counts of all closed steps for a checkpoint."""
-        return self.total.saved()
-
-    def saved_step(self) -> dict[str, object]:
-        """The counts of the open step for a checkpoint, so that the metrics of its end lack nothing."""
-        return self.step.saved()
-
-    def restore(self, saved: Mapping[str, Any], saved_step: Mapping[str, Any] | None = None) -> None:
-        """Counts from a checkpoint. Older ones have none of the open step."""
+    def restore(self, saved: Mapping[str, object], saved_step: Mapping[str, object]) -> None:
+        """The counts of all closed steps and of the open one from a checkpoint: the metrics of its end lack nothing."""
         self.total = Counters.restored(saved)
-        if saved_step:
-            self.step = Counters.restored(saved_step).as_kept()
+        self.step = Counters.restored(saved_step).as_kept()
 
 
 def step_metrics(
@@ -283,54 +234,22 @@ def ruled(group: JudgedGroup, is_right: Rule) -> list[float]:
 
 def flow_metrics(counts: Counters, seconds: float) -> Metrics:
     """Metrics of the rollouts and judgements that ended in a step of `seconds`."""
+    judging = counts.judging.metrics(seconds) | counts.judging.early_stop_metrics()
     metrics = {
         "rollout/finished": float(counts.rollouts),
         "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
         "rollout/tokens": float(counts.policy_tokens),
         "rollout/tokens_per_s": (counts.policy_tokens - counts.kept_policy_tokens) / seconds,
-        "judge/asked": float(counts.judging.asked),
-        "judge/counted": float(counts.judging.counted),
-        "judge/tokens": float(counts.judging.judge_tokens),
-        "judge/tokens_per_s": (counts.judging.judge_tokens - counts.judging.kept_tokens) / seconds,
+        **{f"judge/{key}": value for key, value in judging.items()},
         "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
         **counts.envs.metrics(),
     }
-    if counts.judging.forced:
-        metrics["judge/forced_verdicts"] = float(counts.judging.forced)
-    metrics |= early_stop_metrics(counts.judging)
-    metrics |= {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.judging.failed.items())}
     for name, judge in counts.by_judge.items():
-        metrics |= {f"judge/{name}/{key}": value for key, value in judge_metrics(judge, seconds).items()}
+        own = judge.metrics(seconds) | judge.mean_scores()
+        metrics |= {f"judge/{name}/{key}": value for key, value in own.items()}
     for name, cascade in counts.cascades.items():
         metrics |= {f"cascade/{name}/{key}": value for key, value in cascade_metrics(cascade).items()}
-    return metrics
-
-
-def early_stop_metrics(counts: JudgeCounts) -> Metrics:
-    """What early stops saved, and their error; empty without one."""
-    metrics: Metrics = {}
-    if counts.saved_tokens or counts.audits:
-        metrics["judge/saved_tokens"] = float(counts.saved_tokens)
-    if (error := counts.early_stop_error) is not None:
-        metrics["judge/early_stop_error"] = error
-    return metrics
-
-
-def judge_metrics(counts: JudgeCounts, seconds: float) -> Metrics:
-    """Metrics of one of several judges in a step of `seconds`."""
-    metrics = {
-        "asked": float(counts.asked),
-        "counted": float(counts.counted),
-        "tokens": float(counts.judge_tokens),
-        "tokens_per_s": (counts.judge_tokens - counts.kept_tokens) / seconds,
-        **{f"failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())},
-    }
-    if counts.forced:
-        metrics["forced_verdicts"] = float(counts.forced)
-    if counts.verdicts:
-        metrics["score_mean"] = counts.scores / counts.verdicts
-        metrics["score_std"] = counts.score_stds / counts.verdicts
     return metrics
 
 
@@ -353,42 +272,39 @@ def cascade_metrics(counts: CascadeCounts) -> Metrics:
 def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:
     """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
-    verdicts = [verdict for _, verdict in pairs if isinstance(verdict, Verdict)]
     lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
+    valid = [(length, v) for length, (_, v) in zip(lengths, pairs, strict=True) if isinstance(v, Verdict)]
+    verdicts = [verdict for _, verdict in valid]
     ages = [version - group.version for group in groups]
     metrics = {
         "train/grm_score": statistics.fmean(v.score for v in verdicts),
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        **spread("response_length", lengths),
-        **spread("prompt_length", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
+        **spread("response_length/", lengths),
+        **spread("prompt_length/", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
         "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
         "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
         "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
     }
-    if (correlation := score_length_correlation(pairs)) is not None:
-        metrics["judge/score_length_correlation"] = correlation
+    correlated = correlation([float(length) for length, _ in valid], [verdict.score for verdict in verdicts])
+    if correlated is not None:
+        metrics["judge/score_length_correlation"] = correlated
     for name in sorted({name for verdict in verdicts for name in verdict.breakdown}):
         parts = [verdict.breakdown[name] for verdict in verdicts if name in verdict.breakdown]
-        metrics |= {
-            f"reward/{name}_mean": statistics.fmean(parts),
-            f"reward/{name}_std": statistics.pstdev(parts),
-            f"reward/{name}_min": min(parts),
-            f"reward/{name}_max": max(parts),
-        }
+        metrics |= {**spread(f"reward/{name}_", parts), f"reward/{name}_std": statistics.pstdev(parts)}
     return metrics
 
 
-def spread(name: str, lengths: Sequence[int]) -> Metrics:
-    """Mean and bounds of lengths, in tokens."""
-    if not lengths:
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """Mean and bounds of values, as metrics whose names begin with `name`."""
+    if not values:
         return {}
     return {
-        f"{name}/mean": statistics.fmean(lengths),
-        f"{name}/min": float(min(lengths)),
-        f"{name}/max": float(max(lengths)),
+        f"{name}mean": statistics.fmean(values),
+        f"{name}min": float(min(values)),
+        f"{name}max": float(max(values)),
     }
 
 
@@ -396,12 +312,3 @@ def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
     """Whether the estimator gives all siblings an advantage of zero, before any penalty: nothing to learn from."""
     judged = zip(group.rollouts, group.verdicts, strict=True)
     return all_advantages_zero([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
-
-
-def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:
-    """Pearson correlation of score and length over a batch. None if one of the two doesn't vary."""
-    points = [(r.num_sampled_tokens, v.score) for r, v in pairs if isinstance(v, Verdict)]
-    lengths, scores = [float(x) for x, _ in points], [y for _, y in points]
-    if len(set(lengths)) < 2 or len(set(scores)) < 2:
-        return None
-    return statistics.correlation(lengths, scores)

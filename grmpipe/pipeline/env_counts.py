@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from grmpipe.counts import Counts
 from grmpipe.types import Failed, Metrics, Rollout
 
 
 @dataclass(slots=True)
-class EnvCounts:
+class EnvCounts(Counts):
     """Counts of episodes in an environment that takes time or may fail; all zero in a run of single turns.
 
     rewritten:     turns after a history that a workflow rewrote, or of a parallel one.
@@ -69,22 +69,6 @@ class EnvCounts:
         self.failed += 1
         self.faults.update(failure.cause for failure in failures)
 
-    def add(self, other: EnvCounts) -> None:
-        for name in NUMBERS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in BY_NAME:
-            getattr(self, name).update(getattr(other, name))
-
-    def saved(self) -> dict[str, object]:
-        """The counts for a checkpoint."""
-        return {name: getattr(self, name) for name in NUMBERS} | {name: dict(getattr(self, name)) for name in BY_NAME}
-
-    @staticmethod
-    def restored(saved: Mapping[str, Any]) -> EnvCounts:
-        """Counts from what `saved` wrote. Older checkpoints have none."""
-        known = {name: saved[name] for name in NUMBERS if name in saved}
-        return EnvCounts(**known | {name: Counter(saved.get(name, {})) for name in BY_NAME})
-
     @property
     def time_share(self) -> float:
         """The environments' share of the time of all episodes."""
@@ -113,7 +97,3 @@ class EnvCounts:
             metrics["env/boot_s_mean"] = statistics.fmean(self.boot_s)
             metrics["env/step_s_p50"], metrics["env/step_s_p95"] = np.quantile(self.step_s, [0.5, 0.95]).tolist()
         return metrics
-
-
-NUMBERS = ("episodes", "turns", "rewritten", "tokens", "prefilled", "failed", "env_s", "took_s")
-BY_NAME = ("faults", "policy_faults", "truncated", "rewards", "rewarded")

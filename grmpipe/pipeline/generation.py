@@ -112,7 +112,7 @@ class Producer:
         if kept.killed_engines:
             self._fail(group, KILLED_ENGINES, "before the resume")
             return
-        self._buffer.set_deadline(group)
+        group.deadline_s = self._deadline_s()
         await self.expiring.put(group)
         await self._open_session(group, kept)
         missing = group.missing_rollouts()
@@ -159,19 +159,19 @@ class Producer:
         )
         try:
             async with self._seats[group.group_id].taken():
-                rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
+                rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._deadline_s()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, cause_of(error), str(error))
             return
         except EpisodeFailed as error:
-            self._counters.episode_failed(error.failures)
+            self._counters.step.envs.episode_failed(error.failures)
             self._fail(group, f"env_{error.failed.cause}", str(error))
             self._health.episode_ended(error.failed)
             return
         self._health.episode_ended(rollout)
         if self._buffer.add_rollout(group, rollout):
-            self._counters.rollout(rollout)
+            self._counters.step.rollout(rollout)
             session = group.session
             assert session is not None, "it is opened before the siblings are sent to play"
             for judge_task in session.add(rollout):
@@ -205,7 +205,7 @@ class Producer:
     def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
         if not self._buffer.add_report(group, sibling, report):
             return
-        self._counters.report(report)
+        self._counters.step.report(report)
         if not group.is_open:
             self._ended(group)
         self._parts.judge_guard.verdict(report)
@@ -235,10 +235,15 @@ class Producer:
             for group in being_judged(self._buffer.groups.values()):
                 voided += group.void_verdicts()
                 await self._open_session(group, RecoveredGroup(group_id=group.group_id, rollouts=tuple(group.rollouts)))
-            self._counters.judge_changed(aborted=aborted, voided=voided)
+            self._counters.step.aborted += aborted
+            self._counters.step.voided += voided
         return report
 
     # -- end -----------------------------------------------------------------------------------------------------------
+
+    def _deadline_s(self) -> float:
+        """The deadline of a group whose time begins now."""
+        return self._clock.now() + self._config.group_deadline_s
 
     async def _expire(self, group: Group) -> None:
         """End a group at its deadline. The deadline restarts with the group's first token."""
@@ -248,7 +253,8 @@ class Producer:
         while (deadline := group.deadline_s) != reached:  # it moves when the first token comes
             await self._clock.sleep_until(deadline)
             reached = deadline
-        log.warning("group %s reached its deadline: %s", group.group_id, why_waiting(self._buffer, group.group_id))
+        why = why_waiting(self._buffer, group.group_id, self._clock.now())
+        log.warning("group %s reached its deadline: %s", group.group_id, why)
         late = self._buffer.expire(group)
         self._ended(group)
         for timeout in late:

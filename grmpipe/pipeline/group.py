@@ -147,6 +147,11 @@ class Group:
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 
+    def first_token(self, deadline_s: float) -> None:
+        """Restart its deadline when the first of its siblings has a token."""
+        if self.is_open and not self.started:
+            self.started, self.deadline_s = True, deadline_s
+
     def add_rollout(self, rollout: Rollout) -> bool:
         """Add a finished rollout. Returns False if it is late or repeated."""
         if not self.is_open or rollout.sibling in self._rollouts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.pipeline.group import OPEN, Group, GroupState
@@ -13,7 +13,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState,
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, Rollout
-from scheduler.admission import Admission
+from scheduler.admission import Admission, Ledger
 
 
 class GroupBuffer:
@@ -38,21 +38,19 @@ class GroupBuffer:
         config: FlowConfig,
         journal: GroupJournal,
         *,
-        now: Callable[[], float],
         on_change: Callable[[GroupSupply], None] = lambda supply: None,
         pipeline_state: PipelineState | None = None,
         kept: Mapping[int, RecoveredGroup] | None = None,
     ) -> None:
-        """now: seconds of the clock of group deadlines. on_change: called with the supply of groups whenever it
-        changes.
-        kept: prompt index -> finished work from before a resume.
+        """on_change: called with the supply of groups whenever it changes. kept: prompt index -> finished work from
+        before a resume.
         """
         self.ledger = GroupLedger(config, journal, pipeline_state, kept)
         self.groups: dict[str, Group] = {}  # group_id -> group, in order of opening
         self.untaken = UntakenGroups()  # those of them that the open batch doesn't have
         self.taken: list[Group] = []  # the open batch, in the order in which its groups were taken
         self.prompts_over = False
-        self.now = now
+        self.news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self.admission = Admission(
             groups_per_batch=config.groups_per_batch,
             max_staleness=config.max_staleness,
@@ -61,7 +59,6 @@ class GroupBuffer:
         self._config = config
         self._journal = journal
         self._on_change = on_change
-        self._news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
 
     @property
@@ -103,17 +100,7 @@ class GroupBuffer:
 
     def no_more_prompts(self) -> None:
         self.prompts_over = True
-        self.notify()
-
-    def set_deadline(self, group: Group) -> None:
-        """Set the group's deadline to `group_deadline_s` from now."""
-        group.deadline_s = self.now() + self._config.group_deadline_s
-
-    def first_token(self, group: Group) -> None:
-        """Restart the group's deadline when the first of its siblings has a token."""
-        if group.is_open and not group.started:
-            group.started = True
-            self.set_deadline(group)
+        self.news.set()
 
     def add_rollout(self, group: Group, rollout: Rollout, *, journalled: bool = False) -> bool:
         """Add a rollout. Returns False if it is refused. journalled: whether the journal has it already."""
@@ -160,31 +147,9 @@ class GroupBuffer:
         """Whether no group will become ready any more."""
         return self.prompts_over and not self.untaken.count(*OPEN)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no group is open, and none may be opened under this version any more."""
-        return self._is_closed and not self.untaken.count(*OPEN)
-
-    @property
-    def is_rolled_out(self) -> bool:
-        """Whether all groups have their rollouts, and none may be opened under this version any more."""
-        return self._is_closed and not self.untaken.count(GroupState.ROLLING_OUT)
-
-    @property
-    def _is_closed(self) -> bool:
-        return self.prompts_over or self.capacity <= 0
-
-    def notify(self) -> None:
-        """Wake all who wait for news."""
-        self._news.set()
-
-    async def news(self, within_s: float) -> bool:
-        """Wait for news for up to `within_s` seconds. Returns whether there was any."""
-        self._news.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._news.wait()
-        return self._news.is_set()
+    def is_done_with(self, *states: GroupState) -> bool:
+        """Whether no group is in one of these states, and none may be opened under this version any more."""
+        return (self.prompts_over or self.capacity <= 0) and not self.untaken.count(*states)
 
     def take(self) -> JudgedGroup | None:
         """Take the ready group that is due first; in a deterministic run the next one in the order of the prompts. None
@@ -193,7 +158,7 @@ class GroupBuffer:
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
         for ready in self.untaken.ready_opened_before(self.version - self._config.max_staleness):
-            if self.is_stale(ready):
+            if self.admission.is_stale(ready.version, self.version):
                 self.drop(ready, "stale")
         first = self.untaken.first_of_prompts if self._config.deterministic else self.untaken.first_ready
         while (group := first()) is not None and self.may_take(group):
@@ -216,7 +181,7 @@ class GroupBuffer:
         for group in taken:
             with self._moving(group):
                 group.train()
-        self.check()
+        self.counts()
         return batch
 
     def give_up(self) -> None:
@@ -224,17 +189,17 @@ class GroupBuffer:
         self.taken = []
         for group in list(self.groups.values()):
             self.drop(group, "end_of_prompts")
-        self.check()
+        self.counts()
 
-    def check(self) -> None:
-        """Assert that no group is lost: submitted == trained + dropped + in flight, and each group is in one place."""
-        assert self.ledger.counts(len(self.groups)).in_flight == len(self.untaken) + len(self.taken)
+    def counts(self) -> Ledger:
+        """The number of groups submitted, and what became of them. Asserts that none is lost: submitted == trained +
+        dropped + in flight, and each group is in one place.
+        """
+        counts = self.ledger.counts(len(self.groups))
+        assert counts.in_flight == len(self.untaken) + len(self.taken)
+        return counts
 
     # -- rules ---------------------------------------------------------------------------------------------------------
-
-    def is_stale(self, group: Group) -> bool:
-        """Whether the group is too old for the open batch."""
-        return self.admission.is_stale(group.version, self.version)
 
     def may_take(self, group: Group) -> bool:
         """Whether the open batch may take the group: groups that are due before it still find a place."""
@@ -263,7 +228,7 @@ class GroupBuffer:
             self.ledger.ended(group)
             self._room.set()
         if before in OPEN and group.state not in OPEN:
-            self.notify()
+            self.news.set()
         self._on_change(self.untaken.supply())
 
     def _resample(self, group: Group) -> bool:

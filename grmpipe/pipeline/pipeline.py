@@ -45,10 +45,12 @@ from dataclasses import replace
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.generation import Producer
+from grmpipe.pipeline.group import OPEN, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
 from grmpipe.pipeline.training import Consumer
+from grmpipe.types import JudgedGroup
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
 from scheduler.supervise import run_until
@@ -73,38 +75,57 @@ class Pipeline:
         self.after_step = after_step
         self._stalls = StallTracker(config.max_staleness)
         self._valuer = parts.valuer
-        self.buffer = GroupBuffer(
+        self._buffer = GroupBuffer(
             config,
             parts.journal,
-            now=self.clock.now,
             on_change=self._groups_changed,
             pipeline_state=pipeline_state,
             kept=kept,
         )
         self._producer = Producer(
-            parts, config, self.buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
+            parts, config, self._buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
-            self._valuer.watch(lambda: [group.rollouts for group in self.buffer.untaken.rolled_out()])
+            self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.rolled_out()])
         playing = self._producer.playing.meter
         if config.policy_judges:
             push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
             parts = replace(parts, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
-        self._consumer = Consumer(parts, config, self.buffer, self._stalls, self.clock, playing, self._stepped)
+        self._consumer = Consumer(parts, config, self._buffer, self._stalls, self.clock, playing, self._stepped)
 
     @property
     def version(self) -> int:
         """Completed optimizer steps of this flow."""
-        return self.buffer.version
+        return self._buffer.version
 
     @property
     def ledger(self) -> Ledger:
         """The number of groups submitted, and what became of them."""
-        return self.buffer.ledger.counts(len(self.buffer.groups))
+        return self._buffer.counts()
+
+    @property
+    def open_batch(self) -> tuple[JudgedGroup, ...]:
+        """The groups that the learner has taken since its last step."""
+        return self._buffer.batch
+
+    @property
+    def max_staleness_trained(self) -> int:
+        """Of any group, in steps."""
+        return self._buffer.ledger.max_staleness_trained
+
+    @property
+    def is_rolled_out(self) -> bool:
+        """Whether all groups have their rollouts, and none may be opened under this version any more."""
+        return self._buffer.is_done_with(GroupState.ROLLING_OUT)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no group lacks a rollout or a verdict, and none may be opened under this version any more."""
+        return self._buffer.is_done_with(*OPEN)
 
     def state(self) -> PipelineState:
         """The state of the flow now."""
-        return self.buffer.ledger.state(self.buffer.groups.values(), self._producer.judge_version)
+        return self._buffer.ledger.state(self._buffer.groups.values(), self._producer.judge_version)
 
     @property
     def playing_s(self) -> float:

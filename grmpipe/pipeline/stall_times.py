@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from grmpipe.counts import Counts
 from scheduler.stage import BusyMeter, StateMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StallTimes:
+class StallTimes(Counts):
     """Stall times, in seconds on the event loop's clock.
 
     steps_s:   duration of the steps, without what is done between them (evaluations, checkpoints).
@@ -42,16 +43,6 @@ class StallTimes:
     @property
     def for_groups_s(self) -> float:
         return self.rollouts_s + self.verdicts_s
-
-    def plus(self, other: StallTimes) -> StallTimes:
-        return StallTimes(
-            steps_s=self.steps_s + other.steps_s,
-            rollouts_s=self.rollouts_s + other.rollouts_s,
-            envs_s=self.envs_s + other.envs_s,
-            verdicts_s=self.verdicts_s + other.verdicts_s,
-            training_s=self.training_s + other.training_s,
-            weight_sync_s=self.weight_sync_s + other.weight_sync_s,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

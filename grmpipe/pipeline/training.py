@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.pipeline.group import OPEN
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.stall_times import StallTracker
@@ -59,7 +60,7 @@ class Consumer:
 
     def interrupt(self) -> None:
         self._interrupted = True
-        self._buffer.notify()
+        self._buffer.news.set()
 
     async def run(self) -> None:
         """Run all steps. Raises Interrupted, or EndOfData if the remaining groups fill no batch."""
@@ -109,7 +110,7 @@ class Consumer:
         """
         if self._config.deterministic:
             with self._stalls.wanting(len(self._buffer.untaken), self.version):
-                await self._until(lambda: self._buffer.is_settled)
+                await self._until(lambda: self._buffer.is_done_with(*OPEN))
 
     async def _push(self) -> SyncReport:
         began, version = self._now(), self.version + 1
@@ -124,8 +125,12 @@ class Consumer:
         """
         report_at = self._now() + self._config.report_wait_s
         while not (sought := found()):
-            if not await self._buffer.news(within_s=report_at - self._now()):
-                log.warning("the learner waits for groups; pending: %s", pending(self._buffer))
+            self._buffer.news.clear()
+            try:
+                async with asyncio.timeout(report_at - self._now()):
+                    await self._buffer.news.wait()
+            except TimeoutError:
+                log.warning("the learner waits for groups; pending: %s", pending(self._buffer, self._clock.now()))
                 report_at += self._config.report_wait_s
         return sought
 

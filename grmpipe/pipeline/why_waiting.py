@@ -11,22 +11,22 @@ from grmpipe.pipeline.untaken_groups import UNTAKEN
 NUM_SHOWN = 8  # groups named in a line of the log
 
 
-def why_waiting(buffer: GroupBuffer, group_id: str) -> str:
-    """Why a group does not train: its state and what it waits for."""
+def why_waiting(buffer: GroupBuffer, group_id: str, now_s: float) -> str:
+    """Why a group does not train: its state and what it waits for. now_s: on the clock of group deadlines."""
     if (group := buffer.groups.get(group_id)) is None:
         return _why_gone(buffer, group_id)
     if group.is_open:
-        why = _why_open(group, max(0.0, group.deadline_s - buffer.now()))
+        why = _why_open(group, max(0.0, group.deadline_s - now_s))
     else:
         why = _why_ready(buffer, group) if group.state is GroupState.READY else _why_taken(buffer)
     return f"{group.state.value}: {why}"
 
 
-def pending(buffer: GroupBuffer) -> str:
+def pending(buffer: GroupBuffer, now_s: float) -> str:
     """The groups that are not in the open batch, those due first before the others, each with its reason."""
     waiting = [group for group in buffer.groups.values() if group.state is not GroupState.TAKEN]
     waiting.sort(key=lambda group: group.opened_at)
-    shown = [f"{group.group_id} ({why_waiting(buffer, group.group_id)})" for group in waiting[:NUM_SHOWN]]
+    shown = [f"{group.group_id} ({why_waiting(buffer, group.group_id, now_s)})" for group in waiting[:NUM_SHOWN]]
     more = [f"{len(waiting) - NUM_SHOWN} more"] if len(waiting) > NUM_SHOWN else []
     return "; ".join(shown + more) or "none"
 
@@ -51,7 +51,7 @@ def _why_open(group: Group, left_s: float) -> str:
 
 
 def _why_ready(buffer: GroupBuffer, group: Group) -> str:
-    if buffer.is_stale(group):
+    if buffer.admission.is_stale(group.version, buffer.version):
         return f"too old for the open batch: version {group.version} of {buffer.version}; it will be dropped"
     if not buffer.places_left:
         return "the open batch is full"

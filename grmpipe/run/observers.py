@@ -39,7 +39,6 @@ FILES = {
     "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
     "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
     "judged.jsonl": "every item with its scores and critiques",
-    "accuracy.png": "accuracy over k, or by judge",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.observe.changes import changes_of
 from grmpipe.observe.summary import Status, Summary, with_requests, written
 from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.signals import ended_by_signals
-from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow

@@ -9,7 +9,7 @@ from types import TracebackType
 from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import to_yaml
-from grmpipe.run_dir.changes import record_changes
+from grmpipe.observe.changes import record_changes
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.directory import (
     RunLocation,

@@ -16,6 +16,7 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.labels import JudgingTasks, rule_of
+from grmpipe.judge.reward_function import reward_function
 from grmpipe.judge.rule import RuleBrokenError
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
@@ -71,6 +72,12 @@ def read_data(config: RunConfig) -> Data:
         if judge.kind == "rule":
             with section("data.path: "):
                 check_references(judge, config.data.path, judged_by(config, name, train), key_of_judge(name))
+        if judge.kind == "function":
+            columns = {column for prompt in judged_by(config, name, train) for column in prompt.columns}
+            with section(f"{key_of_judge(name)}."):
+                reward_function(judge.function, f"{key_of_judge(name)}.function").check_columns(
+                    columns, config.data.path
+                )
     return Data(train=train, held_out=held_out)
 
 

@@ -15,6 +15,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.custom import load_custom_judge
+from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.labels import rule_of
 from grmpipe.judge.rule import Rule
 from grmpipe.observe.summary import Summary
@@ -165,6 +166,9 @@ def check_judges_without_model(config: RunConfig) -> None:
         if judge.kind == "custom":
             with section(f"{key_of_judge(name)}."):
                 load_custom_judge(judge, key_of_judge(name))
+        if judge.kind == "function":
+            with section(f"{key_of_judge(name)}."):
+                FunctionJudge(judge, key_of_judge(name))
 
 
 def check_objective(config: RunConfig) -> None:

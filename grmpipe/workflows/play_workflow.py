@@ -15,8 +15,7 @@ from typing import Protocol
 from grmpipe.config.user_code import MAX_CHARS, called
 from grmpipe.envs.blame import FaultRules, fault_of, readable
 from grmpipe.envs.checked_env import NO_RULES
-from grmpipe.envs.env import EnvFault, Episode, PolicyFault
-from grmpipe.envs.isolation.fault_plan import FaultInjection, fault_moment
+from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import DECIMALS_S, Play, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
@@ -24,12 +23,11 @@ from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import Rewards, plain_rewards, rewards_of
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
-from grmpipe.workflows.recorder import Recorder, Session, on_purpose
+from grmpipe.workflows.recorder import Recorder, Session
 from grmpipe.workflows.server import Gateway
 
 log = logging.getLogger(__name__)
 
-NO_FAULTS = FaultInjection()
 WORKFLOW = "the workflow"
 
 
@@ -73,21 +71,19 @@ def workflow_play(
     recorder: Recorder,
     gateway: Gateway,
     limits: WorkflowLimits,
-    faults: FaultInjection = NO_FAULTS,
     counts: SeatCounts | None = None,
     rules: FaultRules = NO_RULES,
     owner: str = WORKFLOW,
 ) -> Play:
     """A play of one episode. It raises EnvFault, or what failed the engine.
 
-    faults: on purpose. counts: get what became of the workflows. owner: the user's code, in words.
+    counts: get what became of the workflows. owner: the user's code, in words.
     """
     seats = counts or SeatCounts()
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         begun_s = asyncio.get_running_loop().time()
         session = recorder.open(request, on_first_token)
-        moment = session.fault = fault_moment(faults, episode_of(request, prompt))
         policy = Policy(session.chat, lambda: gateway.admit(session))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
@@ -97,8 +93,6 @@ def workflow_play(
             session.end()
             gateway.dismiss(session)
             await policy.close()
-        if moment is not None:
-            raise on_purpose()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
         return replace(rollout_of(request, prompt, session, ending, owner), took_s=took_s)
 
@@ -139,16 +133,6 @@ async def _ending(
     if not in_time:
         return _out_of_time(session, idle_s, limits)
     return _ended_itself(solving, refusal, rules, owner, has_acted=bool(session.calls))
-
-
-def episode_of(request: RolloutRequest, prompt: Prompt) -> Episode:
-    return Episode(
-        prompt=prompt,
-        group_id=request.group_id,
-        sibling=request.sibling,
-        attempt=request.attempt,
-        seed=request.seed,
-    )
 
 
 async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:

@@ -15,8 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.fault_plan import FaultMoment
 from grmpipe.envs.limited_env import LANE
 from grmpipe.envs.play import (
     DECIMALS_S,
@@ -67,10 +65,6 @@ class Prompted:
     new_ids: tuple[int, ...]
 
 
-def on_purpose() -> EnvFault:
-    return EnvFault("ended on purpose (env.inject_faults)", "died")
-
-
 class Recorder:
     """Opens sessions: what those of a run have in common.
 
@@ -109,7 +103,6 @@ class Session:
     calls:   those that were answered, in the order of their answers.
     refusal: the latest, unless another request was answered since; of the turns or the time it stays.
     failed:  gets the exception that ends the episode: of the engine, or a programming error.
-    fault:   when the episode ends on purpose, if it does.
     """
 
     def __init__(self, recorder: Recorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
@@ -127,7 +120,6 @@ class Session:
         self.calls: list[RecordedCall] = []
         self.refusal: ChatRefused | None = None
         self.failed: asyncio.Future[object] = self._clock.create_future()
-        self.fault: FaultMoment | None = None
 
     @property
     def idle_s(self) -> float:
@@ -162,9 +154,6 @@ class Session:
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], options: CallOptions
     ) -> Reply:
         self._check_open()
-        if self.fault is not None and self.fault.has_come(self._num_started):
-            self._fail(on_purpose())
-            raise ChatRefused("policy_unavailable", "the episode ends")
         prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
         params = self._params(options)

@@ -9,7 +9,6 @@ from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.user_code import described
 from grmpipe.envs.blame import fault_rules
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import Play
 from grmpipe.workflows.play_workflow import Solver, WorkflowLimits, workflow_play
@@ -20,11 +19,10 @@ from grmpipe.workflows.server import Gateway, check_gateway_installed
 class WorkflowRunner:
     """The workflow that the settings name. Raises ValueError, which begins with the key, for one that can't run.
 
-    seed:   of `config.inject_faults`.
     counts: what became of the episodes' workflows.
     """
 
-    def __init__(self, config: EnvConfig, seed: int = 0) -> None:
+    def __init__(self, config: EnvConfig) -> None:
         place = config.workflow_place
         if place.by_url:
             check_gateway_installed()
@@ -32,16 +30,13 @@ class WorkflowRunner:
         self._solver = make(getattr(config, place.needs), config.options)
         self._gateway = Gateway()
         self.counts = SeatCounts()
-        self._faults = FaultInjection(share=config.inject_faults, seed=seed)
         self._rules = fault_rules(config.policy_errors)
         program = f"the program {' '.join(config.command)}"
         self._owner = program if config.command else described(found_at(config.target, "target"))
         self._limits = WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s)
 
     def play(self, recorder: Recorder) -> Play:
-        return workflow_play(
-            self._solver, recorder, self._gateway, self._limits, self._faults, self.counts, self._rules, self._owner
-        )
+        return workflow_play(self._solver, recorder, self._gateway, self._limits, self.counts, self._rules, self._owner)
 
     async def close(self) -> None:
         await self._solver.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from models.engines.endpoint_use import EndpointUse
@@ -31,21 +31,24 @@ Options = TypeVar("Options", bound=EngineOptions, covariant=True)
 class EngineSpec:
     """The specification of an engine, besides its options. It is sent to the engine's process.
 
+    role:          the model's name in version spans; the weights in `path` are its version 0.
     num_gpus:      GPUs over which the model is sharded; 1 on a CPU.
-    takes_weights: whether weights are pushed to it.
-    return_routed_experts: whether its completions have the experts of their tokens.
+    seed:          part of all seeds. Engines of one role share it, so that a retry samples the same tokens.
+    lora:          adapters that pushes update, if they aren't merged into the weights.
+    takes_weights: whether weights are pushed to it; False leaves out what only pushes need.
+    return_routed_experts: whether its completions have the experts of their tokens; for mixtures of experts only.
     """
 
     path: str
     role: str
-    dtype: str
-    device: str  # cuda or cpu
-    num_gpus: int
-    seed: int
-    chat_template: str | None
-    lora: LoraConfig
-    takes_weights: bool
-    return_routed_experts: bool
+    dtype: str = "float32"
+    device: str = "cpu"  # or cuda
+    num_gpus: int = 1
+    seed: int = 0
+    chat_template: str | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    takes_weights: bool = True
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

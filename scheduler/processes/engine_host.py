@@ -18,8 +18,6 @@ from models.types import (
     EngineRefused,
     GroupLink,
     KeepsTrajectories,
-    Pressure,
-    ReportsPressure,
     RequestContext,
     SamplingParams,
     Sleeper,
@@ -152,10 +150,6 @@ class EngineHost(OrderedHost):
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return await _portable_errors(self.engine.score(token_ids))
-
-    async def pressure(self) -> Pressure | None:
-        """The engine's pressure; None if it can't report it."""
-        return await _portable_errors(self.engine.pressure()) if isinstance(self.engine, ReportsPressure) else None
 
     async def sleep(self) -> int:
         return await _portable_errors(cast(Sleeper, self.engine).sleep())

@@ -12,7 +12,6 @@ from models.types import (
     Completion,
     EngineDied,
     GroupLink,
-    Pressure,
     RequestContext,
     SamplingParams,
     SmallPayload,
@@ -113,9 +112,6 @@ class RemoteEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return cast("tuple[float, ...]", await self._control("score", tuple(token_ids)))
-
-    async def pressure(self) -> Pressure | None:
-        return cast("Pressure | None", await self._control("pressure"))
 
     async def sleep(self) -> int:
         return cast(int, await self._control("sleep"))

@@ -39,6 +39,13 @@ class HasOwnErrors(Protocol):
     own_errors: ClassVar[tuple[type[Exception], ...]]
 
 
+@runtime_checkable
+class HasParts(Protocol):
+    """A class with parts that are called too, as `part.method`: attribute -> class."""
+
+    parts: ClassVar[Mapping[str, type]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTypes:
     """The types of one method. args: name, type and, if it is optional, the default (in a tuple)."""
@@ -56,13 +63,16 @@ class Dialect:
 
     @staticmethod
     def of(kind: type, but: Collection[str] = ()) -> Dialect:
-        """The public methods of a class, except those in `but`. Raises UntypedCall that names one whose types aren't
-        plain data.
+        """The public methods of a class and its parts, except those in `but`. Raises UntypedCall that names one whose
+        types aren't plain data.
         """
         methods = inspect.getmembers(kind, inspect.isfunction)
         own = kind.own_errors if isinstance(kind, HasOwnErrors) else ()
+        calls = {name: types_of_call(each) for name, each in methods if name[0] != "_" and name not in but}
+        for name, part in (kind.parts if isinstance(kind, HasParts) else {}).items():
+            calls |= Dialect.of(part).under(name).calls
         return Dialect(
-            calls={name: types_of_call(each) for name, each in methods if name[0] != "_" and name not in but},
+            calls=calls,
             errors=KNOWN_ERRORS | {error.__name__: error for error in own},
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
 from models.types import SamplingParams
+from scheduler.routing.members import RoleMembers
 
 SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
 GROUPS_REMEMBERED = 4096
@@ -28,59 +28,42 @@ class TrajectoryHome:
 
 class LoadEstimate:
     """Places requests on the engine with the least load, those of a group or a trajectory together. Lengths are learned
-    from answers.
-
-    names: engines that serve, which `came` and `went` change. `among`: the engines that may take the request, if not
-           all.
+    from answers. Of equally loaded engines the one that has served longest is chosen.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, members: RoleMembers) -> None:
+        self._members = members
         self._in_hand: defaultdict[str, float] = defaultdict(float)
-        self._serving: dict[str, None] = {}  # in order of arrival: of equally loaded engines the first is chosen
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
         self._trajectories: OrderedDict[str, TrajectoryHome] = OrderedDict()  # the longest without a turn first
-        self._stays: Counter[str] = Counter()
         self._mean_new: float | None = None
-        for name in names:
-            self.came(name)
 
     def __getitem__(self, name: str) -> float:
         """Tokens of an engine's requests in flight."""
         return self._in_hand[name]
-
-    def came(self, name: str) -> None:
-        """An engine starts to serve."""
-        self._serving.setdefault(name)
-        self._stays[name] += 1
-
-    def went(self, name: str) -> None:
-        """An engine gets no more requests; those that it has may end."""
-        self._serving.pop(name, None)
 
     def place(
         self,
         group_id: str,
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
-        among: Collection[str] | None = None,
         trajectory_id: str = "",
     ) -> tuple[str, float]:
         """The engine of its trajectory's last turn, or else of its siblings, unless that has far more load than the
-        least loaded one; and the tokens to `give_back` when the request has left: those of its answer, and of its
-        prompt unless it is cached there.
+        least loaded one; and the tokens to take off again (`add`) when the request has left: those of its answer, and
+        of its prompt unless it is cached there.
         """
-        name, new = self.least(among), self.new_tokens(params)
+        name, new = self._least(), self.new_tokens(params)
         home, cached = self._home_of(group_id, trajectory_id, prompt_ids)
-        here = self._serving if among is None else among
-        if home in here and self._in_hand[home] - self._in_hand[name] <= SIBLINGS_AHEAD * new + cached:
+        if home in self._members.serving and self._in_hand[home] - self._in_hand[name] <= SIBLINGS_AHEAD * new + cached:
             name = home
         if trajectory_id not in self._trajectories:
             self._remember(group_id, name, hash(prompt_ids))
-        return name, self._take(name, new + len(prompt_ids) - (cached if name == home else 0))
+        return name, self.add(name, new + len(prompt_ids) - (cached if name == home else 0))
 
     def keeps(self, name: str, trajectory_id: str, num_tokens: int) -> None:
         """An engine ended a turn of a trajectory: from now on it has these tokens of prompt and answer cached."""
-        home = TrajectoryHome(name=name, stay=self._stays[name], num_tokens=num_tokens)
+        home = TrajectoryHome(name=name, stay=self._members.num_stays(name), num_tokens=num_tokens)
         self._trajectories[trajectory_id] = home
         self._trajectories.move_to_end(trajectory_id)
         if len(self._trajectories) > TRAJECTORIES_REMEMBERED:
@@ -91,23 +74,20 @@ class LoadEstimate:
         home = self._trajectories.pop(trajectory_id, None)
         return "" if home is None else home.name
 
-    def place_anywhere(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, among: Collection[str] | None = None
-    ) -> tuple[str, float]:
+    def place_anywhere(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> tuple[str, float]:
         """An engine for a request that comes from another engine: siblings don't matter."""
-        name = self.least(among)
-        return name, self._take(name, self.new_tokens(params) + len(prompt_ids))
-
-    def least(self, among: Collection[str] | None = None) -> str:
-        return min(self._serving if among is None else among, key=self._in_hand.__getitem__)
+        name = self._least()
+        return name, self.add(name, self.new_tokens(params) + len(prompt_ids))
 
     def new_tokens(self, params: SamplingParams) -> float:
         """The expected number of tokens of an answer."""
         limit = float(params.max_new_tokens)
         return limit if self._mean_new is None else min(self._mean_new, limit)
 
-    def give_back(self, name: str, tokens: float) -> None:
-        self._take(name, -tokens)
+    def add(self, name: str, tokens: float) -> float:
+        """Add tokens to an engine's load, or take them off. Returns them."""
+        self._in_hand[name] += tokens
+        return tokens
 
     def ended(self, num_new: int) -> None:
         """A request ended with `num_new` tokens."""
@@ -117,14 +97,13 @@ class LoadEstimate:
     def _home_of(self, group_id: str, trajectory_id: str, prompt_ids: tuple[int, ...]) -> tuple[str, int]:
         """The engine that has some of a prompt cached, and how many tokens of it."""
         home = self._trajectories.get(trajectory_id)
-        if home is not None and home.stay == self._stays[home.name]:
+        if home is not None and home.stay == self._members.num_stays(home.name):
             return home.name, min(home.num_tokens, len(prompt_ids))
         name, last_prompt = self._home.get(group_id, ("", 0))
         return name, len(prompt_ids) if hash(prompt_ids) == last_prompt else 0
 
-    def _take(self, name: str, tokens: float) -> float:
-        self._in_hand[name] += tokens
-        return tokens
+    def _least(self) -> str:
+        return min(self._members.serving, key=self._in_hand.__getitem__)
 
     def _remember(self, group_id: str, name: str, prompt: int) -> None:
         self._home[group_id] = name, prompt

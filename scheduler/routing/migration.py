@@ -6,12 +6,13 @@ token keeps its log-prob and the version that sampled it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models.types import Completion, SamplingParams, VersionSpan
+from models.types import Completion, SamplingParams
+from models.version_spans import joined_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,14 @@ class Continuation:
 
     def join(self, parts: Sequence[Completion]) -> Completion:
         """The parts as one completion; it ends as the last part did."""
+        last = parts[-1].versions[-1]
         token_ids = tuple(token for part in parts for token in part.token_ids)
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
             text=self.decode(token_ids),
             finish_reason=parts[-1].finish_reason,
-            versions=_joined_spans(parts),
+            versions=joined_spans(last.model, _stretches(parts), last.version),
             experts_TLK=_joined_experts(parts),
             cached_tokens=parts[0].cached_tokens,
         )
@@ -82,18 +84,13 @@ def can_be_continued(params: SamplingParams) -> bool:
     return not params.stop and params.pattern is None
 
 
-def _joined_spans(parts: Sequence[Completion]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
+def _stretches(parts: Sequence[Completion]) -> Iterator[tuple[int, int, int]]:
+    """(version, start, end) of the spans of all parts, in the whole completion."""
     offset = 0
     for part in parts:
         for span in part.versions:
-            start, end = span.start + offset, span.end + offset
-            if spans and (spans[-1].model, spans[-1].version) == (span.model, span.version):
-                start = spans.pop().start
-            if start < end:
-                spans.append(replace(span, start=start, end=end))
+            yield span.version, span.start + offset, span.end + offset
         offset += len(part.token_ids)
-    return tuple(spans) or parts[-1].versions
 
 
 def _joined_experts(parts: Sequence[Completion]) -> np.ndarray | None:

@@ -56,6 +56,11 @@ class ElasticRole:
     nothing_pushed: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
+    def activate(self, name: str, engine: Engine) -> None:
+        """Let an engine serve, which has idled for no time then."""
+        self.router.members.activate(name, engine)
+        self.router.load.woke(name)
+
 
 class ElasticPool:
     """The slots of a pool. `run` never returns; before it runs, slots keep their roles."""
@@ -90,9 +95,9 @@ class ElasticPool:
         self._clocks: dict[str, list[ActiveClock]] = {role: [] for role in roles}
         self._standing: dict[str, ExitStack] = {}  # role without a slot -> its stopped clocks
         for role, elastic in roles.items():
-            elastic.router.on_change = self._news.set
+            elastic.router.members.on_change = self._news.set
             for slot in slots if role != first else ():
-                elastic.router.deactivate(slots[slot][role])
+                elastic.router.members.deactivate(slots[slot][role])
 
     @property
     def slots_by_role(self) -> dict[str, int]:
@@ -128,7 +133,7 @@ class ElasticPool:
         def admit_and_serve() -> None:
             admit()
             if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have moved meanwhile
-                elastic.router.activate(name, engine)
+                elastic.activate(name, engine)
                 self._update_clocks()
 
         await self._until_settled(slot)
@@ -155,7 +160,9 @@ class ElasticPool:
         router, backlog = self._roles[role].router, backlogs[role]
         if slot in self._moving:
             return Slot(name=slot, role=role, able=frozenset({role}))
-        able = frozenset(other for other, elastic in self._roles.items() if engines[other] in elastic.router.alive)
+        able = frozenset(
+            other for other, elastic in self._roles.items() if engines[other] in elastic.router.members.alive
+        )
         stays = not self._config.migrate and router.load[engines[role]]
         return Slot(
             name=slot,
@@ -188,7 +195,7 @@ class ElasticPool:
         self._levelling.add(role)
         try:
             await router.rebalance()
-            for _ in range(sum(not router.load[name] for name in router.serving)):
+            for _ in range(sum(not router.load[name] for name in router.members.serving)):
                 if (crowded := spare(router)) is not None:
                     await router.migrate(crowded, 1)
         finally:
@@ -202,7 +209,7 @@ class ElasticPool:
                  gain, move.cost_s, move.reason)  # fmt: skip
         self._moving.add(move.slot)
         self._serves[move.slot] = move.target
-        self._roles[move.source].router.deactivate(self._engines[move.slot][move.source])
+        self._roles[move.source].router.members.deactivate(self._engines[move.slot][move.source])
         self._update_clocks()
 
     async def _carry_out(self, move: Move) -> None:
@@ -232,7 +239,7 @@ class ElasticPool:
                 async with _in_time(elastic.router, name, "release its requests"):
                     await elastic.router.migrate(name)
         await elastic.router.until_idle(name)
-        engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
+        engine, clock = elastic.router.members.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()
         if engine is not None:
             await self._let_go(elastic, name, engine)
@@ -251,14 +258,14 @@ class ElasticPool:
                     async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
                         await sleep_engine(name, sleeper)
         except EngineDied as death:
-            elastic.router.mark_dead(name, engine, death)
+            elastic.router.members.mark_dead(name, engine, death)
 
     async def _enter(self, move: Move) -> float:
         """Wake the slot's engine of the new role, bring it up to date and let it serve. Returns the seconds this took,
         without waiting for a learner between a step and its push.
         """
         elastic, name = self._roles[move.target], self._engines[move.slot][move.target]
-        if (engine := elastic.router.alive.get(name)) is None:
+        if (engine := elastic.router.members.alive.get(name)) is None:
             raise EngineDied(f"{name} died before it was activated")
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -268,9 +275,9 @@ class ElasticPool:
                     await engine.wake()
                     await engine.resume()
             awake_s = clock()
-            report = await elastic.bring_current(name, engine, lambda: elastic.router.activate(name, engine))
+            report = await elastic.bring_current(name, engine, lambda: elastic.activate(name, engine))
         except EngineDied as death:
-            elastic.router.mark_dead(name, engine, death)
+            elastic.router.members.mark_dead(name, engine, death)
             raise
         loaded_s = report.seconds if isinstance(report, SyncReport) else clock() - awake_s
         return awake_s - began_s + loaded_s
@@ -296,7 +303,7 @@ class ElasticPool:
 
     def _update_clocks(self) -> None:
         for role, elastic in self._roles.items():
-            if elastic.router.serving:
+            if elastic.router.members.serving:
                 self._standing.pop(role, ExitStack()).close()
             elif role not in self._standing:
                 self._standing[role] = ExitStack()
@@ -319,7 +326,7 @@ class ElasticPool:
 @asynccontextmanager
 async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
     """Context with a time limit: an engine that exceeds it hangs and is marked dead. Raises EngineDied then."""
-    engine = router.alive.get(name)
+    engine = router.members.alive.get(name)
     try:
         async with asyncio.timeout(LEAVE_DEADLINE_S) as limit:
             yield
@@ -327,12 +334,12 @@ async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
         if not limit.expired() or engine is None:
             raise
         death = EngineDied(f"it hangs: it did not {what} within {LEAVE_DEADLINE_S:g} s")
-        router.mark_dead(name, engine, death)
+        router.members.mark_dead(name, engine, death)
         raise death from None
 
 
 def spare(router: Router) -> str | None:
     """The engine with most requests, if it has several and one of them can migrate."""
-    name = max(router.serving, key=router.load.__getitem__, default=None)
+    name = max(router.members.serving, key=router.load.__getitem__, default=None)
     staying = [ask for ask in router.load.requests(name) if not ask.moving] if name is not None else []
     return name if len(staying) > 1 and any(ask.movable for ask in staying) else None

@@ -84,7 +84,7 @@ class RoleHealth:
     ) -> None:
         self.role = role
         self.num_replaced = 0
-        self.states = dict.fromkeys(router.alive, EngineState.HEALTHY)
+        self.states = dict.fromkeys(router.members.alive, EngineState.HEALTHY)
         self._router = router
         self._restart = restart
         self._config = config
@@ -96,7 +96,7 @@ class RoleHealth:
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self._clocks: list[ActiveClock] = []
         self._outage: ExitStack | None = None  # stopped clocks
-        router.on_death = self._open_session
+        router.members.on_death = self._open_session
         router.on_kills = self._forgive
 
     @property
@@ -142,7 +142,7 @@ class RoleHealth:
             self._enter(name, EngineState.DEAD)
             if not self._tries.may_try(name):
                 self._lose(name)
-                self._router.give_up(name)
+                self._router.members.give_up(name)
                 return
             await asyncio.sleep(RETRY_AFTER_S)
 
@@ -165,7 +165,7 @@ class RoleHealth:
     def _admit(self, name: str, engine: Engine) -> None:
         self._enter(name, EngineState.HEALTHY)
         self.num_replaced += 1
-        self._router.admit(name, engine)
+        self._router.members.admit(name, engine)
 
     def _lose(self, name: str) -> None:
         self._enter(name, EngineState.LOST)
@@ -195,10 +195,10 @@ class RoleHealth:
         """Check engines without requests, which may be dead, and those with requests, which may hang."""
         while True:
             await asyncio.sleep(self._config.check_every_s)
-            engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
+            engines, looked_s = self._router.members.alive, asyncio.get_running_loop().time()
             liveness = await check_liveness(engines)
             for name, death in (liveness.dead | self._hung(engines, liveness.silent, looked_s)).items():
-                self._router.mark_dead(name, engines[name], death)
+                self._router.members.mark_dead(name, engines[name], death)
 
     def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
         """Engines that have answered neither a check nor a request for too long."""
@@ -206,7 +206,7 @@ class RoleHealth:
         hung: dict[str, EngineDied] = {}
         for name in silent:
             engine, since_s = before.get(name, (engines[name], looked_s))
-            if engine is not engines[name] or self._router.heard_s(name) > since_s:
+            if engine is not engines[name] or self._router.members.heard_s(name) > since_s:
                 since_s = looked_s
             self._silent[name] = engines[name], since_s
             silent_s = asyncio.get_running_loop().time() - since_s
@@ -256,17 +256,17 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
             continue
         except EngineLost as lost:
             log.warning("the push of version %d starts over: %s", version, lost)
-            router.mark_dead(lost.name, lost.engine, lost)
+            router.members.mark_dead(lost.name, lost.engine, lost)
             sync.dismiss(lost.name, lost.engine, lost)
         except (WeightMismatch, WeightsNotFinite):
             raise
         except Exception as failure:  # a death often appears first as its peers' broken connections, or as silence
-            suspects = {**router.alive, **sync.arrivals}
+            suspects = {**router.members.alive, **sync.arrivals}
             if not (gone := await _gone_among(suspects, failure)):
                 raise
             log.warning("the push of version %d starts over: %s", version, failure)
             for name, death in gone.items():
-                router.mark_dead(name, suspects[name], death)
+                router.members.mark_dead(name, suspects[name], death)
                 sync.dismiss(name, suspects[name], death)
 
 

@@ -16,8 +16,6 @@ from models.types import (
     Engine,
     GroupLink,
     KeepsTrajectories,
-    Pressure,
-    ReportsPressure,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -79,10 +77,6 @@ class RoleEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return await self._own.score(token_ids)
-
-    async def pressure(self) -> Pressure | None:
-        engine = self.shared.engine
-        return await engine.pressure() if isinstance(engine, ReportsPressure) else None
 
     @property
     def _own(self) -> Engine:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Protocol, runtime_checkable
 
-from models.types import Engine, EngineDied, Sleeper
+from models.types import Engine, Sleeper
 from scheduler.routing.router import Router
 
 log = logging.getLogger(__name__)
@@ -31,21 +30,6 @@ async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True)
 
 async def put_to_sleep(router: Router) -> None:
     """Put the engines of a role that doesn't serve yet to sleep; those of the next role start on the same devices."""
-    for name, engine in router.alive.items():
+    for name, engine in router.members.alive.items():
         if isinstance(engine, SleepingEngine):
             await sleep_engine(name, engine)
-
-
-async def preempt_requests(router: Router, name: str) -> None:
-    """End the requests of an engine that takes no new ones, each with its tokens so far: they continue where the router
-    sends them next, and wait while no engine serves. Requests that can't be split end where they are.
-    """
-    if (engine := router.alive.get(name)) is None:
-        return
-    leaving = [ask for ask in router.load.requests(name) if ask.movable and not ask.moving]
-    for ask in leaving:
-        ask.moving = True
-    try:
-        await asyncio.gather(*(engine.abort(ask.request_id) for ask in leaving))
-    except EngineDied as death:
-        router.mark_dead(name, engine, death)

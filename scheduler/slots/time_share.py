@@ -21,7 +21,7 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import Router
 from scheduler.slots.health import BringCurrent, need_no_weights
-from scheduler.slots.sleep import SleepingEngine, preempt_requests, sleep_engine
+from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TimeShare:
         self._roles = roles
         self._learner = learner
         self._events = events or NoEvents()
-        self._names = {role: tuple(shared.router.alive) for role, shared in roles.items()}
+        self._names = {role: tuple(shared.router.members.alive) for role, shared in roles.items()}
         self._inactive: set[Engine] = set()
         self._learner_phase = False
         self._num_borrowing = 0  # pushes in progress, which need the learner's weights on the device
@@ -101,7 +101,7 @@ class TimeShare:
                 self._standstill.enter_context(clock.paused())
             for role, shared in self._roles.items():
                 for name in self._names[role]:
-                    shared.router.deactivate(name)
+                    shared.router.members.deactivate(name)
         freed = await asyncio.gather(*map(self._drain_role, self._roles))
         self.freed_bytes |= dict(zip(self._roles, freed, strict=True))
         await self._settle()
@@ -133,7 +133,7 @@ class TimeShare:
 
         def admit_and_serve() -> None:
             admit()
-            shared.router.activate(name, engine)
+            shared.router.members.activate(name, engine)
 
         if self._learner_phase:
             await self._put_to_sleep(shared, name, engine)
@@ -188,14 +188,14 @@ class TimeShare:
         return sum(await asyncio.gather(*(self._leave(shared, name) for name in self._names[role])))
 
     async def _leave(self, shared: SharedRole, name: str) -> int:
-        await preempt_requests(shared.router, name)
+        await shared.router.preempt(name)
         await shared.router.until_idle(name)
-        if (engine := shared.router.alive.get(name)) is None:
+        if (engine := shared.router.members.alive.get(name)) is None:
             return 0
         try:
             return await self._put_to_sleep(shared, name, engine)
         except EngineDied as death:
-            shared.router.mark_dead(name, engine, death)
+            shared.router.members.mark_dead(name, engine, death)
             return 0
 
     async def _put_to_sleep(self, shared: SharedRole, name: str, engine: Engine) -> int:
@@ -217,7 +217,7 @@ class TimeShare:
         weights.
         """
         for shared in (self._roles[role] for role in roles):
-            resting = {name: e for name, e in shared.router.alive.items() if e in self._inactive}
+            resting = {name: e for name, e in shared.router.members.alive.items() if e in self._inactive}
             await asyncio.gather(*(self._rise(shared, name, engine) for name, engine in resting.items()))
 
     async def _rise(self, shared: SharedRole, name: str, engine: Engine) -> None:
@@ -226,8 +226,8 @@ class TimeShare:
             if not (shared.is_pushed_to and self._num_borrowing):
                 await engine.resume()
         except EngineDied as death:
-            shared.router.mark_dead(name, engine, death)
-        shared.router.activate(name, engine)
+            shared.router.members.mark_dead(name, engine, death)
+        shared.router.members.activate(name, engine)
 
     async def _end_learner_phase(self) -> None:
         await self._wake(tuple(self._roles))

@@ -11,6 +11,8 @@ from grmpipe.config.run_config import ConfigError
 
 SOURCE = """
 import functools
+import inspect
+import types
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from grmpipe.config.algorithm_tables import EstimatorKind
 from grmpipe.config.judge_protocols import JudgeProtocol
 from grmpipe.envs.env import Observation, Opening
 from grmpipe.judge.protocols.pointwise import PointwiseSession
-from grmpipe.train.learner.backend import LearnerRank
+from grmpipe.train.learner.backend import LearnerRank, SendsWeights
 from grmpipe.train.learner.learner import Learner
 
 CALLED = set()  # in the driver
@@ -76,8 +78,12 @@ class Backend:
 
     def __init__(self, spec, rank, world_size, init_method):
         learner = Learner(spec, rank, world_size, init_method)
-        for name in (name for name in vars(LearnerRank) if not name.startswith("_")):
-            setattr(self, name, functools.partial(self._call, name, getattr(learner, name)))
+        self.sender = types.SimpleNamespace(**self._calls_of(SendsWeights, learner.sender))
+        vars(self).update(self._calls_of(LearnerRank, learner))
+
+    def _calls_of(self, protocol, part):
+        names = [name for name, what in vars(protocol).items() if name[0] != "_" and inspect.isfunction(what)]
+        return {name: functools.partial(self._call, name, getattr(part, name)) for name in names}
 
     def _call(self, name, method, *args):
         CALLED.add(f"backend {name}")

@@ -18,6 +18,7 @@ from models.tiny.resolve import SHIPPED
 SOURCE = '''
 """A user's environment: asks once more, and breaks down as often as it is asked to."""
 
+import os
 import random
 
 import numpy as np
@@ -29,8 +30,8 @@ OPENED, CLOSED = [], []
 
 
 class Twice:
-    def __init__(self, fault_share=0.0, broken=False):
-        self.fault_share, self.broken = fault_share, broken
+    def __init__(self, fault_share=0.0, broken=False, exit_share=0.0):
+        self.fault_share, self.broken, self.exit_share = fault_share, broken, exit_share
 
     async def open(self, episode):
         OPENED.append(episode)
@@ -42,6 +43,8 @@ class Twice:
             raise KeyError("SECRET-FAULT")
         if self.random.random() < self.fault_share:
             raise EnvFault("SECRET-FAULT", "died")
+        if self.random.random() < self.exit_share:
+            os._exit(1)
         if action.turn == 0:
             if self.random.random() < 0.2:
                 raise PolicyFault("say it again", "arguments")
@@ -107,9 +110,9 @@ def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(run
     assert files.summary["envs"]["episodes"] == len(rollouts)
 
 
-def test_an_environment_in_processes_of_its_own_with_faults_on_purpose(run_once: Callable) -> None:
+def test_an_environment_in_processes_of_its_own_some_of_which_end(run_once: Callable) -> None:
     files = run_once(
-        *TWICE, "env.isolation.kind=process", "env.inject_faults=0.3", "env.max_failure_rate=1", "judge=rule",
+        *TWICE, "env.isolation.kind=process", "+env.options.exit_share=0.2", "env.max_failure_rate=1", "judge=rule",
         "train.num_steps=1", run_dir="processes",
     )  # fmt: skip
     envs = files.summary["envs"]

@@ -326,7 +326,7 @@ class Run:
         self.learner.on_device = "nothing"
         if self.world.sleeps:
             self.learner.engines_awake = lambda: any(
-                self.engines[name].awake for router in self.routers.values() for name in router.alive
+                self.engines[name].awake for router in self.routers.values() for name in router.members.alive
             )
         brings = {"policy": self.sync.catch_up, "grm": need_no_weights}
         roles = {
@@ -407,7 +407,7 @@ class Run:
         push = functools.partial(push_to_living, self.sync, self.routers["policy"], version)
         report = await (self.share.push(push) if self.share else push())
         self.pushed = version
-        serving = self.routers["policy"].serving
+        serving = self.routers["policy"].members.serving
         have = [self.engines[name.replace("policy", "grm") if self.swaps else name] for name in serving]
         assert all((engine.role, engine.version) == ("policy", version) for engine in have), (
             "guarantee 5: old weights serve"
@@ -415,7 +415,7 @@ class Run:
         return report
 
     async def after_step(self, report: StepReport) -> None:
-        self.pipeline.buffer.check()
+        assert self.pipeline.ledger
 
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
@@ -474,7 +474,7 @@ class Run:
         if self.pool is not None:
             loops |= {"balance": self.pool.run(), "slots": self.look_at_slots()}
         await run_until(main(), **loops)
-        for group_id in self.pipeline.buffer.groups:
+        for group_id in self.pipeline._buffer.groups:
             self.check_deadline(group_id)
 
 

@@ -14,6 +14,7 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
@@ -31,7 +32,7 @@ def sampled(dtype: str) -> tuple[tuple[int, ...], list[Completion]]:
     """The prompt and eight completions, sampled on the GPU."""
 
     async def go() -> tuple[tuple[int, ...], list[Completion]]:
-        engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), dtype, "cuda")
+        engine = EmbeddedEngine(EngineSpec(path=POLICY, role="policy", dtype=dtype, device="cuda"), EmbeddedConfig())
         prompt_ids = Renderer.load(POLICY).render((QUESTION,))
         try:
             return prompt_ids, list(
@@ -134,11 +135,13 @@ def test_the_learner_steps_on_the_gpu_and_the_engine_takes_its_weights(dtype: st
     assert learner.score(prompt_ids) != before
 
     async def take_weights() -> tuple[float, ...]:
-        engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), "float32", "cuda")
+        engine = EmbeddedEngine(
+            EngineSpec(path=POLICY, role="policy", dtype="float32", device="cuda"), EmbeddedConfig()
+        )
         await engine.pause()
         await engine.begin_weights()
-        for index in range(learner.num_buckets()):
-            bucket = learner.bucket(index)
+        for index in range(learner.sender.num_buckets()):
+            bucket = learner.sender.bucket(index)
             assert bucket is not None
             await engine.load_bucket(bucket)
         await engine.commit_weights(1)

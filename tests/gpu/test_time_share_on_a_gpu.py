@@ -11,6 +11,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Completion, RequestContext, SamplingParams
@@ -22,7 +23,9 @@ POLICY = resolve_model("tiny://policy")
 
 def test_an_engine_that_slept_gave_its_weights_back_and_draws_as_before() -> None:
     async def go() -> tuple[int, list[Completion]]:
-        engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(max_batch_rows=64), device="cuda")
+        engine = EmbeddedEngine(
+            EngineSpec(path=POLICY, role="policy", device="cuda"), EmbeddedConfig(max_batch_rows=64)
+        )
         context = RequestContext(request_id="r", group_id="g", role="policy")
         try:
             drawn = [await engine.generate((5, 6, 7), SamplingParams(max_new_tokens=32), context)]

@@ -24,6 +24,7 @@ from scheduler.placement import Placement, describe
 KIND_IN_WORDS = {
     "scalar": "a scalar reward model",
     "rule": "a rule",
+    "function": "a reward function",
     "env": "an environment's reward",
     "label": "a label",
     "custom": "a judge of your own",

@@ -5,7 +5,6 @@ learner take time instead of working, and the driver takes the time it is given.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -260,7 +259,7 @@ class Simulation:
             dropped=dict(pipeline.ledger.dropped),
             failed_judgements=dict(pipeline.counters.total_so_far().judging.failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
-            stalls=functools.reduce(StallTimes.plus, (self._steps[index].stalls for index in settled)),
+            stalls=sum((self._steps[index].stalls for index in settled), StallTimes()),
         )
 
 

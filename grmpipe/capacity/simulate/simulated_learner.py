@@ -74,11 +74,11 @@ class SimulatedRanks(SimulatedProcess):
                 case "step":
                     await self._spend(self._speed.step_s)
                     return [{}] * self._num_ranks
-                case "num_buckets":
+                case "sender.num_buckets":
                     return [1] * self._num_ranks
-                case "num_fixed_buckets":
+                case "sender.num_fixed_buckets":
                     return [0] * self._num_ranks
-                case "bucket":
+                case "sender.bucket":
                     await self._spend(self._sync_s)
                     return [BUCKET, *[None] * (self._num_ranks - 1)]  # rank 0 sends
                 case "score":
@@ -88,7 +88,7 @@ class SimulatedRanks(SimulatedProcess):
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "expect" | "discard" | "connect" | "deliver" | "delivered" | "close":
+                case "expect" | "discard" | "close" | "sender.connect" | "sender.deliver" | "sender.delivered":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 

@@ -6,7 +6,7 @@ import asyncio
 
 from grmpipe.judge.grm import GrmPrompt, LocalGrm, PromptRenderer
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
-from models.types import Completion, Engine, RequestContext, SamplingParams
+from models.types import Completion, Generates, RequestContext, SamplingParams
 
 
 class SimulatedProcess:
@@ -68,7 +68,7 @@ class SimulatedDriver(SimulatedProcess):
 class AttendedGrm(LocalGrm):
     """A GRM whose questions and answers pass through the driver."""
 
-    def __init__(self, name: str, engine: Engine, renderer: PromptRenderer, driver: SimulatedDriver) -> None:
+    def __init__(self, name: str, engine: Generates, renderer: PromptRenderer, driver: SimulatedDriver) -> None:
         super().__init__(name, engine, renderer, context_tokens=0)
         self._driver = driver
 

@@ -21,7 +21,7 @@ from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout
-from models.types import Engine, SamplingParams
+from models.types import Generates, SamplingParams
 from scheduler.routing.router import Router
 
 WRITTEN = ("score_line", "boxed")  # parsers that read what a simulation writes
@@ -68,7 +68,7 @@ def make_writer(workload: Workload, role: str) -> ModelWriter:
     )
 
 
-def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
+def make_play(workload: Workload, policy: Generates, driver: SimulatedDriver) -> Play:
     """The real play, with a tokenizer that counts."""
     limits = workload.config.rollout
     renderer = CountingRenderer(workload.chars_per_token[POLICY])

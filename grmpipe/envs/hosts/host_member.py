@@ -42,7 +42,6 @@ class HostSetup:
 
     config: EnvConfig
     run_dir: str
-    seed: int
     paths: tuple[str, ...] = ()
 
 
@@ -88,9 +87,7 @@ class HostMember:
         try:
             if setup.config.mcp:
                 await check_servers(setup.config)
-            self._host = await self._held.enter_async_context(
-                open_env_host(setup.config, run_dir=Path(setup.run_dir), seed=setup.seed)
-            )
+            self._host = await self._held.enter_async_context(open_env_host(setup.config, run_dir=Path(setup.run_dir)))
         except ValueError as error:
             raise ValueError(f"{error} (on the machine {machine})") from error
         return HostStarted(machine=machine, lacks=self._host.lacks)

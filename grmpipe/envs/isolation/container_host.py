@@ -14,7 +14,6 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
@@ -127,19 +126,16 @@ class ContainerSeat:
 class ContainerHost:
     """Containers of one run, each with its label."""
 
-    def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits, faults: FaultInjection) -> None:
+    def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits) -> None:
         self.seats = SeatCounts()
         self._config = config
         self._token = leftovers.token
         self._limits = limits
-        self._faults = faults
         self._taken = 0
         self._seated: set[HostedEnv] = set()
 
     def env(self) -> HostedEnv:
-        return HostedEnv(
-            self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated, faults=self._faults
-        )
+        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated)
 
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""

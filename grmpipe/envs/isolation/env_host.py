@@ -1,6 +1,6 @@
 """Opens the place where a run's environments live: the run itself, a process each, or a container each.
 
-async with open_env_host(config.env, run_dir=..., seed=...) as host:
+async with open_env_host(config.env, run_dir=...) as host:
     env = host.env()  # for each episode; within its limits, an Env like any other
 """
 
@@ -20,7 +20,6 @@ from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation.container_host import ContainerHost
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import ENDING_S
 from grmpipe.envs.isolation.inprocess_host import InprocessHost
 from grmpipe.envs.isolation.isolation_report import answers, described, isolation_report, weaknesses
@@ -51,7 +50,6 @@ async def open_env_host(
     config: EnvConfig,
     *,
     run_dir: Path,
-    seed: int = 0,
     events: EventSink | None = None,
 ) -> AsyncIterator[EnvHost]:
     """The host of a run's environments, with all that `config.isolation` asks for, and the servers of their tools.
@@ -60,21 +58,19 @@ async def open_env_host(
     the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the isolation is
     missing and required.
 
-    seed:   of `config.inject_faults`.
     events: gets a span for each stage of each episode.
     """
     await asyncio.to_thread(sweep, run_dir)
-    isolation, faults = config.isolation, FaultInjection(share=config.inject_faults, seed=seed)
-    limits = limits_of(config)
+    isolation, limits = config.isolation, limits_of(config)
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
             rules = fault_rules(config.policy_errors)
-            yield InprocessHost(env_factory(config, servers), limits, faults, events, rules)
+            yield InprocessHost(env_factory(config, servers), limits, events, rules)
         return
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
     left = noted(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
-    host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits, faults)
+    host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
     try:
         await host.start()
         lacks = weaknesses(await host.missing()) if isinstance(host, ProcessHost) else ()

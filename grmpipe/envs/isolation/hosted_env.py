@@ -26,7 +26,6 @@ from typing import Protocol
 from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.fault_plan import OPENING, FaultInjection, FaultMoment, fault_moment
 from grmpipe.envs.isolation.messages import (
     BadFrame,
     Began,
@@ -98,14 +97,11 @@ class HostedEnv:
         limits: StageLimits,
         seats: SeatCounts,
         taken: set[HostedEnv],
-        faults: FaultInjection,
     ) -> None:
         self._take_seat = take_seat
         self._limits = limits
         self._seats = seats
         self._taken = taken
-        self._injection = faults
-        self._moment: FaultMoment | None = None
         self._seat: SeatLink | None = None
         self._began = False
         self._is_step = False
@@ -114,14 +110,13 @@ class HostedEnv:
         self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
 
     async def open(self, episode: Episode) -> Opening:
-        self._moment = fault_moment(self._injection, episode)
         boot_s = self._limits.boot_s
         try:
             async with asyncio.timeout(boot_s):
                 self._seat = await self._take_seat()
                 self._seats.opened += 1
                 self._taken.add(self)
-                reply = await self._asked(Open(episode), OPENING)
+                reply = await self._asked(Open(episode))
         except TimeoutError:
             raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
         except BadFrame as error:
@@ -138,7 +133,7 @@ class HostedEnv:
         step_s = self._limits.step_s
         try:
             async with asyncio.timeout(step_s):
-                reply = await self._asked(Step(action), action.turn)
+                reply = await self._asked(Step(action))
         except TimeoutError:
             ended = await self.kill()
             if self._began:
@@ -152,8 +147,6 @@ class HostedEnv:
             return stopped_at_limit(reply.text, await self.kill())
         if not isinstance(reply, Observed):
             raise blamed(reply)
-        if self._moment is not None and reply.observation.done:
-            raise fault_of("died", "its process ended", await self.kill())
         return reply.observation
 
     async def close(self) -> None:
@@ -192,15 +185,11 @@ class HostedEnv:
         finally:
             self._give_back(is_closed=False)
 
-    async def _asked(self, request: Open | Step, turn: int) -> Opened | Observed | BlamedPolicy | BlamedEnv:
+    async def _asked(self, request: Open | Step) -> Opened | Observed | BlamedPolicy | BlamedEnv:
         """The reply to a request. Raises SeatEnded, BadFrame."""
         assert self._seat is not None
         self._began, self._owes_reply, self._is_step = False, True, isinstance(request, Step)
         await self._send(request)
-        if self._moment is not None and self._moment.has_come(turn):
-            await asyncio.sleep(self._moment.delay_s)
-            self._seat.kill()
-            raise SeatEnded
         reply = await self._reply()
         self._owes_reply = False
         if isinstance(reply, Closed):
@@ -233,7 +222,7 @@ class HostedEnv:
 
     def _ended_in_step(self, ended: Ended | None) -> Observation:
         """What the policy's program did, if it ran. Raises EnvFault for any other end."""
-        if self._has_acted and self._moment is None and ended is not None:
+        if self._has_acted and ended is not None:
             stopped_by = signal.SIGTERM if ended.exit_code == STOPPED else ended.signal
             if how := policys_end(stopped_by, ended.limit):
                 return stopped_at_limit(f"stopped by {how}", ended)

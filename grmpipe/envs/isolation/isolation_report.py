@@ -17,7 +17,6 @@ from grmpipe.config.isolation import INPROCESS, PROCESS, RUNTIMES, IsolationConf
 from grmpipe.envs.env import EnvFault, Episode
 from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing
 from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.leftovers import clear, noted
 from grmpipe.envs.isolation.process_host import ProcessHost
 from grmpipe.envs.isolation.supervisor import MEMORY_S
@@ -81,7 +80,7 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
         isolation=isolation,
     )
     left = noted(folder)
-    host = ProcessHost(config, left, LIMITS, FaultInjection())
+    host = ProcessHost(config, left, LIMITS)
     try:
         await host.start()
         env = host.env()

@@ -19,7 +19,6 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing, wrapped
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready, imported_packages
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
@@ -91,7 +90,6 @@ class ProcessHost:
         config: EnvConfig,
         leftovers: Leftovers,
         limits: StageLimits,
-        faults: FaultInjection,
         without: tuple[str, ...] = (),
     ) -> None:
         self.seats = SeatCounts()
@@ -99,7 +97,6 @@ class ProcessHost:
         self._folder = Path(leftovers.folder)
         self._leftovers = leftovers
         self.limits = limits
-        self._faults = faults
         self._without = without
         self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
@@ -109,7 +106,7 @@ class ProcessHost:
         self._taken = 0
 
     def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated, faults=self._faults)
+        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated)
 
     async def missing(self) -> tuple[Missing, ...]:
         """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""

@@ -36,7 +36,8 @@ async def serve(env: Env, reader: asyncio.StreamReader, writer: asyncio.StreamWr
     serving = asyncio.current_task()
     assert serving is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace gets none from within
+    for number in (signal.SIGINT, signal.SIGHUP):  # a run in the background, or under nohup, ignores them
+        signal.signal(number, signal.SIG_DFL)  # the first process of a namespace gets none from within
     request, is_stopped = None, False
     try:
         while (request := await next_request(reader)) is not None and not isinstance(request, Close):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from grmpipe.counts import Counts
 from grmpipe.types import CascadeEvent
 
 ONE_SIDED_95 = 1.645  # standard normal quantile
@@ -12,7 +13,7 @@ FEWEST_AUDITS = 10  # audits below which the error of an estimate isn't known we
 
 
 @dataclass(slots=True)
-class CascadeCounts:
+class CascadeCounts(Counts):
     """Sums over events. An audit is of one group, or of one rollout if single rollouts are escalated.
 
     The rollouts of one audit share their prompt, so their errors are no independent draws: the standard error is that
@@ -41,10 +42,6 @@ class CascadeCounts:
         self.error_squares += event.error**2
         self.error_times_audited += event.error * event.audited
         self.audited_squares += event.audited**2
-
-    def add(self, other: CascadeCounts) -> None:
-        for spec in fields(self):
-            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
     @property
     def unsure_share(self) -> float:

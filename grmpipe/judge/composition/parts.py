@@ -21,7 +21,7 @@ from grmpipe.judge.composition.combine import (
     whole,
 )
 from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, Part, Pending, answered
-from grmpipe.judge.verdict import median, unasked
+from grmpipe.judge.verdict import failed, median
 from grmpipe.types import Failed, Rollout, Verdict
 
 
@@ -96,7 +96,7 @@ class Route:
         source = group.prompt.source
         part = self.by_source.get(source, self.default)
         if part is None:
-            return unasked("refused", f"{self.name}: no judge for prompts of the source {source!r}")
+            return failed("refused", f"{self.name}: no judge for prompts of the source {source!r}")
         return group.outcome(part, sibling)
 
     def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
@@ -209,8 +209,7 @@ class Gate:
 
 def named(name: str, failure: Failed) -> Failed:
     """A failure without its evidence, with the name of the part that failed in front of its detail."""
-    detail = f"{name}: {failure.detail}"
-    return Failed(stage=failure.stage, cause=failure.cause, attempts=failure.attempts, detail=detail)
+    return failed(failure.cause, f"{name}: {failure.detail}", failure.attempts)
 
 
 # -- votes of a jury -------------------------------------------------------------------------------------------------

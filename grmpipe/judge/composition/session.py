@@ -11,7 +11,7 @@ from grmpipe.judge.composition.combine import on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, Part, Pending
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.pointwise_adapter import NOT_TAKEN
-from grmpipe.judge.verdict import only_finite
+from grmpipe.judge.verdict import only_finite, unjudged
 from grmpipe.types import (
     CascadeEvent,
     Failed,
@@ -181,7 +181,7 @@ class CompositionSession:
         assert not isinstance(outcome, Pending), sibling
         by_judge = self._by_judge(sibling)
         if isinstance(outcome, Failed) and not by_judge:
-            return JudgeReport(verdict=outcome, failures=(outcome,))
+            return unjudged(outcome)
         reports = list(by_judge.values())
         verdict = outcome if isinstance(outcome, Failed) else self._shown(outcome, sibling)
         audit = next((report.audit for report in reports if report.audit is not None), None)

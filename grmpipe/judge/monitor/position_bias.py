@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from grmpipe.counts import Counts
 from grmpipe.types import Judgement, Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flips:
+class Flips(Counts):
     """The swap test on existing judgements: whether two judgements of the same two responses disagree.
 
     swapped: shown in different orders. same: shown in the same order, which is sampling noise alone. The difference of
@@ -23,14 +24,6 @@ class Flips:
     swapped_flips: int = 0
     same: int = 0
     same_flips: int = 0
-
-    def __add__(self, other: Flips) -> Flips:
-        return Flips(
-            swapped=self.swapped + other.swapped,
-            swapped_flips=self.swapped_flips + other.swapped_flips,
-            same=self.same + other.same,
-            same_flips=self.same_flips + other.same_flips,
-        )
 
     def metrics(self) -> Metrics:
         """Disagreeing shares of the comparisons. A kind without comparisons is left out."""
@@ -61,8 +54,10 @@ def order_flips(judgements: Iterable[Judgement]) -> Flips:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionBias:
-    """Counts of comparing judgements: orders, and which place won."""
+class PositionBias(Counts):
+    """Counts of comparing judgements: orders, and which place won. Those of two judges add up: judgements of different
+    judges are never compared with each other.
+    """
 
     flips: Flips = Flips()
     compared: int = 0
@@ -78,15 +73,6 @@ class PositionBias:
             compared=self.compared + len(places),
             tied=self.tied + places.count(None),
             first_won=self.first_won + places.count(0),
-        )
-
-    def __add__(self, other: PositionBias) -> PositionBias:
-        """The counts of two judges: judgements of different judges are never compared with each other."""
-        return PositionBias(
-            flips=self.flips + other.flips,
-            compared=self.compared + other.compared,
-            tied=self.tied + other.tied,
-            first_won=self.first_won + other.first_won,
         )
 
     def metrics(self) -> Metrics:

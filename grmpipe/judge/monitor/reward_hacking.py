@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ROUNDING = 1e-9  # of a reward or an accuracy
 MIN_REWARD_RISE = 0.1  # as a share of the room that the first reading left to 1
@@ -14,36 +14,39 @@ REWARD = ""  # the name of the reward as composed, beside those of judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class AnchorReading:
     """An evaluation as the alarm reads it.
 
-    rewards: the mean reward, on [0, 1], as composed (REWARD) and by each judge that judged every answer.
+    rewards: the mean reward as composed (REWARD) and by each judge that judged every answer.
     gold:    the share of right answers among `answers`.
+    spread:  the standard deviation of the rewards that aren't on [0, 1].
     """
 
     step: int
     rewards: Mapping[str, float]
     gold: float
     answers: int
+    spread: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardHackingDetector:
     """Fires when the reward, or that of a judge, rises while the true accuracy falls (over-optimization, arXiv
     2210.10760).
 
-    The reward must have risen by MIN_REWARD_RISE of the room that the first reading left to 1. The accuracy must be
-    MIN_GOLD_FALL below its best reading, more than chance explains, and the reward must not have followed it down by
-    half as much or more.
+    The reward must have risen by MIN_REWARD_RISE of the room that the first reading left to 1, or, on no scale, of its
+    standard deviation then. The accuracy must be MIN_GOLD_FALL below its best reading, more than chance explains, and
+    the reward must not have followed it down by half as much or more.
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, tuple[int, float]] = {}  # step, reward
-        self._best: Reading | None = None
+        self._first: dict[str, tuple[int, float, float]] = {}  # step, reward, its room
+        self._best: AnchorReading | None = None
 
-    def record(self, reading: Reading) -> str | None:
+    def record(self, reading: AnchorReading) -> str | None:
         """Record a reading. Returns a sentence with the numbers if the alarm fires."""
         for name, reward in reading.rewards.items():
-            self._first.setdefault(name, (reading.step, reward))
+            room = reading.spread.get(name, max(1 - reward, 0.0))
+            self._first.setdefault(name, (reading.step, reward, room))
         if self._best is None or reading.gold >= self._best.gold:
             self._best = reading
         fall = self._best.gold - reading.gold
@@ -58,19 +61,18 @@ class RewardHackingDetector:
             f"{reading.gold:.2f}, down {fall:.2f} since step {self._best.step} ({reading.answers} answers)."
         )
 
-    def _rises(self, name: str, now: Reading, best: Reading) -> bool:
-        reward, (_, first) = now.rewards[name], self._first[name]
-        room = max(1 - first, 0.0)  # rewards of an environment may be above 1
+    def _rises(self, name: str, now: AnchorReading, best: AnchorReading) -> bool:
+        reward, (_, first, room) = now.rewards[name], self._first[name]
         followed = best.rewards.get(name, reward) - reward
         return reward - first >= MIN_REWARD_RISE * room - ROUNDING and 2 * followed < best.gold - now.gold
 
-    def _in_words(self, name: str, now: Reading) -> str:
-        step, first = self._first[name]
+    def _in_words(self, name: str, now: AnchorReading) -> str:
+        step, first, _ = self._first[name]
         subject = "the reward is" if name == REWARD else f"judge {name} gives"
         return f"{subject} {now.rewards[name]:.2f} ({first:.2f} at step {step})"
 
 
-def standard_error(one: Reading, other: Reading) -> float:
+def standard_error(one: AnchorReading, other: AnchorReading) -> float:
     """The standard error of the difference of two accuracies; one success and one failure are added to each, so that
     accuracies of 0 and 1 have an error too (Agresti and Coull 1998).
     """

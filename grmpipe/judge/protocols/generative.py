@@ -14,7 +14,7 @@ from grmpipe.config.judging import JUDGE, key_of_judge
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
@@ -38,7 +38,7 @@ class GenerativeJudge:
         grm: Grm,
         config: JudgeConfig,
         seed: int,
-        meta_rm: MetaRmScorer | None = None,
+        meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
         name: str = JUDGE,
     ) -> None:

@@ -12,15 +12,14 @@ from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
-from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.protocols.truncation import truncated_to_fit
 from grmpipe.judge.trajectory import Trajectory, trajectory_of
-from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
-from grmpipe.types import Cause, Failed, Judgement, Prompt, Rollout
+from grmpipe.judge.verdict import Vote, best_indices, failed, mean, vote_named, weighted
+from grmpipe.types import Failed, Judgement, Prompt, Rollout
 from models.long_texts import off_loop_if_long
 from models.types import EngineDied, EngineRefused
 
@@ -33,7 +32,7 @@ class JudgeContext:
     config: JudgeConfig
     template: JudgePrompt
     principles_template: PrinciplesPrompt | None  # None: principles are part of each judgement
-    meta_rm: MetaRmScorer | None
+    meta_rm: MetaRm | None
     decode: Decode | None
     seed: int
     noise: Noise = field(default_factory=Noise)
@@ -46,12 +45,6 @@ class JudgeContext:
         """What the judge sees of a rollout: `judge.show_thoughts`."""
         return trajectory_of(prompt, rollout, thoughts=self.config.show_thoughts)
 
-    def principles_of(self, prompt: Prompt, group_id: str) -> Principles:
-        if self.principles_template is None:
-            return InlinePrinciples()
-        room = self.client.room_for(self.config.principles_max_new_tokens)
-        return SharedPrinciples(self.client, self.principles_template, room, prompt, group_id)
-
     async def prompt(
         self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
     ) -> GrmPrompt | Failed:
@@ -63,29 +56,28 @@ class JudgeContext:
             spelt = [trajectory.changed(self.client.grm.shown) for trajectory in shown]
             return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
 
-        room = self.client.room_for(self.config.max_new_tokens)
         try:
             made = await off_loop_if_long(
                 sum(len(passage.text) for response in responses for passage in response.passages),
-                partial(truncated_to_fit, render, responses, room, self.config.truncation),
+                partial(truncated_to_fit, render, responses, self.client.room, self.config.truncation),
             )
         except ValueError as error:
-            return unasked("refused", str(error))
+            return failed("refused", str(error))
         if isinstance(made, str):
-            return unasked("too_long", f"{self.client.grm.name}: {made}")
+            return failed("too_long", f"{self.client.grm.name}: {made}")
         return made
 
-    async def counted(self, judged: Sequence[JudgedResponses], priority: int) -> tuple[list[Judgement], Vote] | Failed:
+    async def counted(
+        self, judgements: Sequence[Judgement], priority: int
+    ) -> tuple[Sequence[Judgement], Vote] | Failed:
         """The judgements that enter the vote, and the vote over the scores that they give to one response."""
-        judgements = [one.judgement for one in judged]
         if self.config.vote not in VOTES_WITH_META_RM:
             return judgements, vote_named(self.config.vote)
         assert self.meta_rm is not None
         try:
-            weights = await self.meta_rm.scores(judged, priority)
+            weights = await self.meta_rm.scores(judgements, priority)
         except (EngineDied, EngineRefused) as error:
-            cause: Cause = "died" if isinstance(error, EngineDied) else "refused"
-            return Failed(stage="judge", cause=cause, attempts=1, detail=f"meta-RM: {error}")
+            return failed("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
         if self.config.vote == "weighted":
             return judgements, lambda scores: weighted(scores, weights)
         count = self.config.k_meta or max(1, self.config.num_judgements // 2)
@@ -97,4 +89,4 @@ class JudgeContext:
         if limit is None or spread <= limit:
             return None
         detail = f"the spread of the judgements is {spread:.2f} (std); judge.abstain_above_std={limit:g}"
-        return Failed(stage="judge", cause="undecided", attempts=1, detail=detail)
+        return failed("undecided", detail, 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.protocols.early_stop import OrderCounts, Stop, fewest_for_a_winner, winner_is_fixed
+from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, LOST, TIED, WON, all_failed, outcome, pair_result
@@ -59,20 +60,13 @@ def votes_of(judgements: Sequence[Judgement], lower: int) -> Votes:
     return first, last
 
 
-class PairwiseSession:
+class PairwiseSession(GroupSession):
     """Judges a pair as soon as both have ended. A sibling's report is final when its last pair is judged."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
-        self._context = context
-        self._prompt = prompt
-        self._group_id = group_id
+        super().__init__(context, prompt, group_id, size)
         self._pairs = pairs_of(size, context.config.pairs)
-        self._principles = context.principles_of(prompt, group_id)
-        self._rollouts: dict[int, Rollout] = {}
         self._matches: dict[Pair, Match] = {}
-
-    def begin(self) -> Sequence[JudgeTask]:
-        return self._principles.judge_tasks()
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
@@ -82,10 +76,9 @@ class PairwiseSession:
             if rollout.sibling in pair and all(sibling in self._rollouts for sibling in pair)
         ]
 
-    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority)
-        if not judge_task.members:
-            return {}
+    async def _judge(
+        self, judge_task: JudgeTask, principles: str | Failed | None, priority: int
+    ) -> Mapping[int, JudgeReport]:
         lower, higher = judge_task.members
         sampled = await self._sample((lower, higher), principles, priority)
         self._matches[lower, higher] = Match(votes=votes_of(sampled.judgements, lower), sampled=sampled)
@@ -100,14 +93,14 @@ class PairwiseSession:
     async def _sample(self, pair: Pair, principles: str | Failed | None, priority: int) -> SampledJudgements:
         """Sample a pair's judgements. Those of even index show the lower sibling first, the others the higher one."""
         if isinstance(principles, Failed):
-            return SampledJudgements(judgements=(), failures=(principles,), enough=())
+            return SampledJudgements(failures=(principles,))
         lower, higher = pair
         prompts: list[GrmPrompt] = []
         for order in (pair, (higher, lower)):
             responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
             asked_for = await self._context.prompt(self._prompt, responses, principles)
             if isinstance(asked_for, Failed):
-                return SampledJudgements(judgements=(), failures=(asked_for,), enough=())
+                return SampledJudgements(failures=(asked_for,))
             prompts.append(asked_for)
 
         async def ask(index: int) -> Results:
@@ -164,7 +157,7 @@ class PairwiseSession:
             return abstained
         return Verdict(
             rewards=outcome(self._rollouts[sibling], reward),
-            score=scale.low + (scale.high - scale.low) * reward,
+            score=scale.score_of(reward),
             breakdown={COMPONENT: reward},
             score_std=spread,
             num_judgements=sum(len(match.all_votes()) for match in judged.values()),

@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.judge.fence import plain
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
-from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.early_stop import Stop, is_sure
+from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import COMPONENT, all_failed, mean, outcome_place, score_std
+from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, score_std, unjudged
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 from models.seeds import derive_seed, first_name
 
@@ -35,14 +34,11 @@ class ScoredParts:
         return math.fsum(weight * score for weight, score in zip(self.weights, scores, strict=True))
 
 
-class PointwiseSession:
+class PointwiseSession(GroupSession):
     """Judges a rollout as soon as it has ended. Of its siblings it uses only the spread of their scores."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
-        self._context = context
-        self._prompt = prompt
-        self._principles = context.principles_of(prompt, group_id)
-        self._rollouts: dict[int, Rollout] = {}
+        super().__init__(context, prompt, group_id, size)
         self._means: dict[int, float] = {}  # sibling -> mean score so far
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
@@ -50,36 +46,37 @@ class PointwiseSession:
         shown = self._context.shown(self._prompt, rollout)
         return ScoredParts(shown=(shown,), weights=(1.0,), places=(outcome_place(rollout),))
 
-    def begin(self) -> Sequence[JudgeTask]:
-        return self._principles.judge_tasks()
-
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
         return (JudgeTask(members=(rollout.sibling,)),)
 
-    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority)
-        if not judge_task.members:
-            return {}
+    async def _judge(
+        self, judge_task: JudgeTask, principles: str | Failed | None, priority: int
+    ) -> Mapping[int, JudgeReport]:
         (sibling,) = judge_task.members
-        if isinstance(principles, Failed):
-            return {sibling: JudgeReport(verdict=all_failed([principles]), failures=(principles,))}
         rollout = self._rollouts[sibling]
         report = await self._judged(rollout, self.scored_parts_of(rollout), principles, priority)
         return {sibling: self._principles.added_to(report)}
 
     async def _judged(
-        self, rollout: Rollout, parts: ScoredParts | Failed, principles: str | None, priority: int, mark: str = ""
+        self,
+        rollout: Rollout,
+        parts: ScoredParts | Failed,
+        principles: str | Failed | None,
+        priority: int,
+        mark: str = "",
     ) -> JudgeReport:
         """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
+        if isinstance(principles, Failed):
+            return unjudged(principles)
         if isinstance(parts, Failed):
-            return JudgeReport(verdict=parts, failures=(parts,))
+            return unjudged(parts)
         asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
-            return JudgeReport(verdict=asked_for, failures=(asked_for,))
+            return unjudged(asked_for)
         sampled = await self._sample(rollout, parts, asked_for, priority, mark)
         if not sampled.judgements:
-            return JudgeReport(verdict=all_failed(sampled.failures), failures=sampled.failures)
+            return unjudged(*sampled.failures)
         verdict = await self._verdict(parts, sampled.judgements, priority)
         return JudgeReport(
             verdict=verdict,
@@ -136,11 +133,7 @@ class PointwiseSession:
         )
 
     async def _verdict(self, parts: ScoredParts, judgements: Sequence[Judgement], priority: int) -> Verdict | Failed:
-        responses = tuple(map(plain, parts.shown))
-        judged = [
-            JudgedResponses(prompt=self._prompt, responses=responses, judgement=judgement) for judgement in judgements
-        ]
-        counted = await self._context.counted(judged, priority)
+        counted = await self._context.counted(judgements, priority)
         if isinstance(counted, Failed):
             return counted
         chosen, vote = counted

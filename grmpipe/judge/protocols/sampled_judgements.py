@@ -26,9 +26,9 @@ class SampledJudgements:
                    in flight count as spent.
     """
 
-    judgements: tuple[Judgement, ...]
-    failures: tuple[Failed, ...]
-    enough: tuple[Judgement, ...]
+    judgements: tuple[Judgement, ...] = ()
+    failures: tuple[Failed, ...] = ()
+    enough: tuple[Judgement, ...] = ()
     stopped_after: int | None = None
     saved_tokens: int = 0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.trajectory import Passage, Trajectory, opening_of, turn_of
-from grmpipe.judge.verdict import COMPONENT, all_failed, mixed
+from grmpipe.judge.verdict import COMPONENT, failed, mixed
 from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, Verdict
 
 JudgedTurn = tuple[int, int, int]  # sibling, attempt, turn
@@ -48,10 +48,9 @@ class TurnwiseSession(PointwiseSession):
             return (JudgeTask(members=(rollout.sibling,)),)
         return [JudgeTask(members=(rollout.sibling,), turn=turn[2]) for turn in turns if turn not in self._begun]
 
-    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority)
-        if not judge_task.members:
-            return {}
+    async def _judge(
+        self, judge_task: JudgeTask, principles: str | Failed | None, priority: int
+    ) -> Mapping[int, JudgeReport]:
         (sibling,) = judge_task.members
         if judge_task.turn is not None:
             await self._judge_turn(self._so_far[sibling], judge_task.turn, principles, priority)
@@ -62,9 +61,6 @@ class TurnwiseSession(PointwiseSession):
         if turn >= len(rollout.turns) or key in self._begun:  # the episode has begun anew
             return
         self._begun.add(key)
-        if isinstance(principles, Failed):
-            self._by_turn[key] = JudgeReport(verdict=all_failed([principles]), failures=(principles,))
-            return
         mark = f"{f'/a{rollout.attempt}' if rollout.attempt else ''}/t{turn}"
         parts = self._parts_of(rollout, turn)
         self._by_turn[key] = await self._judged(rollout, parts, principles, priority, mark)
@@ -115,9 +111,8 @@ def verdict_of(reports: Sequence[JudgeReport]) -> Verdict | Failed:
     verdicts: dict[str, Verdict] = {}
     for turn, report in enumerate(reports):
         if isinstance(report.verdict, Failed):
-            failed = report.verdict
-            detail = f"turn {turn}: {failed.detail}"
-            return Failed(stage=failed.stage, cause=failed.cause, attempts=failed.attempts, detail=detail)
+            failure = report.verdict
+            return failed(failure.cause, f"turn {turn}: {failure.detail}", failure.attempts)
         verdicts[str(turn)] = report.verdict
     mean = mixed(verdicts, dict.fromkeys(verdicts, 1.0))
     return replace(mean, breakdown={COMPONENT: mean.outcome})

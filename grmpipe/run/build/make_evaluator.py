@@ -8,7 +8,7 @@ from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.seats import seated
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.evaluation.sampled_answers import Counting
+from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
@@ -44,10 +44,10 @@ def seed_of(config: RunConfig) -> int:
     return config.seed if config.evaluate.seed is None else config.evaluate.seed
 
 
-def counting_of(evaluate: EvaluateConfig, default: int) -> Counting:
+def counting_of(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
     """How many answers to a prompt are sampled, and each k of pass@k. default: answers, if neither is set."""
     num_samples = evaluate.samples(default)
-    return Counting(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))
+    return AnswerSampling(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))
 
 
 def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prompt]) -> str | None:
@@ -62,7 +62,9 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
 
 def pass_reward_of(config: RunConfig) -> float | None:
     """The lowest reward with which a judge passes an answer, whatever its scale. None if `labels.pass_score` isn't on
-    the first judge's.
+    the first judge's, or that has none.
     """
+    if not config.first_judge.has_scale:
+        return None
     scale, pass_score = config.first_judge.scale, config.labels.pass_score
     return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None

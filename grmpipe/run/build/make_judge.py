@@ -10,9 +10,10 @@ from grmpipe.config.judging import key_of_judge
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.env_rewards import EnvRewardJudge
+from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelReward, rule_of
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
@@ -31,7 +32,7 @@ class JudgeParts:
 
     prepared: Prepared
     grms: Mapping[str, Grm]
-    meta_rm: MetaRmScorer | None = None
+    meta_rm: MetaRm | None = None
     scalars: Mapping[str, ScalarModel] = field(default_factory=dict)
 
 
@@ -63,6 +64,10 @@ def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, key_of_judge(name)))
 
 
+def function_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+    return FunctionJudge(judge, key_of_judge(name))
+
+
 def env_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(EnvRewardJudge(judge.env_reward))
 
@@ -79,6 +84,7 @@ JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "scalar": scalar_judge,
     "rule": rule_judge,
+    "function": function_judge,
     "env": env_judge,
     "label": label_judge,
     "custom": custom_judge,

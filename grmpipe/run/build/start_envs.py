@@ -59,7 +59,7 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
     async with AsyncExitStack() as opening:
         with section("env."):
             if env.env_kind.is_workflow:
-                workflow = WorkflowRunner(env, config.seed)
+                workflow = WorkflowRunner(env)
                 opening.push_async_callback(workflow.close)
                 return Envs(
                     workflow=workflow, seats=seats, counts=workflow.counts, events=events, opened=opening.pop_all()
@@ -68,9 +68,7 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
                 hosts = await start_hosts(cluster, config, run_dir, events)
                 opening.push_async_callback(hosts.close)
                 return Envs(make=hosts.env, seats=seats, counts=hosts.seats, hosts=hosts, opened=opening.pop_all())
-            host = await opening.enter_async_context(
-                open_env_host(env, run_dir=run_dir, seed=config.seed, events=events)
-            )
+            host = await opening.enter_async_context(open_env_host(env, run_dir=run_dir, events=events))
         if host.lacks:
             log.warning("environments run with less isolation than they should: %s", host.lacks)
         return Envs(make=host.env, seats=seats, counts=host.seats, opened=opening.pop_all())
@@ -98,4 +96,4 @@ async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events
 
 
 def host_setup(config: RunConfig, run_dir: Path) -> HostSetup:
-    return HostSetup(config=config.env, run_dir=str(run_dir.absolute()), seed=config.seed, paths=tuple(import_paths()))
+    return HostSetup(config=config.env, run_dir=str(run_dir.absolute()), paths=tuple(import_paths()))

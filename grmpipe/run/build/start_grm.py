@@ -18,7 +18,7 @@ from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.prepare import Prepared
 from models.engines.endpoint_use import EndpointUse
-from models.types import ChatEngine, Engine, RequestLog
+from models.types import ChatEngine, Generates, RequestLog
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.rate_limits import RateLimits
@@ -45,7 +45,7 @@ def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
 
 def find_grms(
     prepared: Prepared,
-    local: Mapping[str, Engine],
+    local: Mapping[str, Generates],
     remote: Mapping[str, ChatEngine],
     events: EventSink,
     requests: LogOf,
@@ -62,7 +62,7 @@ def find_grms(
 
 
 def local_grm(
-    grm: Model, engine: Engine, answering: ActiveClock | None = None, requests: RequestLog | None = None
+    grm: Model, engine: Generates, answering: ActiveClock | None = None, requests: RequestLog | None = None
 ) -> LocalGrm:
     """A GRM on this run's engines, whose thoughts are marked."""
     sampler = ReasoningEngine(engine, grm.renderer)
@@ -86,7 +86,7 @@ async def make_policy_updates(
     for model in prepared.grms:
         if after := tuple(settings[model.name].policy_updates):
             engines = served.routers[model.name]
-            first = await read_by(next(iter(engines.alive.values())), model, prepared)
+            first = await read_by(next(iter(engines.members.alive.values())), model, prepared)
             sync = WeightSync(first, first.probe_ids, replace(first.config, delta=False), transport="files")
             grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
     return PolicyUpdates(grms, learner, settings[prepared.policy.name], run_dir)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grmpipe.envs.seats import Seats
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.run.build.engines import ServingEngines, start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import JudgeParts, make_judge
@@ -42,7 +42,7 @@ class Serving:
     endpoints: tuple[ChatEngine, ...]
     scorers: tuple[ScorerPool, ...]
     scalars: ScalarModels
-    meta_rm: MetaRmScorer | None
+    meta_rm: MetaRm | None
     envs: Envs
 
     def judge_for(self, prepared: Prepared) -> Judge:

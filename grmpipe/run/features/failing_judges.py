@@ -46,10 +46,7 @@ class FailingJudges(RunFeature):
         return {"alarm/failing_judge": float(bool(self._ringing))} if self._judges else {}
 
     def _latest(self, name: str) -> JudgeCounts:
-        latest = JudgeCounts()
-        for one in self._recent[name]:
-            latest.add(one)
-        return latest
+        return sum(self._recent[name], JudgeCounts())
 
     def _exceeds(self, name: str) -> bool:
         judge, latest = self._judges[name], self._latest(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, reading
 from grmpipe.judge.composition.composed_judge import members_of
-from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.journal import read_records, replace_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
@@ -47,7 +47,7 @@ class PeriodicEval(RunFeature):
     ) -> None:
         self.initial: Metrics = {}
         self.final: Metrics = {}
-        self.readings: list[Reading] = []
+        self.readings: list[AnchorReading] = []
         self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
         self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
@@ -104,10 +104,10 @@ class PeriodicEval(RunFeature):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: the alarm compares with the start of the run, not of its resumption."""
         self.initial = state.get("initial", {})
-        self.readings = [Reading(**one) for one in state.get("readings", ())]
+        self.readings = [AnchorReading(**one) for one in state.get("readings", ())]
         for one in self.readings:
             self.ringing = self._alarm.record(one) is not None
-        self._evaluator.episodes.add(EnvCounts.restored(state.get("episodes", {})))
+        self._evaluator.episodes += EnvCounts.restored(state.get("episodes", {}))
         self._evaluator.skill.measured(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
             self._evaluator.start.update(read_records(self._start, answer_of))
@@ -154,7 +154,7 @@ class PeriodicEval(RunFeature):
         replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
         return [replace(one, rewards=alike) for one in judged]
 
-    def _sound_alarm(self, found: Reading) -> None:
+    def _sound_alarm(self, found: AnchorReading) -> None:
         self.readings.append(found)
         alarm = self._alarm.record(found)
         if alarm is not None and not self.ringing:

@@ -13,7 +13,7 @@ from grmpipe.config.judging import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
-from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
+from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
@@ -32,7 +32,7 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 async def evaluate_judge(
     ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters
 ) -> JudgeEvaluation:
-    """Judge all items, write evaluation.json and its picture, print the table. counters: get the reports."""
+    """Judge all items, write evaluation.json, print the table. counters: get the reports."""
     config = ready.measured
     with asking_for("evaluation"):
         judged = await judge_items(
@@ -42,13 +42,13 @@ async def evaluate_judge(
         counters.report(report)
     result = evaluate(judged, config.first_judge.scale, recount_of(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-    is_drawn = write_files(run_dir, judged, result, config.first_judge.scale, scales)
-    show(result, MAX_SUBSETS, is_drawn=is_drawn)
+    write_files(run_dir, judged, result, config.first_judge.scale, scales)
+    show(result, MAX_SUBSETS)
     return result
 
 
 async def judge_items(
-    judge: Judge, meta_rm: MetaRmScorer | None, items: Sequence[Labelled], config: RunConfig
+    judge: Judge, meta_rm: MetaRm | None, items: Sequence[Labelled], config: RunConfig
 ) -> list[JudgedItem]:
     """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
     places = asyncio.Semaphore(config.evaluate.max_concurrency)
@@ -69,17 +69,10 @@ async def judge_items(
     return [task.result() for task in running]
 
 
-async def weights_of(meta_rm: MetaRmScorer, one: JudgedItem, priority: int) -> tuple[float, ...]:
+async def weights_of(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:
     """The meta-RM's weight of each judgement; empty if it could not read them."""
-    responses = responses_of(one.item)
-    judged = [
-        JudgedResponses(
-            prompt=one.item.prompt, responses=tuple(responses[i] for i in judgement.siblings), judgement=judgement
-        )
-        for judgement in one.judgements
-    ]
     try:
-        return tuple(await meta_rm.scores(judged, priority))
+        return tuple(await meta_rm.scores(one.judgements, priority))
     except (EngineDied, EngineRefused) as error:
         log.warning("the meta-RM gave no weights for item %s: %s", one.item.item_id, error)
         return ()

@@ -202,7 +202,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
         ),
-        max_staleness_trained=pipeline.buffer.ledger.max_staleness_trained,
+        max_staleness_trained=pipeline.max_staleness_trained,
         stalls=total.stalls,
         voided=voided_work(total),
     )
@@ -211,9 +211,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
 def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
     """The progress of a resumed run that has no pipeline yet, and may fail before it has one."""
     pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
-    total = Counters.restored(state.totals)
-    if state.open_counts:
-        total.add(Counters.restored(state.open_counts))
+    total = Counters.restored(state.totals) + Counters.restored(state.open_counts)
     return RunProgress(
         version=pipeline_state.version,
         judging=judging(total),

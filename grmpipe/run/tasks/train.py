@@ -256,8 +256,8 @@ class TrainingRun(Run[Prepared]):
             # Taken at the same moment as the pipeline's state:
             journal_marks=self._observers.recorder.marks(),
             counted_marks=self._observers.recorder.ends(),
-            totals=pipeline.counters.saved(),
-            open_counts=pipeline.counters.saved_step(),
+            totals=pipeline.counters.total.saved(),
+            open_counts=pipeline.counters.step.saved(),
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
             wall_s=self._stats.wall_s,
             features=features.states,
@@ -281,7 +281,7 @@ class TrainingRun(Run[Prepared]):
             return ""
         path = self._run_dir / "failed_batch.jsonl"
         try:
-            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.buffer.batch), "utf-8")
+            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
         except OSError as refused:  # a full disk must not hide the first cause
             return f"\nthe batch could not be written to {path}: {refused.strerror}"
         return f"\nthe batch is in {path}, one group per line"

@@ -12,11 +12,36 @@ from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
 
 
+class SendsWeights(Protocol):
+    """The sending end of a push. Rank 0 only, and no collective, but for `bucket`."""
+
+    def num_buckets(self) -> int:
+        """The buckets of a push."""
+        ...
+
+    def num_fixed_buckets(self) -> int:
+        """How many of the first buckets never change: an engine needs them once."""
+        ...
+
+    def connect(self, link: GroupLink | None) -> None:
+        """Join the engines' group as its sender, or leave it."""
+
+    def bucket(self, index: int) -> WeightBucket | None:
+        """Gather a bucket and post it: a collective. None on a rank that doesn't send."""
+        ...
+
+    def deliver(self, index: int) -> None:
+        """Begin to send a posted bucket, which the engines load meanwhile."""
+
+    def delivered(self) -> None:
+        """Wait until the delivery that was begun has ended, and raise its error."""
+
+
 class LearnerRank(Protocol):
     """One rank. All methods are collectives but those that say that only rank 0 is called.
 
     The driver calls the same method on all ranks, one call at a time, and waits for it. A batch is a few `accumulate`
-    and a `step` or a `discard`. Between two of these, a push reads the weights bucket by bucket.
+    and a `step` or a `discard`. Between two of these, a push reads the weights bucket by bucket from `sender`.
 
     With train.parallel.cp above 1, that many neighbouring ranks get the same micro-batches; the first answers for all.
 
@@ -52,26 +77,8 @@ class LearnerRank(Protocol):
     def discard(self) -> None:
         """Drop the open batch."""
 
-    def num_buckets(self) -> int:
-        """The buckets of a push. Rank 0 only, and no collective."""
-        ...
-
-    def num_fixed_buckets(self) -> int:
-        """How many of the first buckets never change: an engine needs them once. Rank 0 only, and no collective."""
-        ...
-
-    def connect(self, link: GroupLink | None) -> None:
-        """Join the engines' group as its sender, or leave it. Rank 0 only."""
-
-    def bucket(self, index: int) -> WeightBucket | None:
-        """Gather a bucket and post it. None on a rank that doesn't send."""
-        ...
-
-    def deliver(self, index: int) -> None:
-        """Begin to send a posted bucket, which the engines load meanwhile. Rank 0 only."""
-
-    def delivered(self) -> None:
-        """Wait until the delivery that was begun has ended, and raise its error. Rank 0 only."""
+    @property
+    def sender(self) -> SendsWeights: ...
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs, at temperature 1, of all tokens but the first. Engines with these weights must give the same."""

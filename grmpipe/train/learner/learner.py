@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,75 +15,33 @@ from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.device_batch import DeviceBatch
 from grmpipe.train.learner.device_usage import DeviceUsage
+from grmpipe.train.learner.expert_replay import ExpertReplay
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
+from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import export_hf
-from models.lm.checkpoint_names import CheckpointNames
 from models.lm.context_parallel import ContextGroup
-from models.lm.expert_load import ExpertLoad
-from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.footprint import footprint_of
-from models.lm.lora import outgoing, with_adapters, without_adapters
+from models.lm.lora import with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
-from models.lm.packing import Prefixes
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
-from models.types import ANY_EXPERT, GroupLink, WeightBucket
-from models.weights.delivery import Delivery
-from models.weights.sending import open_transport
-from models.weights.transports import transport_kind
-from models.weights.weight_stream import WeightStream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBatch:
-    """A MicroBatch on the model's device."""
-
-    token_ids_T: Tensor
-    position_ids_T: Tensor
-    sample_lengths_S: Tensor
-    prefixes: Prefixes
-    wanted_T: Tensor  # bool, tokens with a trained entry
-    places_E: Tensor
-    rollout_lengths_R: Tensor
-    loss_mask_E: Tensor
-    sampler_logprobs_E: Tensor
-    advantages_E: Tensor
-    versions_E: Tensor
-
-    @staticmethod
-    def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        wanted_T = np.zeros(len(micro_batch.token_ids_T), dtype=np.bool_)
-        wanted_T[micro_batch.places_E[micro_batch.loss_mask_E > 0]] = True
-        # torch.tensor copies: arrays that come through an object store are read-only.
-        return DeviceBatch(
-            token_ids_T=torch.tensor(micro_batch.token_ids_T, device=device),
-            position_ids_T=torch.tensor(micro_batch.position_ids_T, device=device),
-            sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S, device=device),
-            prefixes=Prefixes(
-                parents_S=torch.tensor(micro_batch.parents_S, device=device),
-                lengths_S=torch.tensor(micro_batch.prefix_lengths_S, device=device),
-            ),
-            wanted_T=torch.tensor(wanted_T, device=device),
-            places_E=torch.tensor(micro_batch.places_E, device=device),
-            rollout_lengths_R=torch.tensor(micro_batch.rollout_lengths_R, device=device),
-            loss_mask_E=torch.tensor(micro_batch.loss_mask_E, device=device),
-            sampler_logprobs_E=torch.tensor(micro_batch.sampler_logprobs_E, device=device),
-            advantages_E=torch.tensor(micro_batch.advantages_E, device=device),
-            versions_E=torch.tensor(micro_batch.versions_E, device=device),
-        )
 
 
 class Learner(TrainingRank):
     """One rank.
 
-    accumulate() runs forward and backward on a micro-batch; step() ends their batch, discard() drops it.
+    accumulate() runs forward and backward on a micro-batch; step() ends their batch, discard() drops it. `sender` takes
+    the weights to engines.
     """
+
+    parts: ClassVar = {"sender": WeightSender}
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         find_parts(spec.algorithm)  # before anything is loaded
@@ -101,30 +58,19 @@ class Learner(TrainingRank):
             spec.master_dtype,
             train.dtype,
             train.activations,
-            self._routing_as_configured(
-                with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM
-            ),
+            self._architecture(with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM),
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype, self._context)
         # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference() if needs_reference else None
-        self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
+        self._experts = ExpertReplay(self._model, self._device, self._context, spec.algorithm.router_replay)
         self._optimizer = make_optimizer(self._model, train)
         self._moments = WaitingMoments(self._optimizer, offload=train.optimizer.offload)
         self._reset = Reset(self._model, spec.algorithm.reset.share) if spec.algorithm.reset.every > 0 else None
-        sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
-        names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
-        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent, names)
-        sends = rank == 0 or transport_kind(spec.transport).every_rank
-        self._transport = (
-            open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
-        )
-        self._delivery = Delivery()
+        self._sender = WeightSender(spec, self._model, self._device, rank)
         self._meter = BatchMetrics(self._device)
-        self._experts = self._routers or Routers.found(self._model)
-        self._load = self._new_load()
         self._usage = DeviceUsage(footprint_of(self._files).flops(lora), self._device, train.dtype, train.parallel.cp)
 
     @property
@@ -152,8 +98,8 @@ class Learner(TrainingRank):
         # policy.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
-        with self._routed(experts_TLK) as replay:
-            with self._counted(idle=not micro_batch.loss_mask_E.any()):
+        with self._experts.routed(experts_TLK) as replay:
+            with self._experts.counted(idle=not micro_batch.loss_mask_E.any()):
                 current = self._forward(self._model, batch, entropy=True)
             current_E = current.logprobs_T[batch.places_E]
             old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
@@ -168,8 +114,9 @@ class Learner(TrainingRank):
             )
             loss = summed_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
-        if self._routers is not None:
-            loss = replace(loss, sums={**loss.sums, "rerouted_share": self._rerouted(replay, batch)})
+        if self._experts.replays:
+            share = self._experts.rerouted(replay, batch.places_E, batch.loss_mask_E, len(batch.token_ids_T))
+            loss = replace(loss, sums={**loss.sums, "rerouted_share": share})
         self._usage.add(micro_batch, gradients=True)
         if reference_T is not None:
             self._usage.add(micro_batch, gradients=False)
@@ -179,14 +126,10 @@ class Learner(TrainingRank):
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         self._usage.add(micro_batch, gradients=False)
         batch = DeviceBatch.of(micro_batch, self._device)
-        with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
-            if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
-                return OldPass(logprobs_T=_to_host(self._forward(self._model, batch).logprobs_T))
-            with self._routers.recorded() as recording:
-                logprobs_T = _to_host(self._forward(self._model, batch).logprobs_T)
-            experts_TLK = self._whole(recording.experts_TLK.int(), len(batch.token_ids_T))
-            dtype = self._routers.shape.dtype
-            return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK.to(dtype).cpu().numpy())
+        with without_gradient(self._model), self._experts.routed(micro_batch.experts_TLK):
+            return self._experts.recorded(
+                lambda: _to_host(self._forward(self._model, batch).logprobs_T), len(batch.token_ids_T)
+            )
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
@@ -207,7 +150,7 @@ class Learner(TrainingRank):
         )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
-        metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._balance()}
+        metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._experts.balance()}
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
@@ -234,46 +177,17 @@ class Learner(TrainingRank):
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._meter = BatchMetrics(self._device)
-        self._load = self._new_load()
+        self._experts.begin_batch()
         self._usage.reset()
 
-    def num_buckets(self) -> int:
-        return self._stream.num_buckets
-
-    def num_fixed_buckets(self) -> int:
-        """The number of leading buckets that never change: an engine needs them only once."""
-        return self._stream.num_fixed_buckets
-
-    def connect(self, link: GroupLink | None) -> None:
-        """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
-        assert self._transport is not None, "rank 0 sends"
-        self._delivery.drop()  # of a push that failed
-        self._transport.connect(link)
-
-    def bucket(self, index: int) -> WeightBucket | None:
-        """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
-        bucket = self._stream.unsharded(index)
-        try:
-            return self._transport.post(index, bucket) if self._transport is not None else None
-        finally:
-            bucket.drain()  # also if rank 0 failed: the others would wait for it
-
-    def deliver(self, index: int) -> None:
-        """Begin to send a posted bucket, on rank 0, while the engines load it and the next one is unsharded. Does
-        nothing without broadcasts.
-        """
-        assert self._transport is not None, "rank 0 sends"
-        self._delivery.begin(partial(self._transport.deliver, index))
-
-    def delivered(self) -> None:
-        """Wait until the bucket is sent. Raises what its delivery raised. Before the bucket after the next one."""
-        self._delivery.end()
+    @property
+    def sender(self) -> WeightSender:
+        """The weights on their way to engines."""
+        return self._sender
 
     def close(self) -> None:
         """Close the files and connections of the transport."""
-        self._delivery.close()
-        if self._transport is not None:
-            self._transport.close()
+        self._sender.close()
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens except the first. An engine with these weights must give the same."""
@@ -314,46 +228,8 @@ class Learner(TrainingRank):
             context=self._context,
         )
 
-    @contextmanager
-    def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
-        """Context: passes of the policy use these experts; None: those that its routers choose."""
-        if self._routers is None or experts_TLK is None:
-            yield None
-            return
-        wanted_TLK = torch.tensor(experts_TLK, dtype=torch.int16, device=self._device)  # signed, for ANY_EXPERT
-        if self._context is not None:
-            wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
-        with self._routers.replayed(wanted_TLK) as replay:
-            yield replay
-
-    def _new_load(self) -> ExpertLoad | None:
-        """For the experts of a mixture; None if there are none."""
-        return None if self._experts is None else ExpertLoad(self._experts, self._device)
-
-    @contextmanager
-    def _counted(self, idle: bool) -> Iterator[None]:
-        """Context: the tokens of forward passes count as the experts' load, but for those of an idle rank."""
-        with nullcontext() if self._load is None or idle else self._load.counted():
-            yield
-
-    def _balance(self) -> Metrics:
-        """How evenly the batch used the experts; nothing for a dense model."""
-        balance = {} if self._load is None else asdict(self._load.read())
-        return {f"experts/{name}": value for name, value in balance.items()}
-
-    def _routing_as_configured(self, architecture: Architecture) -> Architecture:
+    def _architecture(self, architecture: Architecture) -> Architecture:
         return replace(architecture, fp32_router=self._train.fp32_router)
-
-    def _rerouted(self, replay: RouterReplay | None, batch: DeviceBatch) -> Tensor:
-        """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
-        if replay is None:
-            return batch.loss_mask_E.new_zeros(())
-        shares_T = self._whole(replay.rerouted_TL.float().mean(1), len(batch.token_ids_T))
-        return (shares_T[batch.places_E] * batch.loss_mask_E).sum()
-
-    def _whole(self, own: Tensor, num_tokens: int) -> Tensor:
-        """Entries of this rank's tokens -> those of the whole micro-batch."""
-        return own if self._context is None else self._context.whole(own, num_tokens)
 
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
@@ -364,7 +240,7 @@ class Learner(TrainingRank):
             self._device,
             spec.frozen_dtype,
             spec.train.dtype,
-            architecture=self._routing_as_configured(CAUSAL_LM),
+            architecture=self._architecture(CAUSAL_LM),
         )
         return reference.requires_grad_(False)
 

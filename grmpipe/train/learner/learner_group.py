@@ -130,27 +130,27 @@ class LearnerGroup:
 
     async def connect(self, link: GroupLink | None) -> None:
         """Let rank 0 join the engines' group, or leave it. Engines join at the same time."""
-        await self._actors.call(0, "connect", link)
+        await self._actors.call(0, "sender.connect", link)
 
     async def num_buckets(self) -> int:
-        return cast(int, await self._actors.call(0, "num_buckets"))
+        return cast(int, await self._actors.call(0, "sender.num_buckets"))
 
     async def num_fixed_buckets(self) -> int:
-        return cast(int, await self._actors.call(0, "num_fixed_buckets"))
+        return cast(int, await self._actors.call(0, "sender.num_fixed_buckets"))
 
     async def bucket(self, index: int) -> WeightBucket:
         """A bucket, unsharded by all ranks and posted by those that send. At most two are alive: this one and the
         last.
         """
-        posted = await self._actors.call_all("bucket", index)
+        posted = await self._actors.call_all("sender.bucket", index)
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
     async def deliver(self, index: int) -> None:
         """Let rank 0 broadcast a bucket while the engines load it, and while a bucket that is asked for meanwhile is
         unsharded. Does nothing if the bytes are there already.
         """
-        await self._actors.call(0, "deliver", index)
-        await self._actors.call(0, "delivered")
+        await self._actors.call(0, "sender.deliver", index)
+        await self._actors.call(0, "sender.delivered")
 
     async def close(self) -> None:
         """Let rank 0 remove its files and leave its group. The actors stay alive."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
-from models.types import OnDevice, WeightBucket
+from models.types import OnDevice
 
 
 class OffloadingLearner(Learner):
@@ -41,9 +42,10 @@ class OffloadingLearner(Learner):
         self._assert_has_all()
         super().begin_save(directory)
 
-    def bucket(self, index: int) -> WeightBucket | None:
+    @property
+    def sender(self) -> WeightSender:
         self._assert_has_weights()
-        return super().bucket(index)
+        return super().sender
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         self._assert_has_weights()

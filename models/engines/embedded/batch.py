@@ -3,15 +3,13 @@
 A row that joins has keys and values for all its tokens except the last, which the next step feeds. So joining, copying
 from a sibling, continuing a parked row and prefilling again after a push are the same, and sampling happens in one
 place.
-
-    slots:  [ running rows ][ free and parked rows ]     decoding reads the running rows only
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +19,13 @@ from torch import Tensor
 from models.engines.embedded.decoder import Decoder
 from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow, ParkedRows
-from models.engines.embedded.prompt_packing import groups_of_like_length, whole_blocks
+from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
+from models.engines.embedded.prompt_packing import groups_of_like_length
 from models.engines.embedded.sampling import draw, uniforms
+from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
-from models.types import Completion, FinishReason, SamplingParams, VersionSpan
+from models.types import Completion, FinishReason, SamplingParams
+from models.version_spans import joined_spans
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,15 @@ class Row:
     @property
     def pending_id(self) -> int:
         return self.token_ids[-1] if self.token_ids else self.siblings.prompt_ids[-1]
+
+    def parked(self) -> ParkedRow:
+        """What stays of it in its slot."""
+        return ParkedRow(
+            trajectory_id=self.trajectory_id,
+            group_id=self.group_id,
+            token_ids=tuple(self.cached_ids),
+            index=self.index,
+        )
 
     def __lt__(self, other: Row) -> bool:
         return (self.priority, self.arrival) < (other.priority, other.arrival)
@@ -133,7 +142,8 @@ class RunningBatch:
         self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
         self._running: list[Row] = []
-        self._parked = ParkedRows()
+        self._places = SlotPlaces(slots, decoder.row_block)
+        self.parked = self._places.parked
         self._columns: Columns | None = None
         self._weights_epoch = 0
 
@@ -144,10 +154,6 @@ class RunningBatch:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_parked(self) -> int:
-        return len(self._parked)
 
     def submit(
         self,
@@ -200,19 +206,12 @@ class RunningBatch:
     def weights_changed(self) -> None:
         """Mark cached keys and values of running rows as those of older weights: new rows must not copy them."""
         self._weights_epoch += 1
-        self.drop_parked()
-
-    def end_trajectory(self, trajectory_id: str) -> None:
-        """Free the slots of its parked rows."""
-        self._parked.drop_trajectory(trajectory_id)
-
-    def drop_parked(self) -> None:
-        self._parked.clear()
+        self.parked.clear()
 
     def adopt(self, version: int, recompute: bool) -> None:
         """Assign tokens sampled from now on to this version. `recompute` prefills the running rows again."""
         self.version = version
-        self.drop_parked()
+        self.parked.clear()
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
         if recompute:
@@ -223,26 +222,19 @@ class RunningBatch:
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
         text, stop_text = self._endings.cut_text(row.token_ids, row.params.stop)
+        ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
+        stretches = ((version, start, end) for (version, start), end in zip(row.version_starts, ends, strict=False))
+        latest = row.version_starts[-1][0] if row.version_starts else self.version
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
             text=text,
             stop_text=stop_text,
             finish_reason=row.finish_reason,
-            versions=self._version_spans(row),
+            versions=joined_spans(self._model_name, stretches, latest),
             experts_TLK=row.experts_TLK,
             cached_tokens=row.num_cached,
         )
-
-    def _version_spans(self, row: Row) -> tuple[VersionSpan, ...]:
-        starts = row.version_starts or [(self.version, 0)]
-        ends = [start for _, start in starts[1:]] + [len(row.token_ids)]
-        spans: list[VersionSpan] = []
-        for (version, start), end in zip(starts, ends, strict=True):
-            if spans and spans[-1].version == version:
-                start = spans.pop().start
-            spans.append(VersionSpan(model=self._model_name, version=version, start=start, end=end))
-        return tuple(span for span in spans if span.start < span.end) or tuple(spans[-1:])
 
     def _sample(self) -> tuple[list[int], list[float]]:
         rows = self._running
@@ -276,7 +268,7 @@ class RunningBatch:
         while self._waiting and len(self._running) + len(joining) < self._max_rows:
             row = self._waiting[0]
             if self._donor(row) is None:
-                prefix = self._parked_prefix(row)
+                prefix = self.parked.prefix_for(row.trajectory_id, row.group_id, row.siblings.prompt_ids[:-1])
                 budget -= len(row.siblings.prompt_ids) - (prefix.num_tokens if prefix else 0)
                 if budget < 0 and joining:
                     break
@@ -285,15 +277,16 @@ class RunningBatch:
                     prefixes[row] = prefix
                     row.num_cached = prefix.num_tokens
                     if prefix.taken:
-                        self._parked.drop(prefix.row)
+                        self.parked.drop(prefix.row)
             row.index = len(self._running) + len(joining)
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
             row.siblings.running.append(row)
             joining.append(self._waiting.pop(0))
         if joining:
-            self._make_room(joining)
-            self._unpark(prefixes, len(self._running) + len(joining))
+            longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
+            continued = [(prefix, row.index) for row, prefix in prefixes.items()]
+            self._places.open(len(self._running) + len(joining), longest, continued)
             self._prefill(to_prefill, [row.num_cached for row in to_prefill])
             self._copy_from_siblings([row for row in joining if row not in to_prefill])
             self._running += joining
@@ -302,46 +295,6 @@ class RunningBatch:
     def _donor(self, row: Row) -> Row | None:
         """A sibling whose prompt was cached with the present weights, or will be in this step."""
         return next((other for other in row.siblings.running if other.prompt_epoch == self._weights_epoch), None)
-
-    def _parked_prefix(self, row: Row) -> CachedPrefix | None:
-        if not row.trajectory_id or not self._parked:
-            return None
-        return self._parked.prefix_for(row.trajectory_id, row.group_id, row.siblings.prompt_ids[:-1])
-
-    def _unpark(self, prefixes: Mapping[Row, CachedPrefix], num_running: int) -> None:
-        """Copy parked tokens to the rows that continue them, and move parked rows out of the running ones' places. The
-        oldest are dropped, if there are too few slots.
-        """
-        if not prefixes and not self._parked:
-            return
-        moving = self._parked_places(num_running)
-        sources = [prefix.row.index for prefix in prefixes.values()] + [row.index for row in moving]
-        targets = [row.index for row in prefixes] + [*moving.values()]
-        lengths = [row.num_cached for row in prefixes] + [len(row.token_ids) for row in moving]
-        self._copy(sources, targets, lengths)
-        for row, place in moving.items():
-            row.index = place
-
-    def _parked_places(self, num_running: int) -> dict[ParkedRow, int]:
-        """Free slots for the parked rows that decoding this many rows would overwrite. Drops rows without a slot."""
-        first = whole_blocks(num_running, self._decoder.row_block)
-        while self._parked and first + len(self._parked) > self._slots.max_rows:
-            self._parked.drop_oldest()
-        kept = {row.index for row in self._parked if row.index >= first}
-        free = (index for index in itertools.count(first) if index not in kept)
-        places = {row: next(free) for row in self._parked if row.index < first}
-        self._slots.reserve(max([num_running, *(place + 1 for place in places.values())]), self._slots.tokens_per_row)
-        return places
-
-    def _copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
-        changed = [place for place, source in enumerate(sources) if source != targets[place]]
-        if changed:
-            longest = max(lengths[place] for place in changed)
-            self._slots.copy([sources[place] for place in changed], [targets[place] for place in changed], longest)
-
-    def _make_room(self, joining: Sequence[Row]) -> None:
-        longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
-        self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
 
     def _prefill(self, rows: Sequence[Row], starts: Sequence[int]) -> None:
         """Prefill rows from these positions on. One forward pass for rows of similar length: a long prompt must not pad
@@ -372,35 +325,18 @@ class RunningBatch:
         for row in leaving:
             row.experts_TLK = self._slots.read_experts(row.index, row.position)
             row.siblings.running.remove(row)
-            self._park(row)
+            if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
+                self.parked.park(row.parked())  # keys and values are all of the present weights
             row.index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
         holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]
-        moving = self._parked_places(num_left) if self._parked else {}
-        self._copy(
-            [row.index for row in movers] + [row.index for row in moving],
-            [*holes, *moving.values()],
-            [row.position for row in movers] + [len(row.token_ids) for row in moving],
-        )
-        for parked, place in moving.items():
-            parked.index = place
+        moves = [(row.index, hole, row.position) for row, hole in zip(movers, holes, strict=True)]
+        self._places.move(moves, num_left)
         for row, hole in zip(movers, holes, strict=True):
             row.index = hole
             self._running[hole] = row
         del self._running[num_left:]
         self._columns = None
-
-    def _park(self, row: Row) -> None:
-        """Park a finished row, if its keys and values are all of the present weights."""
-        if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
-            self._parked.park(
-                ParkedRow(
-                    trajectory_id=row.trajectory_id,
-                    group_id=row.group_id,
-                    token_ids=tuple(row.cached_ids),
-                    index=row.index,
-                )
-            )
 
     def _finish(self, row: Row, reason: FinishReason | None) -> None:
         row.finish_reason = reason

@@ -22,8 +22,9 @@ import torch
 from models.engines.context_limit import ContextLimit
 from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
+from models.engines.engine_kind import EngineSpec
 from models.renderer import Renderer
-from models.settings import EmbeddedConfig, LoraConfig
+from models.settings import EmbeddedConfig
 from models.types import (
     Completion,
     EngineDied,
@@ -43,47 +44,18 @@ class EmbeddedEngine:
     """Continuous batching for any causal LM with full attention, on the CPU or one GPU.
 
     Callers handle deadlines by cancelling. Raises ValueError for a model that it can't run.
-
-    seed: part of all seeds. Engines of one role share it, so that a retry samples the same tokens.
-    version: of the weights in `model_path`.
-    lora: adapters that pushes update, if they aren't merged into the weights.
-    return_routed_experts: whether completions have the experts of their tokens; for mixtures of experts only.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        model_name: str,
-        config: EmbeddedConfig,
-        dtype: str = "float32",
-        device: str = "cpu",
-        seed: int = 0,
-        chat_template: str | None = None,
-        version: int = 0,
-        lora: LoraConfig | None = None,
-        return_routed_experts: bool = False,
-    ) -> None:
-        renderer = Renderer.load(model_path, chat_template)
-        self.model_name = model_name
-        self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
-        self._worker = EmbeddedWorker(
-            model_path,
-            model_name,
-            renderer,
-            config,
-            self._window.tokens,
-            dtype=dtype,
-            device=device,
-            seed=seed,
-            version=version,
-            lora=lora,
-            return_routed_experts=return_routed_experts,
-        )
+    def __init__(self, spec: EngineSpec, config: EmbeddedConfig) -> None:
+        renderer = Renderer.load(spec.path, spec.chat_template)
+        self.model_name = spec.role
+        self._window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
+        self._worker = EmbeddedWorker(spec, config, renderer, self._window.tokens)
         self._closing = False
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._death: EngineDied | None = None
         self._death_lock = threading.Lock()  # no command may be added after the last ones were failed
-        self._thread = threading.Thread(target=self._work, name=f"engine-{model_name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"engine-{spec.role}", daemon=True)
         self._thread.start()
 
     @property

@@ -31,17 +31,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     def make(self, spec: EngineSpec, rank: int) -> Engine:
         from models.engines.embedded.embedded_engine import EmbeddedEngine
 
-        return EmbeddedEngine(
-            spec.path,
-            spec.role,
-            self.options,
-            spec.dtype,
-            spec.device,
-            spec.seed,
-            spec.chat_template,
-            lora=spec.lora,
-            return_routed_experts=spec.return_routed_experts,
-        )
+        return EmbeddedEngine(spec, self.options)
 
     @property
     def max_rows(self) -> int:

@@ -12,6 +12,7 @@ from models.engines.embedded.batch_invariance import open_batch_invariant_decode
 from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
+from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm
 from models.lm.logprobs import chosen_logprobs
@@ -19,7 +20,7 @@ from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
 from models.renderer import Renderer
-from models.settings import EmbeddedConfig, LoraConfig
+from models.settings import EmbeddedConfig
 from models.types import EngineDied, GroupLink, ModelFiles, RequestContext, SamplingParams, WeightBucket, WeightReceipt
 from models.weights.inbox import WeightInbox
 
@@ -48,35 +49,22 @@ class EmbeddedWorker:
     Other threads may read only `version` and `stats`, and call `grammar.check`.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        model_name: str,
-        renderer: Renderer,
-        config: EmbeddedConfig,
-        context_tokens: int,
-        *,
-        dtype: str,
-        device: str,
-        seed: int,
-        version: int,
-        lora: LoraConfig | None,
-        return_routed_experts: bool,
-    ) -> None:
+    def __init__(self, spec: EngineSpec, config: EmbeddedConfig, renderer: Renderer, context_tokens: int) -> None:
         self.paused = False
         self._config = config
-        self._model = load_causal_lm(model_path, dtype, device)
-        if lora is not None and lora.in_engines:
-            add_adapters(self._model, lora, dtype)
+        self._model = load_causal_lm(spec.path, spec.dtype, spec.device)
+        if spec.lora.in_engines:
+            add_adapters(self._model, spec.lora, spec.dtype)
         opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
-        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
+        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
         max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step
-        self._batch = RunningBatch(decoder, slots, endings, model_name, seed, max_rows, prefill_tokens, self.grammar)
-        self._batch.version = version
+        self._batch = RunningBatch(
+            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar
+        )
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)
         self._offloaded_weights = OffloadedMemory()
@@ -101,7 +89,7 @@ class EmbeddedWorker:
             finished=self._num_finished,
             waiting=batch.num_waiting,
             running=batch.num_running,
-            parked=batch.num_parked,
+            parked=len(batch.parked),
         )
 
     @property
@@ -145,7 +133,7 @@ class EmbeddedWorker:
             self._answer(ticket)
 
     def end_trajectory(self, trajectory_id: str) -> None:
-        self._batch.end_trajectory(trajectory_id)
+        self._batch.parked.drop_trajectory(trajectory_id)
 
     def _answer(self, ticket: EmbeddedRequest) -> None:
         del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
@@ -166,7 +154,7 @@ class EmbeddedWorker:
             return 0
         device = self._model.device
         free_before = free_bytes(device)
-        self._batch.drop_parked()
+        self._batch.parked.clear()
         kv_bytes = self._slots.give_up()
         if device.type == "cuda":
             self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])

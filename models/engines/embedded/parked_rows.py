@@ -60,7 +60,11 @@ class ParkedRows:
         self._rows.clear()
 
     def prefix_for(self, trajectory_id: str, group_id: str, token_ids: tuple[int, ...]) -> CachedPrefix | None:
-        """The longest cached beginning of these tokens: of the trajectory itself, else of its group."""
+        """The longest cached beginning of these tokens: of the trajectory itself, else of its group. None without a
+        trajectory.
+        """
+        if not trajectory_id:
+            return None
         own = [row for row in self._rows if row.trajectory_id == trajectory_id]
         return _longest(own, token_ids, trajectory_id) or _longest(
             [row for row in self._rows if row.group_id == group_id], token_ids, trajectory_id

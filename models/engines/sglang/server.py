@@ -23,12 +23,14 @@ from typing import Any
 
 import httpx
 
+from models.engines.engine_kind import EngineSpec
 from models.settings import SglangConfig
 
 LAST_LINES = 15
 POLL_S, ANSWER_S = 0.2, 10.0
 KV_TOKENS_ON_A_CPU = 65_536  # otherwise SGLang takes a share of the machine's memory
 SPARE_TOKENS = 8  # SGLang keeps a few of its window
+FIRST_VERSION = "0"  # name of the weights that a server is started with
 
 # The key that sets a flag, or empty: the run sets these flags itself.
 FLAGS_OF_OURS = {
@@ -60,16 +62,11 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangStart:
-    """The specification of a server. context_tokens: prompt and new ones together."""
+    """What follows for a server from the specification of an engine. context_tokens: prompt and new ones together."""
 
-    model_path: str
+    spec: EngineSpec
     config: SglangConfig
     context_tokens: int
-    dtype: str
-    device: str
-    seed: int
-    version: int
-    tensor_parallel: int
 
 
 class SglangServer:
@@ -181,7 +178,7 @@ class SglangServer:
 
 def arguments_of(start: SglangStart) -> list[str]:
     """The command line without address and key. Raises ValueError for an option that the user may not set here."""
-    config = start.config
+    config, spec = start.config, start.spec
     flags: dict[str, Any] = _defaults(start)
     for name, value in config.options.items():
         flag = name.lstrip("-").replace("_", "-")
@@ -193,15 +190,15 @@ def arguments_of(start: SglangStart) -> list[str]:
             )
         flags[flag] = value
     flags |= {
-        "model-path": start.model_path,
-        "dtype": start.dtype,
-        "device": start.device,
-        "random-seed": start.seed % 2**31,
+        "model-path": spec.path,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "random-seed": spec.seed % 2**31,
         "context-length": start.context_tokens + SPARE_TOKENS,
         "max-running-requests": config.max_batch_rows,
         "mem-fraction-static": config.mem_fraction,
-        "tp-size": start.tensor_parallel,
-        "weight-version": str(start.version),
+        "tp-size": spec.num_gpus,
+        "weight-version": FIRST_VERSION,
         "enable-memory-saver": config.sleep_mode,
         "enable-weights-cpu-backup": config.sleep_mode,  # without it they are lost after a sleep
     }
@@ -215,7 +212,7 @@ def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[s
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             result.pop(name, None)
     result["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the spare tokens
-    if start.device == "cpu":
+    if start.spec.device == "cpu":
         result |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         result.setdefault("OMP_NUM_THREADS", "1")
     return result
@@ -226,13 +223,13 @@ def _defaults(start: SglangStart) -> dict[str, Any]:
     chosen = start.config.deterministic
     flags: dict[str, Any] = {
         # Without it SGLang ignores a request's seed.
-        "enable-deterministic-inference": start.device == "cpu" if chosen is None else chosen,
+        "enable-deterministic-inference": start.spec.device == "cpu" if chosen is None else chosen,
         "incremental-streaming-output": True,
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,
         "disable-priority-preemption": True,
     }
-    if start.device == "cpu":
+    if start.spec.device == "cpu":
         rows = start.config.max_batch_rows * (start.context_tokens + SPARE_TOKENS)
         flags |= {
             "attention-backend": "torch_native",

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from models.engines.context_limit import ContextLimit
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.gpu_memory import used_gpu_bytes
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.join import check_joined, key_of
-from models.engines.sglang.server import SglangServer, SglangStart
+from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
 from models.engines.sglang.sglang_generation import SglangGeneration
 from models.engines.sglang.sglang_requests import scores_of, scoring_body
 from models.engines.sglang.sglang_weights import SglangWeights
-from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import outline_causal_lm
 from models.renderer import Renderer
 from models.settings import SglangConfig
@@ -48,119 +49,63 @@ class SglangEngine:
     def __init__(
         self,
         http: SglangHttp,
-        model_path: str,
-        model_name: str,
+        spec: EngineSpec,
         config: SglangConfig,
-        *,
         renderer: Renderer,
-        server_version: str,
-        device: str = "cpu",
-        seed: int = 0,
-        version: int = 0,
+        *,
+        server_version: str = FIRST_VERSION,
         incremental: bool = True,
-        same_machine: bool = False,
         served_path: str | None = None,
         server: SglangServer | None = None,
+        same_machine: bool = False,
     ) -> None:
-        """server_version: the server's name of the weights `version`. incremental: its events hold only new tokens.
-        same_machine: it can open local files. served_path: the model that it must continue to name (None: no other
-        process can change it). server: ended with the engine.
+        """server_version: the server's name of its first weights. incremental: its events hold only new tokens.
+        served_path: the model that it must continue to name (None: no other process can change it). server: ended with
+        the engine. same_machine: it can open local files.
         """
-        self.model_name = model_name
-        self.version = version
+        self.model_name = spec.role
+        self.version = 0
         self._http, self._server = http, server
-        self._config, self._device = config, device
-        self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
+        self._config, self._device = config, spec.device
+        self._window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
         # A quantized parameter may not change after a small step, and a CPU has no checksums.
-        tells_parameters = device != "cpu" and not config.options.get("quantization")
-        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine, tells_parameters)
+        tells_parameters = spec.device != "cpu" and not config.options.get("quantization")
+        self._weights = SglangWeights(http, outline_causal_lm(spec.path), same_machine, tells_parameters)
         self._generation = SglangGeneration(
-            http,
-            model_name,
-            StopConditions(renderer.decode, renderer.stop_token_ids),
-            stop_token_ids=renderer.stop_token_ids,
-            vocab_size=renderer.vocab_size,
-            seed=seed,
-            incremental=incremental,
-            versions={server_version: version},
+            http, spec.role, renderer, seed=spec.seed, incremental=incremental, first_version=server_version
         )
         self._served_path, self._confirmed_at = served_path, -CONFIRM_EVERY_S
 
     @classmethod
-    def start(
-        cls,
-        model_path: str,
-        model_name: str,
-        config: SglangConfig,
-        dtype: str = "float32",
-        device: str = "cpu",
-        seed: int = 0,
-        chat_template: str | None = None,
-        version: int = 0,
-        tensor_parallel: int = 1,
-    ) -> SglangEngine:
+    def start(cls, spec: EngineSpec, config: SglangConfig) -> SglangEngine:
         """Start a server, which ends with this process. Blocks until it answers (tens of seconds).
 
         Raises ValueError for an unusable model or option, RuntimeError with the server's last lines.
         """
-        renderer = Renderer.load(model_path, chat_template)
-        server = SglangServer(
-            SglangStart(
-                model_path=model_path,
-                config=config,
-                context_tokens=ContextLimit.of(model_name, renderer, config.max_context_tokens).tokens,
-                dtype=dtype,
-                device=device,
-                seed=seed,
-                version=version,
-                tensor_parallel=tensor_parallel,
-            )
-        )
-        return cls(
-            SglangHttp(server.url, server.key, server.post_mortem),
-            model_path,
-            model_name,
-            config,
-            renderer=renderer,
-            server_version=str(version),
-            device=device,
-            seed=seed,
-            version=version,
-            incremental=bool(config.options.get("incremental-streaming-output", True)),
-            same_machine=True,
-            server=server,
-        )
+        renderer = Renderer.load(spec.path, spec.chat_template)
+        window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
+        server = SglangServer(SglangStart(spec=spec, config=config, context_tokens=window.tokens))
+        http = SglangHttp(server.url, server.key, server.post_mortem)
+        incremental = bool(config.options.get("incremental-streaming-output", True))
+        return cls(http, spec, config, renderer, incremental=incremental, server=server, same_machine=True)
 
     @classmethod
-    def join(
-        cls,
-        url: str,
-        model_path: str,
-        model_name: str,
-        config: SglangConfig,
-        seed: int = 0,
-        chat_template: str | None = None,
-        version: int = 0,
-    ) -> SglangEngine:
+    def join(cls, url: str, spec: EngineSpec, config: SglangConfig) -> SglangEngine:
         """Join a running server, which only this run may use: it keeps running, with the weights that it was started
         with.
 
-        Raises ValueError that names engine.sglang.urls if it doesn't serve `model_path`.
+        Raises ValueError that names engine.sglang.urls if it doesn't serve the model.
         """
-        renderer = Renderer.load(model_path, chat_template)
+        renderer = Renderer.load(spec.path, spec.chat_template)
         key = key_of(config)
-        window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
-        joined = check_joined(url, key, model_path, window.tokens, config.api_key_env)
+        window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
+        joined = check_joined(url, key, spec.path, window.tokens, config.api_key_env)
         return cls(
             SglangHttp(url, key),
-            model_path,
-            model_name,
+            replace(spec, device="elsewhere"),
             config,
-            renderer=renderer,
+            renderer,
             server_version=joined.version,
-            device="elsewhere",
-            seed=seed,
-            version=version,
             incremental=joined.incremental,
             served_path=joined.model_path,
         )

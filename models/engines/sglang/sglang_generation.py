@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from models.engines.request_gates import AdmissionGate, SingleFlight
+from models.engines.request_gates import AdmissionGate
 from models.engines.sglang.http_client import SglangHttp, message_of
 from models.engines.sglang.sglang_requests import SglangRequest, body_of, completion_of
+from models.engines.shared_requests import SharedRequests
 from models.engines.stop_conditions import StopConditions
+from models.renderer import Renderer
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens
 
 
 class SglangGeneration:
-    """The requests of one server. versions: server's name of a version -> ours, the newest last.
+    """The requests of one server. first_version: the server's name of our version 0.
 
     incremental: the server's events hold only new tokens.
     """
@@ -34,22 +36,21 @@ class SglangGeneration:
         self,
         http: SglangHttp,
         model_name: str,
-        endings: StopConditions,
+        renderer: Renderer,
         *,
-        stop_token_ids: Sequence[int],
-        vocab_size: int,
         seed: int,
         incremental: bool,
-        versions: dict[str, int],
+        first_version: str,
     ) -> None:
         self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
-        self._http, self._model_name, self._endings = http, model_name, endings
-        self._stop_token_ids, self._vocab_size = tuple(stop_token_ids), vocab_size
-        self._seed, self._incremental, self._versions = seed, incremental, versions
+        self._http, self._model_name = http, model_name
+        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
+        self._stop_token_ids, self._vocab_size = tuple(renderer.stop_token_ids), renderer.vocab_size
+        self._seed, self._incremental = seed, incremental
+        self._versions = {first_version: 0}  # server's name of a version -> ours, the newest last
         self._namespace = uuid.uuid4().hex  # of the prefix cache
-        self._tickets: dict[str, SglangRequest] = {}
+        self._requests: SharedRequests[SglangRequest] = SharedRequests()
         self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token came
-        self._in_flight: SingleFlight[Completion] = SingleFlight()
         self._errands: set[asyncio.Task[None]] = set()
         self._going = AdmissionGate()
         http.on_death = self._going.open  # wakes those who wait for the end of a pause
@@ -60,7 +61,7 @@ class SglangGeneration:
 
     @property
     def idle(self) -> bool:
-        return not self._tickets
+        return not self._requests
 
     def hold(self) -> None:
         """Send nothing from now on."""
@@ -77,7 +78,7 @@ class SglangGeneration:
         self._versions[str(version)] = version
         if forget_prompts:
             self._namespace = uuid.uuid4().hex
-            for ticket in self._tickets.values():
+            for ticket in self._requests:
                 if ticket.rid and not ticket.begun:
                     ticket.interrupted.set()
 
@@ -89,20 +90,15 @@ class SglangGeneration:
         on_first_token: Callable[[], None],
     ) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer."""
-        request_id = context.request_id
-        if request_id not in self._in_flight:
-            self._tickets[request_id] = SglangRequest(prompt_ids, params, context.priority)
-        ticket = self._tickets[request_id]
-        if ticket.begun:
-            on_first_token()
-        ticket.listeners.append(on_first_token)
-        try:
-            return await self._in_flight.join(request_id, lambda: self._answer(request_id, ticket))
-        finally:
-            ticket.listeners.remove(on_first_token)
+        return await self._requests.join(
+            context.request_id,
+            lambda: SglangRequest(prompt_ids, params, context.priority),
+            self._answer,
+            on_first_token,
+        )
 
     async def abort(self, request_id: str) -> None:
-        ticket = self._tickets.get(request_id)
+        ticket = self._requests.get(request_id)
         if ticket is None or ticket.aborted:
             return
         ticket.aborted = True
@@ -112,18 +108,14 @@ class SglangGeneration:
         else:
             ticket.interrupted.set()
 
-    async def _answer(self, request_id: str, ticket: SglangRequest) -> Completion:
-        try:
-            while not ticket.aborted:
-                ticket.interrupted.clear()
-                await _either(self._way_clear(ticket), ticket.interrupted.wait())
-                self._http.refuse_the_dead()
-                clear = not self.paused and ticket.prompt_ids not in self._prefilling
-                if clear and not ticket.aborted and await self._sample(ticket):
-                    break
-        finally:
-            if self._tickets.get(request_id) is ticket:
-                del self._tickets[request_id]
+    async def _answer(self, ticket: SglangRequest) -> Completion:
+        while not ticket.aborted:
+            ticket.interrupted.clear()
+            await _either(self._way_clear(ticket), ticket.interrupted.wait())
+            self._http.refuse_the_dead()
+            clear = not self.paused and ticket.prompt_ids not in self._prefilling
+            if clear and not ticket.aborted and await self._sample(ticket):
+                break
         self.num_prefilled += ticket.sampled.num_prefilled
         text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
         return replace(completion_of(ticket, text, self._model_name, self._versions), stop_text=stop_text)

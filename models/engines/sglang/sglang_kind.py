@@ -23,19 +23,9 @@ class SglangKind(GpuEngineKind[SglangConfig]):
         """Start a server, or join the running one of this replica."""
         from models.engines.sglang.sglang_engine import SglangEngine
 
-        common_args = (spec.path, spec.role, self.options)
         if self.joined:
-            return SglangEngine.join(
-                self.options.urls[rank], *common_args, seed=spec.seed, chat_template=spec.chat_template
-            )
-        return SglangEngine.start(
-            *common_args,
-            dtype=spec.dtype,
-            device=spec.device,
-            seed=spec.seed,
-            chat_template=spec.chat_template,
-            tensor_parallel=spec.num_gpus,
-        )
+            return SglangEngine.join(self.options.urls[rank], spec, self.options)
+        return SglangEngine.start(spec, self.options)
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if not self.joined and (missing := sglang_missing(self.options.python)):

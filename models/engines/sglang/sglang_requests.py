@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from models.engines.shared_requests import SharedRequest
 from models.seeds import derive_seed
 from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
     FinishReason,
-    SamplingParams,
     VersionSpan,
     ignore_first_token,
 )
+from models.version_spans import joined_spans
 
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32
@@ -56,17 +57,11 @@ class SglangSample:
 
 
 @dataclass(slots=True, eq=False)
-class SglangRequest:
-    """A request in flight, and all who wait for its first token."""
+class SglangRequest(SharedRequest):
+    """A request in flight, and its latest try."""
 
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    listeners: list[Callable[[], None]] = field(default_factory=list)
     rid: str = ""  # at the server, of the latest try; empty: not sent
     sampled: SglangSample = field(default_factory=SglangSample)
-    begun: bool = False  # its first token was sampled
-    aborted: bool = False
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # set: don't wait for the server's answer
     on_begin: Callable[[], None] = ignore_first_token  # of the latest try
 
@@ -78,10 +73,8 @@ class SglangRequest:
     def add(self, event: Json) -> None:
         self.sampled.add(event)
         self.on_begin()
-        if not self.begun and self.sampled.token_ids:
-            self.begun = True
-            for notify in self.listeners:
-                notify()
+        if self.sampled.token_ids:
+            self.begin()
 
 
 def body_of(
@@ -165,14 +158,8 @@ def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> 
         for end, next_name in sampled.pieces:
             stretches.append((start, end, name))
             start, name = end, next_name
-    spans: list[VersionSpan] = []
-    for start, end, name in stretches:
-        version = _version(name, versions)
-        if spans and spans[-1].version == version:
-            start = spans.pop().start
-        if end > start:
-            spans.append(VersionSpan(model=model, version=version, start=start, end=end))
-    return tuple(spans) or (VersionSpan(model=model, version=list(versions.values())[-1], start=0, end=0),)
+    numbered = ((_version(name, versions), start, end) for start, end, name in stretches)
+    return joined_spans(model, numbered, latest=list(versions.values())[-1])
 
 
 def _version(name: str, versions: Mapping[str, int]) -> int:

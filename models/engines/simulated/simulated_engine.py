@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
+from models.version_spans import joined_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class SimulatedEngine:
         script = self._author(prompt_ids, params, context)
         self._check_alive()
         if not script.token_ids:
-            return self._completion(script, (), 0)
+            return self._completion(script, joined_spans(self.model_name, (), self.version), 0)
         row = SimulatedRow(
             prompt=hash(tuple(prompt_ids)),
             prompt_tokens=len(prompt_ids),
@@ -265,28 +266,25 @@ class SimulatedEngine:
             logprobs=minus_ones(num_tokens),
             text=script.text if whole else "",
             finish_reason=script.finish_reason if whole else "abort",
-            versions=spans or (VersionSpan(model=self.model_name, version=self.version, start=0, end=0),),
+            versions=spans,
             cached_tokens=cached_tokens,
         )
 
     def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:
         """The version that sampled each token, by the steps in which the row was in the batch."""
-        spans: list[VersionSpan] = []
+        return joined_spans(self.model_name, self._stretches(row, num_tokens), self.version)
+
+    def _stretches(self, row: SimulatedRow, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         start = 0
         for joined, left in row.stays:
             first = bisect_right(self._versions, joined, key=lambda change: change[0]) - 1
             for index in range(first, len(self._versions)):
                 until = self._versions[index + 1][0] if index + 1 < len(self._versions) else left
                 end = min(start + min(until, left) - joined, num_tokens)
-                if end > start:
-                    version, begin = self._versions[index][1], start
-                    if spans and spans[-1].version == version:
-                        begin = spans.pop().start
-                    spans.append(VersionSpan(model=self.model_name, version=version, start=begin, end=end))
+                yield self._versions[index][1], start, end
                 start, joined = max(start, end), min(until, left)
                 if joined >= left:
                     break
-        return tuple(spans)
 
 
 def rows_apart(tokens_per_s: float) -> EngineSpeed:

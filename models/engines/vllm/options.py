@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.installed import vllm_missing
-from models.engines.vllm.pressure import PressureGauge
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 if TYPE_CHECKING:
@@ -76,25 +76,20 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmStart:
-    """The specification of an engine.
+    """What follows for vLLM from the specification of an engine.
 
     context_tokens: its window, for prompt and new tokens together.
     adapters:       what pushes carry, if they aren't merged into the weights.
     """
 
-    model_path: str
+    spec: EngineSpec
     config: VllmConfig
     context_tokens: int
-    dtype: str
-    device: str
-    tensor_parallel: int
-    takes_weights: bool
-    return_routed_experts: bool = False  # for mixtures of experts; needs vLLM's Model Runner V2, which needs a GPU
     adapters: Adapters | None = None
 
     @property
     def on_cpu(self) -> bool:
-        return self.device == "cpu"
+        return self.spec.device == "cpu"
 
 
 def check_vllm_options(config: VllmConfig) -> None:
@@ -131,11 +126,11 @@ def argument_names() -> frozenset[str]:
 
 def arguments_of(start: VllmStart) -> dict[str, Any]:
     """The arguments for AsyncEngineArgs; the user's own come last."""
-    config = start.config
+    config, spec = start.config, start.spec
     kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if start.on_cpu else 0)
     arguments: dict[str, Any] = {
-        "model": start.model_path,
-        "dtype": start.dtype,
+        "model": spec.path,
+        "dtype": spec.dtype,
         "max_model_len": start.context_tokens,
         "max_num_seqs": config.max_batch_rows,
         "kv_cache_memory_bytes": kv_cache_mb << 20 or None,
@@ -143,9 +138,9 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager or start.on_cpu,
         "enable_prefix_caching": config.prefix_caching,
         "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # not supported on a CPU
-        "tensor_parallel_size": start.tensor_parallel,
+        "tensor_parallel_size": spec.num_gpus,
         # Not Ray: this actor already has the slot's devices.
-        "distributed_executor_backend": "mp" if start.tensor_parallel > 1 else "uni",
+        "distributed_executor_backend": "mp" if spec.num_gpus > 1 else "uni",
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "scheduling_policy": "priority",
         "stream_interval": FIRST_AND_LAST,
@@ -156,7 +151,7 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
     }
     if config.quantization != "none":
         arguments["quantization"] = VLLM_QUANTIZATIONS[config.quantization]
-    if start.takes_weights:
+    if spec.takes_weights:
         arguments["weight_transfer_config"] = {"backend": ADAPTER_BACKEND if start.adapters else WEIGHT_BACKEND}
     if start.adapters is not None:
         arguments |= {
@@ -165,7 +160,7 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
             "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= start.adapters.rank),
             "lora_target_modules": list(start.adapters.targets),
         }
-    if start.return_routed_experts:
+    if spec.return_routed_experts:  # needs vLLM's Model Runner V2, which needs a GPU
         arguments["enable_return_routed_experts"] = True
     if start.on_cpu:
         arguments["block_size"] = CPU_BLOCK_SIZE
@@ -196,10 +191,8 @@ def environment_of(start: VllmStart) -> dict[str, str]:
     return environment
 
 
-def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
-    """Start vLLM; blocks for seconds. The gauge gets its statistics; nothing else of them is kept. This process's
-    environment isn't changed.
-    """
+def start_async_llm(start: VllmStart) -> AsyncLLM:
+    """Start vLLM; blocks for seconds. This process's environment isn't changed."""
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
@@ -214,8 +207,8 @@ def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
                 "type lora.sync=merged, or engine=embedded"
             )
         if start.on_cpu:
-            _check_heads(vllm_config.model_config.get_head_size(), start.model_path)
-        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauge.make_logger], disable_log_stats=True)
+            _check_heads(vllm_config.model_config.get_head_size(), start.spec.path)
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
 
 def _check_heads(head_size: int, model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""AsyncLLM and the process of its core: calls that end with it, and how it ended. Knows no requests or weights."""
+"""AsyncLLM and the process of its core: its calls, its sleep, how it ended. Knows no requests and no pushes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from models.engines.vllm.options import VllmStart, start_async_llm
-from models.engines.vllm.pressure import PressureGauge
 from models.types import EngineDied
 
 if TYPE_CHECKING:
@@ -20,15 +19,22 @@ LIVENESS_PERIOD_S = 0.2  # interval at which a waiting call checks whether vLLM 
 
 
 class VllmProcess:
-    """AsyncLLM and its processes. Blocks while vLLM starts."""
+    """AsyncLLM and its processes. Blocks while vLLM starts.
 
-    def __init__(self, start: VllmStart, model_name: str) -> None:
-        self._model_name = model_name
-        self.gauge = PressureGauge()
-        self._held = [start_async_llm(start, self.gauge)]
+    ids: of vLLM's engine core, which holds the model or starts the workers that do.
+    """
+
+    def __init__(self, start: VllmStart) -> None:
+        self._model_name = start.spec.role
+        self._adapters = start.adapters
+        self._held = [start_async_llm(start)]
         self._end = weakref.finalize(self, _shut_down, self._held)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)
+        self.ids = [core.pid for core in self._cores]
+        self._introduction: asyncio.Task[None] | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     @property
     def llm(self) -> AsyncLLM:
@@ -36,10 +42,6 @@ class VllmProcess:
         if not self._held:
             raise self.death()
         return self._held[0]
-
-    @property
-    def ids(self) -> list[int]:
-        return [core.pid for core in self._cores]
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call of AsyncLLM, which by itself would wait forever for a dead core."""
@@ -58,6 +60,45 @@ class VllmProcess:
     async def ask_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of the workers' extension; answers by rank."""
         return await self.call(self.llm.collective_rpc(method, args=args))
+
+    async def introduced(self) -> None:
+        """Return once what comes before a first request is done."""
+        if self._introduction is None:
+            self._introduction = asyncio.create_task(self._introduce())
+        await asyncio.shield(self._introduction)
+
+    async def _introduce(self) -> None:
+        """Once the loop runs: what vLLM asks its core before a first request, the name of its weights, and an adapter
+        that changes nothing.
+        """
+        await self.call(self.llm.get_supported_tasks())
+        if self._adapters is not None:
+            await self.ask_workers("begin_adapters", self._adapters.rank, self._adapters.alpha)
+        if await self.call(self.llm.get_weight_version()) == "default":
+            await self.call(self.llm.update_weight_version("0"))
+
+    async def ready(self) -> None:
+        """Return once requests may be sent: not in its sleep."""
+        await self.introduced()
+        if not self._awake.is_set():
+            await self.call(self._awake.wait())
+
+    async def sleep(self) -> int:
+        """Returns the bytes that became free."""
+        before = await self.ask_workers("free_device_bytes")
+        self._awake.clear()
+        await self.call(self.llm.sleep(level=1, mode="keep"))
+        after = await self.ask_workers("free_device_bytes")
+        return max(0, sum(after) - sum(before))
+
+    async def wake(self) -> None:
+        """Wake; it is paused then."""
+        await self.call(self.llm.wake_up())
+        await self.pause()  # waking vLLM also resumes it
+        self._awake.set()
+
+    async def pause(self) -> None:
+        await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
 
     def refuse_the_dead(self) -> None:
         if self.llm.errored:

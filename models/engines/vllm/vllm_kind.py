@@ -30,19 +30,7 @@ class VllmKind(GpuEngineKind[VllmConfig]):
     def make(self, spec: EngineSpec, rank: int) -> Engine:
         from models.engines.vllm.vllm_engine import VllmEngine
 
-        return VllmEngine(
-            spec.path,
-            spec.role,
-            self.options,
-            dtype=spec.dtype,
-            device=spec.device,
-            seed=spec.seed,
-            chat_template=spec.chat_template,
-            tensor_parallel=spec.num_gpus,
-            takes_weights=spec.takes_weights,
-            return_routed_experts=spec.return_routed_experts,
-            lora=spec.lora,
-        )
+        return VllmEngine(spec, self.options)
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if missing := vllm_missing():

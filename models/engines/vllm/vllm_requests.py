@@ -5,14 +5,14 @@ vLLM streams two outputs per request: one with the first token, one with the oth
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.types import Completion, EngineRefused, FinishReason, SamplingParams, VersionSpan
+from models.engines.shared_requests import SharedRequest
+from models.types import EngineRefused, FinishReason, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -25,25 +25,11 @@ COLDEST = 0.01  # vLLM raises lower temperatures to this value; 0 is greedy
 
 
 @dataclass(slots=True, eq=False)
-class VllmRequest:
-    """A request in flight, and all who wait for it."""
+class VllmRequest(SharedRequest):
+    """A request in flight, under its name at vLLM."""
 
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    listeners: list[Callable[[], None]] = field(default_factory=list)
-    num_waiters: int = 0
-    begun: bool = False  # its first token was sampled
-    aborted: bool = False
+    request_id: str = ""
     renewed: bool = False  # withdrawn before its first token, to be sent again
-    answer: asyncio.Task[Completion] | None = None
-
-    def begin(self) -> None:
-        if not self.begun:
-            self.begun = True
-            for notify in self.listeners:
-                notify()
 
 
 @dataclass(slots=True)

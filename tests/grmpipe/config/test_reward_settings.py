@@ -18,6 +18,7 @@ from grmpipe.config.reward_checks import (
     check_normalised_units,
     check_rewards,
     check_rewards_used,
+    check_scales,
     check_sources,
 )
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
@@ -172,6 +173,25 @@ def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
     judges = {"judge": JudgeConfig(), "short": JudgeConfig(**{"num_judgements": 4, **first})}
     with pytest.raises(ValueError, match=message):
         check_doubts(RewardTree(RewardConfig(**{**CASCADE, **cascade})), judges)
+
+
+@pytest.mark.parametrize(
+    ("reward", "key"),
+    [
+        (MIX, "mix"),
+        ({"kind": "jury", "members": ["judge", "safety"]}, "pass_at"),
+        (CASCADE | {"first": "safety"}, "unsure_band"),
+        ({"kind": "gate", "gate": "judge", "inner": "safety"}, "min_reward"),
+    ],
+)
+def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any], key: str) -> None:
+    judges = {"judge": JudgeConfig(), "safety": JudgeConfig(kind="function", function="mine.reward")}
+    with pytest.raises(ValueError, match=rf"^reward\.{key}: .*safety .*'judges\.safety\.score_range=\[0, 1\]'"):
+        check_scales(RewardTree(RewardConfig(**reward)), judges)
+    on_scale = JudgeConfig(kind="function", function="mine.reward", score_range=[0, 5])
+    check_scales(RewardTree(RewardConfig(**reward)), judges | {"safety": on_scale})
+    check_scales(RewardTree(RewardConfig(judge="safety")), judges)
+    check_scales(RewardTree(RewardConfig(**MIX, normalise="group_std")), judges)
 
 
 def test_a_cascade_that_may_escalate_everything_takes_abstentions() -> None:

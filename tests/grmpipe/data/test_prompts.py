@@ -41,7 +41,8 @@ def test_rows_become_prompts(tmp_path: Path, write: Any) -> None:
         {"prompt": None, "messages": CHAT, "reference": None},
     )
     first, second = load_prompts(path)
-    assert first == Prompt(prompt_id="a", messages=user("6 x 2?"), source="drill", reference="12")
+    asked = Prompt(prompt_id="a", messages=user("6 x 2?"), source="drill", reference="12", columns={"extra": 1})
+    assert first == asked
     assert second.messages == (Message(role="system", content="Be brief."), *user("6 x 2?"))
     assert second.reference is None
     assert second.prompt_id == f"{Path(path).name}:2"

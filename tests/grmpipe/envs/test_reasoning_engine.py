@@ -19,6 +19,7 @@ from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import SHIPPED
@@ -183,7 +184,7 @@ def test_a_real_engine_samples_the_answer_after_the_inserted_tokens() -> None:
     """The engine's own log-probs of the whole sequence are those of the completion, except where it was inserted."""
     path = str(SHIPPED / "grm")
     renderer = Renderer.load(path, str(TEMPLATES / "deepseek_r1.jinja"))
-    engine = EmbeddedEngine(path, "grm", EmbeddedConfig())
+    engine = EmbeddedEngine(EngineSpec(path=path, role="grm"), EmbeddedConfig())
 
     async def asked() -> tuple[Completion, tuple[float, ...], int]:
         prompt_ids = renderer.render([Message(role="user", content="What is 6 x 2?")])

@@ -11,14 +11,14 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout
 from grmpipe.evaluation.policy_evaluation import Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import RESULTS, show_policies, write_policies
-from grmpipe.evaluation.sampled_answers import Counting
+from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.observe.evaluation_tables import evaluation_tables
 from grmpipe.types import Failed, JudgeReport, Prompt
 from models.types import Message
 
-SCORING = Scoring(counting=Counting(num_samples=2, pass_k=(1, 2)), pass_reward=7 / 9, greedy=True, by_rule=False)
+SCORING = Scoring(counting=AnswerSampling(num_samples=2, pass_k=(1, 2)), pass_reward=7 / 9, greedy=True, by_rule=False)
 PROMPTS = [
     Prompt(prompt_id=name, messages=(Message(role="user", content="?"),), source=source, reference="7")
     for name, source in (("a", "math"), ("b", "math"), ("c", "chat"))

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from grmpipe.evaluation.sampled_answers import Counting, figures, pass_at, with_ends
+from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, pass_at, with_ends
 
-COUNTING = Counting(num_samples=4, pass_k=(1, 4))
+COUNTING = AnswerSampling(num_samples=4, pass_k=(1, 4))
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 2), (5, 2, 3), (6, 0, 2), (3, 3, 1), (4, 1, 4)])

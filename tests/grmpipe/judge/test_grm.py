@@ -147,7 +147,7 @@ def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:
     (failure,) = report.failures
     assert isinstance(failure, FailedJudgement) and failure.prompt_ids == ()
     counters = FlowCounters()
-    counters.report(report)
+    counters.step.report(report)
     assert (counters.step.judging.asked, counters.step.judging.counted, counters.step.judging.judge_tokens) == (
         2,
         1,

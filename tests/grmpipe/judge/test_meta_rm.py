@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from grmpipe.config.scalar_map import sigmoid
-from grmpipe.judge.meta_rm import JudgedResponses, MetaRm
-from grmpipe.types import Judgement, Prompt
-from models.types import Completion, EngineRefused, Message, VersionSpan
+from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.types import Judgement
+from models.types import Completion, EngineRefused, VersionSpan
 
 
 class Recorded:
@@ -25,16 +25,14 @@ class Recorded:
         return float(len(token_ids) - 4)
 
 
-def judged(prompt_ids: tuple[int, ...], sampled_ids: tuple[int, ...]) -> JudgedResponses:
+def judged(prompt_ids: tuple[int, ...], sampled_ids: tuple[int, ...]) -> Judgement:
     span = VersionSpan(model="grm", version=0, start=0, end=len(sampled_ids))
     completion = Completion(
         token_ids=sampled_ids, logprobs=(0.0,) * len(sampled_ids), text="", finish_reason="stop", versions=(span,)
     )
-    judgement = Judgement(
+    return Judgement(
         group_id="g", siblings=(0,), scores=(5.0,), prompt_ids=prompt_ids, completion=completion, grm="grm", version=0
     )
-    prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
-    return JudgedResponses(prompt=prompt, responses=("!",), judgement=judgement)
 
 
 def test_it_reads_the_grms_prompt_and_then_what_the_grm_sampled() -> None:

@@ -219,7 +219,7 @@ def test_forced_verdicts_are_counted(bench: Any) -> None:
     report, _ = judged_with_budget(bench, " 7", max_new_tokens=100, thinking_tokens=30, answer_start="Score:")
     assert report.verdict.score == 7
     counters = FlowCounters()
-    counters.report(report)
+    counters.step.report(report)
     counts = counters.close_step()
     assert (counts.judging.forced, counters.total.judging.forced) == (1, 1)
     assert flow_metrics(counts, 1.0)["judge/forced_verdicts"] == 1.0

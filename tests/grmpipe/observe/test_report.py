@@ -14,7 +14,7 @@ import pytest
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.run_files import NEVER_ENDED, JudgeNumbers, config_text, ends_of, read_run, shown_turn, shown_turns
+from grmpipe.observe.run_files import NEVER_ENDED, config_text, ends_of, read_run, shown_turns
 from grmpipe.observe.summary import (
     CascadeSummary,
     EvalSummary,
@@ -227,10 +227,10 @@ def test_several_judges_have_a_row_each_and_say_whose_judgement_is_whose(tmp_pat
 def test_a_killed_run_of_several_judges_is_told_judge_by_judge(tmp_path: Path) -> None:
     write_metrics(tmp_path, several(1), several(2))
     run = read_run(tmp_path)
-    assert run.by_judge["second"] == JudgeNumbers(asked=16, tokens=100, failed={"unparseable": 4}, score=None)
-    assert run.by_judge["judge"].score == 6.5
-    assert run.cascades["reward"].escalated == 0.25
-    assert not run.failed, "failures by judge are no causes of their own"
+    assert run.judging.by_judge["second"] == JudgeSummary(asked=16, tokens=100, failed={"unparseable": 4})
+    assert run.judging.by_judge["judge"].score_mean == 6.5
+    assert run.judging.cascades["reward"].escalated_share == 0.25
+    assert not run.judging.failed, "failures by judge are no causes of their own"
     assert "second 16 4 unparseable 100 –" in text_of(tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_a_killed_run_is_told_from_the_files_that_it_left_torn_lines_ignored(tmp
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "train/grm_sc')
     run = read_run(tmp_path)
-    assert (run.status, run.steps, run.asked, run.failed) == (NEVER_ENDED, 1, 30, {"timeout": 3})
+    assert (run.status, run.steps, run.judging.asked, run.judging.failed) == (NEVER_ENDED, 1, 30, {"timeout": 3})
     assert run.eval_initial == {"true_accuracy": 0.3}
     assert not run.eval_final
     words = " ".join(page_of(tmp_path, "the learner waited for rollouts").words)
@@ -361,10 +361,10 @@ def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_p
 def test_of_a_long_journal_only_the_ends_are_read_and_no_line_twice(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(f'{{"line": {number}}}\n' for number in range(1000)) + '{"torn')
-    first, last = ([record["line"] for record in end] for end in ends_of(path, 200))
+    first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 200))
     assert first == [*range(len(first))] and 10 < len(first) < 30
     assert last == [*range(1000 - len(last), 1000)] and 10 < len(last) < 30
-    first, last = ([record["line"] for record in end] for end in ends_of(path, 8000))
+    first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 8000))
     assert [*first, *last] == [*range(1000)]
 
 
@@ -392,7 +392,7 @@ def test_whatever_goes_wrong_no_run_fails_by_its_page(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     assert not write_report(tmp_path / "file")
 
-    def broken(page: object) -> str:
+    def broken(run: object) -> str:
         raise RuntimeError("no template")
 
     monkeypatch.setattr(report_room, "render", broken)
@@ -429,7 +429,7 @@ def test_a_summary_with_a_field_of_a_wrong_type_gives_a_page_without_that_field(
                 part = part[name]
             part[path[-1]] = wrong
             (tmp_path / "summary.json").write_text(json.dumps(record))
-            list(report_room.page_of(read_run(tmp_path)).tiles)
+            report_room.parts_of(read_run(tmp_path))
         if len(path) == 1:
             assert write_report(tmp_path), path
 
@@ -440,16 +440,19 @@ def test_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     assert write_report(tmp_path)
 
 
+def turn_of(text: str, *replies: Message, rewritten: bool = False) -> Turn:
+    return Turn(new_ids=(1,), completion=completion(text), replies=replies, rewritten=rewritten)
+
+
 def test_a_branch_of_an_episode_is_named() -> None:
-    turn = {"text": "x", "replies": [], "rewritten": True}
-    assert shown_turn(turn, ()).facts == ["a branch: it doesn't continue the turn before"]
-    assert shown_turn(turn | {"rewritten": False}, ()).facts == []
+    first, branch = shown_turns([turn_of("x"), turn_of("x", rewritten=True)], None)
+    assert (first.facts, branch.facts) == ([], ["a branch: it doesn't continue the turn before"])
 
 
 def test_the_history_of_a_branch_stands_before_it_with_what_the_agent_wrote_as_the_assistant() -> None:
-    edited = {"role": "assistant", "content": "2!", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    first = {"text": "2", "replies": [edited, {"role": "user", "content": "b"}]}
-    first, branch = shown_turns([first, {"text": "c", "replies": [], "rewritten": True}], None)
+    edited = Message(role="assistant", content="2!", tool_calls=(ToolCall(name="add", arguments={"a": 1}),))
+    turns = [turn_of("2", edited, Message(role="user", content="b")), turn_of("c", rewritten=True)]
+    first, branch = shown_turns(turns, None)
     assert (first.replies, first.history) == ([], [])
     by = "assistant, as the agent wrote it, not the policy"
     assert [(one.by, one.text) for one in branch.history] == [(by, '2!\nadd({"a": 1})'), ("user", "b")]

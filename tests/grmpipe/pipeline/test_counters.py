@@ -34,7 +34,7 @@ def judgement(num_tokens: int) -> Judgement:
 
 def test_principles_are_asked_for_and_cost_tokens_and_enter_no_vote() -> None:
     counters = FlowCounters()
-    counters.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30)))
+    counters.step.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30)))
     assert (counters.step.judging.asked, counters.step.judging.counted, counters.step.judging.judge_tokens) == (
         2,
         1,
@@ -44,20 +44,20 @@ def test_principles_are_asked_for_and_cost_tokens_and_enter_no_vote() -> None:
 
 def test_saved_tokens_and_the_error_of_audited_stops_are_told_and_outlive_a_checkpoint() -> None:
     counters = FlowCounters()
-    counters.report(JudgeReport(verdict=VERDICT, saved_tokens=40))
+    counters.step.report(JudgeReport(verdict=VERDICT, saved_tokens=40))
     for stopped, full in ((9.0, 8.0), (5.0, 5.5)):
         audit = StopAudit(stopped_after=2, stopped_score=stopped, full_score=full)
-        counters.report(JudgeReport(verdict=VERDICT, audit=audit))
+        counters.step.report(JudgeReport(verdict=VERDICT, audit=audit))
     metrics = flow_metrics(counters.step, seconds=1.0)
     assert (metrics["judge/saved_tokens"], metrics["judge/early_stop_error"]) == (40, pytest.approx(0.75))
     counters.close_step()
-    restored = Counters.restored(counters.saved())
+    restored = Counters.restored(counters.total.saved())
     assert (restored.judging.saved_tokens, restored.judging.audits, restored.judging.audit_error) == (40, 2, 1.5)
 
 
 def test_without_an_early_stop_nothing_is_said_of_one() -> None:
     counters = FlowCounters()
-    counters.report(JudgeReport(verdict=Failed(stage="judge", cause="undecided", attempts=1)))
+    counters.step.report(JudgeReport(verdict=Failed(stage="judge", cause="undecided", attempts=1)))
     assert not any("early_stop" in name or "saved" in name for name in flow_metrics(counters.step, seconds=1.0))
 
 
@@ -80,7 +80,7 @@ def of_two_judges() -> JudgeReport:
 
 def test_what_several_judges_did_is_counted_by_judge_and_once_in_the_totals() -> None:
     counters = FlowCounters()
-    counters.report(of_two_judges())
+    counters.step.report(of_two_judges())
     counts, by_judge = counters.step.judging, counters.step.by_judge
     assert (counts.asked, counts.counted, counts.judge_tokens, counts.failed) == (5, 2, 52, {"refused": 1})
     assert (by_judge["cheap"].asked, by_judge["cheap"].judge_tokens, by_judge["cheap"].verdicts) == (2, 37, 1)
@@ -95,29 +95,29 @@ def test_what_several_judges_did_is_counted_by_judge_and_once_in_the_totals() ->
 
 def test_counts_by_judge_outlive_a_checkpoint_as_json() -> None:
     counters, restored = FlowCounters(), FlowCounters()
-    counters.report(of_two_judges())
+    counters.step.report(of_two_judges())
     counters.close_step()
-    restored.restore(json.loads(json.dumps(counters.saved())))
+    restored.restore(json.loads(json.dumps(counters.total.saved())), {})
     assert restored.total == counters.total
-    restored.report(of_two_judges())
+    restored.step.report(of_two_judges())
     total = restored.total_so_far()
     assert (total.by_judge["good"].asked, total.cascades["reward"].audited) == (6, 8)
 
 
 def test_kept_work_is_counted_in_the_first_step_and_its_tokens_took_none_of_its_time() -> None:
     counters, restored = FlowCounters(), FlowCounters()
-    counters.report(of_two_judges())
+    counters.step.report(of_two_judges())
     counters.close_step()
-    counters.report(of_two_judges())  # between the step and its checkpoint
-    restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.saved(), counters.saved_step())))
+    counters.step.report(of_two_judges())  # between the step and its checkpoint
+    restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.total.saved(), counters.step.saved())))
     report, void = of_two_judges(), JudgeReport(verdict=VERDICT, judgements=(judgement(9),))
     restored.recovered(UncountedWork(rollouts=(rollout(),), reports=(report,), void_reports=(void,)))
     assert flow_metrics(restored.step, seconds=2.0).items() >= {
         "rollout/finished": 1, "rollout/tokens": 5, "rollout/tokens_per_s": 0, "judge/asked": 10, "judge/tokens": 104,
         "judge/tokens_per_s": 0, "judge/cheap/tokens": 74, "judge/cheap/tokens_per_s": 0,
     }.items()  # fmt: skip
-    restored.rollout(rollout())
-    restored.report(report)
+    restored.step.rollout(rollout())
+    restored.step.report(report)
     metrics = flow_metrics(restored.step, seconds=2.0)
     assert (metrics["rollout/tokens_per_s"], metrics["judge/tokens_per_s"]) == (2.5, 26)
     total = restored.total_so_far()
@@ -131,20 +131,8 @@ def test_an_episode_from_before_a_resume_has_no_times_of_this_process() -> None:
     assert metrics["env/turns_mean"] == 1 and "env/boot_s_mean" not in metrics
 
 
-def test_a_checkpoint_from_before_there_were_several_judges_is_read() -> None:
-    old = {
-        "rollouts": 9, "truncated": 1, "policy_tokens": 90, "asked": 8, "counted": 6, "judge_tokens": 40, "aborted": 0,
-        "voided": 0, "failed": {"timeout": 2}, "saved_tokens": 3, "audits": 2, "audit_error": 0.5, "stalls": {},
-    }  # fmt: skip
-    counters = FlowCounters()
-    counters.restore(old)
-    counts = counters.total.judging
-    assert (counts.asked, counts.judge_tokens, counts.failed, counts.early_stop_error) == (8, 40, {"timeout": 2}, 0.25)
-    assert counters.total.rollouts == 9
-
-
 def test_a_single_judge_is_counted_under_no_name() -> None:
     counters = FlowCounters()
-    counters.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),)))
+    counters.step.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),)))
     assert counters.step.by_judge == {}
     assert not any(name.count("/") > 1 for name in flow_metrics(counters.step, seconds=1.0))

@@ -39,6 +39,6 @@ def test_a_reward_is_a_metric_by_its_name_averaged_over_the_episodes_that_have_i
     for rewards in ({"solved": 1.0, "moves": -3.0}, {"moves": -5.0}, {}):
         turns = (replace(turn(3, 2, 0), rewards=rewards), replace(turn(1, 2, 0), rewards={"moves": -1.0}))
         step.rollout(Rollout(group_id="g", sibling=0, turns=turns, status="finished", took_s=1.0))
-    counts.add(step)
+    counts += step
     metrics = EnvCounts.restored(counts.saved()).metrics()
     assert (metrics["env/reward_solved"], metrics["env/reward_moves"]) == (1.0, (-4 - 6 - 1) / 3)

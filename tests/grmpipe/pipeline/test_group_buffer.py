@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.pipeline.generation import being_judged
-from grmpipe.pipeline.group import Group, GroupState
+from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.why_waiting import NUM_SHOWN, pending, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
-from scheduler.admission import Ledger
 
 LOST = Failed(stage="judge", cause="truncated", attempts=2)
 
@@ -39,10 +38,6 @@ class Journal:
 
     def group_ended(self, end: GroupEnd) -> None:
         self.ends.append(end)
-
-
-def ledger_of(buffer: GroupBuffer) -> Ledger:
-    return buffer.ledger.counts(len(buffer.groups))
 
 
 @dataclass
@@ -69,7 +64,6 @@ class Bench:
         self.buffer = GroupBuffer(
             config,
             self.journal,
-            now=lambda: self.now_s,
             on_change=self.supplies.append,
             pipeline_state=self.pipeline_state,
             kept=self.kept,
@@ -78,7 +72,7 @@ class Bench:
     def open(self) -> Group:
         prompt_index = self.buffer.ledger.next_prompt_index
         group, _ = self.buffer.open(prompt_index, Prompt(prompt_id=f"p{prompt_index}", messages=()))
-        self.buffer.set_deadline(group)
+        group.deadline_s = self.now_s + 60
         return group
 
     def roll_out(self, group: Group) -> None:
@@ -96,7 +90,7 @@ class Bench:
         return group
 
     def why(self, group: Group) -> str:
-        return why_waiting(self.buffer, group.group_id)
+        return why_waiting(self.buffer, group.group_id, self.now_s)
 
 
 def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
@@ -146,7 +140,7 @@ def test_a_group_that_is_dropped_leaves_room_from_whatever_state(state: GroupSta
     assert group.state is state
     bench.buffer.drop(group, "some_cause")
     assert bench.buffer.capacity == 1
-    assert ledger_of(bench.buffer).dropped == {"some_cause": 1}
+    assert bench.buffer.counts().dropped == {"some_cause": 1}
     assert bench.buffer.take() is None
     assert [(end.group_id, end.cause) for end in bench.journal.ends] == [("g000000", "some_cause")]
 
@@ -192,7 +186,7 @@ def test_at_its_deadline_a_group_is_ready_with_timeouts_or_dropped() -> None:
     assert (unjudged.state, timeout.cause) == (GroupState.READY, "timeout")
     assert bench.buffer.expire(unplayed) == []
     assert (unplayed.state, unplayed.cause) == (GroupState.DROPPED, "rollout_timeout")
-    assert ledger_of(bench.buffer).dropped == {"rollout_timeout": 1}
+    assert bench.buffer.counts().dropped == {"rollout_timeout": 1}
 
 
 def test_a_group_whose_rewards_are_alike_is_dropped_while_the_step_has_a_share_left() -> None:
@@ -228,10 +222,10 @@ def test_a_deadline_moves_with_the_first_token_only() -> None:
     group = bench.open()
     assert group.deadline_s == 160
     bench.now_s = 150
-    bench.buffer.first_token(group)
+    group.first_token(bench.now_s + 60)
     assert group.deadline_s == 210
     bench.now_s = 170
-    bench.buffer.first_token(group)
+    group.first_token(bench.now_s + 60)
     assert group.deadline_s == 210
 
 
@@ -261,7 +255,7 @@ def test_why_a_group_rolls_out_names_what_is_missing_and_whether_it_has_begun() 
     assert bench.why(group) == (
         "rolling out: rollouts missing: 0, 1; verdicts missing: 0, 1; no token yet; 40 s to its deadline"
     )
-    bench.buffer.first_token(group)
+    group.first_token(bench.now_s + 60)
     bench.buffer.add_rollout(group, rollout(group.group_id, 1))
     assert bench.why(group) == (
         "rolling out: rollouts missing: 0; verdicts missing: 0, 1; the policy has begun; 60 s to its deadline"
@@ -320,7 +314,7 @@ def test_why_a_group_is_gone_is_how_it_ended() -> None:
     bench.buffer.drop(dropped, "rollout_refused")
     assert bench.why(trained) == "trained: in step 1"
     assert bench.why(dropped) == "dropped: rollout_refused"
-    assert why_waiting(bench.buffer, "g000009").startswith("not in flight")
+    assert why_waiting(bench.buffer, "g000009", bench.now_s).startswith("not in flight")
 
 
 def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
@@ -340,7 +334,7 @@ def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() 
     kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
     bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
     assert bench.buffer.ledger.prompts_to_reopen == [2]
-    assert why_waiting(bench.buffer, "g000002~1") == "not opened again since the resume"
+    assert why_waiting(bench.buffer, "g000002~1", bench.now_s) == "not opened again since the resume"
     assert bench.buffer.ledger.state(bench.buffer.groups.values(), 0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
@@ -348,12 +342,12 @@ def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() 
     assert bench.buffer.ledger.state(bench.buffer.groups.values(), 7) == replace(
         pipeline_state, in_flight={2: "g000002~1"}, judge_version=7
     )
-    assert (ledger_of(bench.buffer).submitted, ledger_of(bench.buffer).trained) == (4, 2)
+    assert (bench.buffer.counts().submitted, bench.buffer.counts().trained) == (4, 2)
 
 
 def test_after_a_recovery_there_is_no_burst() -> None:
     bench = Bench(max_staleness=1, pipeline_state=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
-    assert (ledger_of(bench.buffer).trained, ledger_of(bench.buffer).submitted, bench.buffer.capacity) == (20, 24, 4)
+    assert (bench.buffer.counts().trained, bench.buffer.counts().submitted, bench.buffer.capacity) == (20, 24, 4)
 
 
 def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() -> None:
@@ -363,7 +357,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
     bench.roll_out(group)
     bench.judge(group)
     bench.buffer.take()
-    told = pending(bench.buffer)
+    told = pending(bench.buffer, bench.now_s)
     assert told.startswith("g000000 (rolling out: rollouts missing: 0, 1;")
     assert told.endswith("; 1 more")
     assert group.group_id not in told
@@ -410,8 +404,8 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
         if len(taken) == batch:
             assert [group.group_id for group in buffer.stepped()] == [group.group_id for group in taken]
             taken = []
-        buffer.check()
-    assert ledger_of(buffer).trained == 12 * batch
+        buffer.counts()
+    assert buffer.counts().trained == 12 * batch
     assert len({end.group_id for end in bench.journal.ends}) == len(bench.journal.ends)
     assert buffer.ledger.max_staleness_trained <= staleness
 
@@ -448,10 +442,10 @@ def filled(bench: Bench, order: random.Random) -> list[str]:
             alike = group.prompt_index % 3 == 0
             bench.judge(group, alike=alike)
     for group in ready:  # what is open at a push is finished before it
-        assert not bench.buffer.is_settled
+        assert not bench.buffer.is_done_with(*OPEN)
         bench.roll_out(group)
         bench.judge(group, alike=group.prompt_index % 3 == 0)
-    assert bench.buffer.is_settled
+    assert bench.buffer.is_done_with(*OPEN)
     bench.buffer.stepped()
     return taken
 
@@ -486,6 +480,6 @@ def test_a_ready_group_waits_for_those_of_earlier_prompts() -> None:
 def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:
     bench = Bench(deterministic=True)
     bench.make_ready()
-    assert not bench.buffer.is_settled
+    assert not bench.buffer.is_done_with(*OPEN)
     bench.buffer.no_more_prompts()
-    assert bench.buffer.is_settled
+    assert bench.buffer.is_done_with(*OPEN)

@@ -17,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.evaluation.sampled_answers import Counting
+from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
@@ -83,16 +83,16 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     unparseable = FailedJudgement(
         stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion(3)
     )
-    counters.rollout(rollout(0, 4))
-    counters.rollout(rollout(1, 6, status="truncated"))
-    counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
+    counters.step.rollout(rollout(0, 4))
+    counters.step.rollout(rollout(1, 6, status="truncated"))
+    counters.step.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
     step = counters.close_step()
     assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
     assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
     assert step.judging.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
-    restored.restore(counters.saved())
-    restored.rollout(rollout(2, 5))
+    restored.restore(counters.total.saved(), {})
+    restored.step.rollout(rollout(2, 5))
     assert restored.total_so_far().policy_tokens == 15
     assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5
     assert flow_metrics(Counters(), 1.0)["rollout/truncated_share"] == 0
@@ -177,7 +177,7 @@ def test_several_samples_of_a_prompt_have_avg_and_pass_at_k_and_the_first_is_the
     alone = dataclasses.replace(
         evaluator(score, ()), prompts=prompts, play_sampled=sampled, play_greedy=sampled, pass_reward=0.5
     )
-    four = dataclasses.replace(alone, counting=Counting(num_samples=4, pass_k=(1, 4)), greedy=False)
+    four = dataclasses.replace(alone, counting=AnswerSampling(num_samples=4, pass_k=(1, 4)), greedy=False)
     looked = asyncio.run(four.evaluate("look")).metrics
     assert [looked[name] for name in ("avg_at_4", "pass_at_1")] == pytest.approx([(0 + 1 / 3) / 2] * 2)
     assert "pass_at_4" not in looked, "one verdict on each prompt failed"

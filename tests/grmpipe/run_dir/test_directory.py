@@ -15,8 +15,8 @@ from grmpipe.config.data import DataConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
+from grmpipe.observe.changes import changes_of
 from grmpipe.pipeline.interfaces import PipelineState
-from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest

@@ -65,7 +65,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
                      sync_dir=f"{out_dir}/gpu-{rank}")  # fmt: skip
     of_rotary = Learner(rotary, rank, world_size)
     out["rotary_score"] = of_rotary.score((1, 2, 3, 4, 5))
-    out["handed_over"] = [of_rotary.bucket(index) for index in range(of_rotary.num_buckets())]
+    out["handed_over"] = [of_rotary.sender.bucket(index) for index in range(of_rotary.sender.num_buckets())]
 
     # Only one rank sees a nan; all must refuse the step.
     bad = rounds[0].micro_batches[rank]
@@ -140,8 +140,8 @@ def gradients(learner: Learner, factor: float) -> dict:
 def weights(learner: Learner) -> dict:
     """Name -> bytes, as they are sent; empty except on rank 0."""
     found = {}
-    for index in range(learner.num_buckets()):
-        bucket = learner.bucket(index)
+    for index in range(learner.sender.num_buckets()):
+        bucket = learner.sender.bucket(index)
         if bucket is not None:
             assert isinstance(bucket.payload, InlineBytes)
             found |= {tensor.name: data for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True)}

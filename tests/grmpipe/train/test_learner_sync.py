@@ -18,6 +18,7 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
@@ -74,7 +75,7 @@ def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str
     async def scenario() -> None:
         seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
         ranks = await InProcessGroup.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
-        group, engine = LearnerGroup(ranks), EmbeddedEngine(path, "policy", EmbeddedConfig())
+        group, engine = LearnerGroup(ranks), EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig())
         packer = Packer(max_tokens=1000, world_size=1)
         for round_ in packer.add(samples) + packer.flush():
             await group.accumulate(round_)
@@ -100,12 +101,12 @@ def test_a_bucket_that_cannot_be_posted_is_unsharded_to_its_end(
     unshard = pieces.unshard
     monkeypatch.setattr(pieces, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
     learner = Learner(make_spec(gpt2_path, transport, tmp_path))
-    bucket = learner.bucket(0)
+    bucket = learner.sender.bucket(0)
     assert bucket is not None
     unsharded.clear()
     monkeypatch.setattr(WeightTransport, "_fill", refuse)
     with pytest.raises(ValueError, match="no room"):
-        learner.bucket(0)
+        learner.sender.bucket(0)
     assert len(unsharded) == len(bucket.tensors) > 10
     learner.close()
     assert not list(tmp_path.iterdir())
@@ -133,16 +134,16 @@ def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_p
     mine, engines = sender_and_receiver()
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(receiver.join, engines)
-        learner.connect(mine)
+        learner.sender.connect(mine)
         joining.result()
-        bucket = learner.bucket(0)
+        bucket = learner.sender.bucket(0)
         for index in range(3):
             assert bucket is not None
-            learner.deliver(index)
-            following = learner.bucket(index + 1)
+            learner.sender.deliver(index)
+            following = learner.sender.bucket(index + 1)
             with received(bucket, receiver) as tensors:
                 assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
-            learner.delivered()
+            learner.sender.delivered()
             bucket = following
         receiver.leave()
     learner.close()
@@ -157,21 +158,21 @@ def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_beg
         for is_there, waits in ((False, True), (False, False), (True, True)):
             mine, engines = sender_and_receiver(timeout_s=2.0)
             joining = thread.submit(receiver.join, engines)
-            learner.connect(mine)  # also after a delivery that was given up
+            learner.sender.connect(mine)  # also after a delivery that was given up
             joining.result()
-            bucket = learner.bucket(0)
+            bucket = learner.sender.bucket(0)
             assert bucket is not None
             if not is_there:
                 receiver.leave()
-                learner.deliver(0)
-                assert learner.bucket(1) is not None
+                learner.sender.deliver(0)
+                assert learner.sender.bucket(1) is not None
                 if waits:  # otherwise the push was given up before
                     with pytest.raises(ConnectionError, match=f"sending '{bucket.tensors[0].name}'"):
-                        learner.delivered()
+                        learner.sender.delivered()
                 continue
-            learner.deliver(0)
+            learner.sender.deliver(0)
             with received(bucket, receiver) as tensors:
                 assert len(checksums_of(tensors)) == len(bucket.tensors)
-            learner.delivered()
+            learner.sender.delivered()
         receiver.leave()
     learner.close()

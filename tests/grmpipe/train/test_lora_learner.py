@@ -72,5 +72,5 @@ def test_in_bfloat16_what_is_frozen_takes_two_bytes_and_what_learns_four(spec: L
 
 def test_only_the_first_push_is_of_everything(spec: LearnerSpec) -> None:
     merged, alone = Learner(spec), Learner(replace(spec, lora=replace(spec.lora, sync="adapters")))
-    assert 0 < merged.num_fixed_buckets() < merged.num_buckets()
-    assert (alone.num_fixed_buckets(), alone.num_buckets()) == (0, 1)
+    assert 0 < merged.sender.num_fixed_buckets() < merged.sender.num_buckets()
+    assert (alone.sender.num_fixed_buckets(), alone.sender.num_buckets()) == (0, 1)

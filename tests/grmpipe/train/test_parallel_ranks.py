@@ -110,8 +110,8 @@ def together(samples: list[TrainingSample]) -> MicroBatch:
 
 def pushed(learner: Learner) -> dict[str, np.ndarray]:
     found = {}
-    for index in range(learner.num_buckets()):
-        bucket = learner.bucket(index)
+    for index in range(learner.sender.num_buckets()):
+        bucket = learner.sender.bucket(index)
         assert bucket is not None and isinstance(bucket.payload, InlineBytes)
         found |= {tensor.name: data for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True)}
     return found

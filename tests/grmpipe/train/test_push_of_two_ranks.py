@@ -16,6 +16,7 @@ from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Engine
@@ -30,7 +31,7 @@ PROBE = tuple(range(3, 30))
 
 
 def engine_factory(path: str) -> Callable[[int], Engine]:
-    return lambda rank: EmbeddedEngine(path, "policy", EmbeddedConfig(max_batch_rows=2))
+    return lambda rank: EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig(max_batch_rows=2))
 
 
 def on_cluster(scene: Callable[..., Coroutine[Any, Any, None]]) -> None:

@@ -17,6 +17,7 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.tiny.mixture import upcycle
 from models.tiny.resolve import SHIPPED
@@ -36,7 +37,9 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def sampled(policy_path: str) -> MicroBatch:
     """The answers of a sampler in bfloat16, with their experts."""
-    engine = EmbeddedEngine(policy_path, "policy", EmbeddedConfig(), dtype="bfloat16", return_routed_experts=True)
+    engine = EmbeddedEngine(
+        EngineSpec(path=policy_path, role="policy", dtype="bfloat16", return_routed_experts=True), EmbeddedConfig()
+    )
     prompts = [tuple(range(20 + index % 4, 60)) for index in range(24)]
 
     async def one(index: int) -> Completion:

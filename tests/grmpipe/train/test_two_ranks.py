@@ -62,7 +62,7 @@ class Posted:
     by_rank: list[list[WeightBucket]]
 
     async def call_all(self, method: str, index: int) -> list[object]:
-        assert method == "bucket"
+        assert method == "sender.bucket"
         return [posted[index] for posted in self.by_rank]
 
 
@@ -277,8 +277,8 @@ def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSp
         learner.accumulate(round_.micro_batches[0])
     metrics = of_all_ranks(learner.step(count(batches[2], 2)))
     assert metrics == pytest.approx(two.ranks[0]["metrics"][2], rel=1e-6, abs=1e-9)
-    for index in range(learner.num_buckets()):
-        bucket = learner.bucket(index)
+    for index in range(learner.sender.num_buckets()):
+        bucket = learner.sender.bucket(index)
         assert bucket is not None and isinstance(bucket.payload, InlineBytes)
         for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):
             theirs = two.ranks[0]["weights"][tensor.name].view(np.float64)

@@ -14,13 +14,12 @@ from grmpipe.config.user_code import described
 from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import plain_rewards, rewards_of
-from grmpipe.workflows.play_workflow import NO_FAULTS, WorkflowLimits, workflow_play
+from grmpipe.workflows.play_workflow import WorkflowLimits, workflow_play
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
 from models.types import EngineDied, Message, ignore_first_token
@@ -50,7 +49,6 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
         engine: object = None,
         *,
         step_s: float = 9.0,
-        faults: FaultInjection = NO_FAULTS,
         rules: FaultRules = NO_RULES,
         **limits: float,
     ) -> Rollout:
@@ -59,7 +57,7 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
             times = WorkflowLimits(episode_s=recorder.limits.episode_s, step_s=step_s, close_s=0.2)
             counts = SeatCounts()
             owner = described(workflow)
-            one = workflow_play(Running(workflow), recorder, Gateway(), times, faults, counts, rules, owner)
+            one = workflow_play(Running(workflow), recorder, Gateway(), times, counts, rules, owner)
             try:
                 rollout = await one(request_of, PROMPT, ignore_first_token)
             finally:
@@ -333,17 +331,6 @@ def test_what_fails_the_engine_is_raised_whatever_the_workflow_does(played: Call
 
     with pytest.raises(EngineDied, match="no engine is left"):
         played(solve, make_engine(error=EngineDied("no engine is left")))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_fault_on_purpose_ends_the_episode_at_any_moment(played: Callable, seed: int) -> None:
-    async def solve(task: Task, policy: Policy) -> object:
-        await two_turns(task, policy)
-        return 1.0
-
-    with pytest.raises(EnvFault, match=r"on purpose \(env\.inject_faults\)") as fault:
-        played(solve, faults=FaultInjection(share=1.0, seed=seed))
-    assert fault.value.cause == "died"
 
 
 def test_a_cancelled_episode_cancels_its_workflow(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.seeds import derive_seed
 from models.settings import EmbeddedConfig
 from models.types import Completion, RequestContext, SamplingParams, ignore_first_token
@@ -65,7 +66,7 @@ def open_engine(model_path: str) -> Iterator[OpenEngine]:
     opened: list[EmbeddedEngine] = []
 
     def open_one(path: str | Path = model_path, **options: int) -> EmbeddedEngine:
-        opened.append(EmbeddedEngine(str(path), "policy", EmbeddedConfig(**options)))
+        opened.append(EmbeddedEngine(EngineSpec(path=str(path), role="policy"), EmbeddedConfig(**options)))
         return opened[-1]
 
     yield open_one

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm
 from models.lm.logprobs import chosen_logprobs
 from models.lm.quantize import quantize_matrices
@@ -44,7 +45,7 @@ def expected(path: str, kind: str) -> list[float]:
 def test_it_computes_with_rounded_weights_before_and_after_a_push(
     model_path: str, next_version_path: str, kind: str
 ) -> None:
-    engine = EmbeddedEngine(model_path, "policy", EmbeddedConfig(quantize=kind))
+    engine = EmbeddedEngine(EngineSpec(path=model_path, role="policy"), EmbeddedConfig(quantize=kind))
 
     async def run() -> None:
         assert await engine.score(PROBE) == pytest.approx(expected(model_path, kind), abs=1e-4)

@@ -270,7 +270,7 @@ def test_requests_of_a_killed_engine_are_drawn_elsewhere_with_the_same_seed_and_
         done = await asyncio.gather(*answers)
         assert [completion.token_ids for completion in done] == [(1, 2, number) for number in range(10, 18)]
         assert {int(completion.text) for completion in done} == by_engine
-        assert len(router.alive) == 1
+        assert len(router.members.alive) == 1
         os.kill(by_engine.pop(), signal.SIGKILL)
         with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: process"):
             await ask(router, 99)
@@ -424,7 +424,7 @@ class Broadcaster(Source):
 def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weights_in_a_new_group() -> None:
     async def scene(cluster: RayCluster) -> None:
         router = Router("policy", await cluster.start_engines("policy", receivers()))
-        victim = int((await ask(router.alive["policy-0"], 1)).text)
+        victim = int((await ask(router.members.alive["policy-0"], 1)).text)
 
         async def address() -> tuple[str, int]:
             return "127.0.0.1", free_port("127.0.0.1")
@@ -435,12 +435,12 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
         )
         assert (await push_to_living(sync, router, 3)).version == 3
         first = source.group.name
-        assert set(router.alive) == {"policy-1"}
+        assert set(router.members.alive) == {"policy-1"}
         newcomer = await cluster.restart_engine("policy", "policy-0")
-        await sync.catch_up("policy-0", newcomer, lambda: router.admit("policy-0", newcomer))
+        await sync.catch_up("policy-0", newcomer, lambda: router.members.admit("policy-0", newcomer))
         assert (await push_to_living(sync, router, 4)).version == 4
         assert source.group.name != first
-        answers = [await ask(engine, 1) for engine in router.alive.values()]
+        answers = [await ask(engine, 1) for engine in router.members.alive.values()]
         assert [answer.versions[0].version for answer in answers] == [4, 4]
 
     on_cluster(seats(policy=2), scene)

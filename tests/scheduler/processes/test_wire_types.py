@@ -139,6 +139,17 @@ class Rank:
         return {"loss": scale}
 
 
+class Train:
+    parts: ClassVar = {"rank": Rank}
+
+    def stop(self) -> None: ...
+
+
+def test_methods_of_a_part_are_called_by_its_name_and_their_own() -> None:
+    calls = Dialect.of(Train).calls
+    assert calls == {"stop": types_of_call(Train.stop), "rank.step": types_of_call(Rank.step)}
+
+
 def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback() -> None:
     known = Dialect.of(Rank).errors
     torn = made_anew(remote_error(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)

@@ -6,22 +6,30 @@ from __future__ import annotations
 
 import pytest
 
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import SamplingParams
+from scheduler.events import NoEvents
 from scheduler.routing import expected_load
 from scheduler.routing.expected_load import SIBLINGS_AHEAD, LoadEstimate
+from scheduler.routing.members import RoleMembers
 
 SHORT, LONG = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=1000)
+ENGINES = {name: SimulatedEngine("policy", lambda *asked: Script(token_ids=(), text="")) for name in "ab"}
+
+
+def two_engines() -> RoleMembers:
+    return RoleMembers("policy", ENGINES, NoEvents())
 
 
 def test_a_long_request_weighs_as_much_as_many_short_ones() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     assert work.place("g", (1,) * 10, LONG) == ("a", 1010)
     assert [work.place(f"g{n}", (1,) * 10, SHORT)[0] for n in range(50)] == ["b"] * 50
     assert work["b"] == 1000
 
 
 def test_lengths_are_learned_from_answers_and_never_exceed_what_is_allowed() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     assert work.new_tokens(LONG) == 1000
     for _ in range(300):
         work.ended(50)
@@ -30,7 +38,7 @@ def test_lengths_are_learned_from_answers_and_never_exceed_what_is_allowed() -> 
 
 
 def test_a_sibling_with_the_same_prompt_costs_its_home_the_answer_alone() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     prompt = (1,) * 500
     home, first = work.place("g", prompt, SHORT)
     again, second = work.place("g", prompt, SHORT)
@@ -40,26 +48,26 @@ def test_a_sibling_with_the_same_prompt_costs_its_home_the_answer_alone() -> Non
 
 
 def test_siblings_part_when_their_home_is_far_behind_and_the_rest_follows_the_one_that_left() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     places = [work.place("g", (1,), SHORT)[0] for _ in range(3 * SIBLINGS_AHEAD)]
     assert places[: SIBLINGS_AHEAD + 1] == ["a"] * (SIBLINGS_AHEAD + 1)
     assert places[SIBLINGS_AHEAD + 2] == "b"
 
 
 def test_what_has_left_weighs_nothing_and_an_engine_that_is_gone_is_no_home() -> None:
-    work = LoadEstimate("ab")
+    members = two_engines()
+    work = LoadEstimate(members)
     name, tokens = work.place("g", (1, 2), SHORT)
-    work.give_back(name, tokens)
+    work.add(name, -tokens)
     assert work[name] == 0
-    assert work.place("g", (1, 2), SHORT, among=["b"]) == ("b", 12)
-    work.went("a")
-    assert work.place("h", (1, 2), SHORT) == ("b", 12)
-    work.came("a")
+    members.deactivate("a")
+    assert work.place("g", (1, 2), SHORT) == ("b", 12)
+    members.activate("a", ENGINES["a"])
     assert work.place_anywhere((1, 2), SHORT) == ("a", 12)
 
 
 def test_a_turn_goes_where_its_trajectory_is_cached_and_costs_the_new_tokens_alone() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     prompt = (1,) * 500
     assert work.place("g", prompt, SHORT, trajectory_id="g/0") == ("a", 510)
     work.keeps("b", "g/0", 505)  # it was migrated
@@ -68,28 +76,28 @@ def test_a_turn_goes_where_its_trajectory_is_cached_and_costs_the_new_tokens_alo
 
 
 def test_a_turn_leaves_its_home_when_that_has_more_load_than_a_prefill_costs() -> None:
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     work.keeps("a", "g/0", 500)
     ahead = SIBLINGS_AHEAD * 10 + 500
-    for _ in range(ahead // 10):
-        work.place("others", (), SHORT, among=["a"])
+    work.add("a", ahead)
     assert work["a"] == ahead
     assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("a", 20)
     assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("b", 520)
 
 
 def test_an_engine_that_served_another_role_or_died_meanwhile_is_no_home_any_more() -> None:
-    work = LoadEstimate("ab")
+    members = two_engines()
+    work = LoadEstimate(members)
     work.keeps("a", "g/0", 500)
-    work.went("a")
+    members.deactivate("a")
     assert work.place("g", (1,) * 510, SHORT, trajectory_id="g/0") == ("b", 520)
-    work.came("a")
+    members.activate("a", ENGINES["a"])
     assert work.place("h", (1,) * 510, SHORT, trajectory_id="g/0") == ("a", 520), "nothing of it is cached"
 
 
 def test_the_trajectories_without_a_turn_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected_load, "TRAJECTORIES_REMEMBERED", 2)
-    work = LoadEstimate("ab")
+    work = LoadEstimate(two_engines())
     for trajectory_id in ("old", "young", "old", "new"):
         work.keeps("b", trajectory_id, 500)
     places = [work.place(name, (1,) * 500, SHORT, trajectory_id=name)[1] for name in ("young", "old", "new")]

@@ -12,10 +12,8 @@ from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
-    InlineBytes,
     RequestContext,
     SamplingParams,
-    WeightBucket,
 )
 from scheduler.routing.expected_load import SIBLINGS_AHEAD
 from scheduler.routing.router import Router
@@ -171,7 +169,7 @@ def test_what_a_dead_engine_held_is_drawn_elsewhere_with_the_same_seed_and_once(
         done = await asyncio.gather(*answers)
         assert [answer.token_ids for answer in done] == [(1, 2, number) for number in range(8)]
         assert sorted(b.asked) == sorted((f"r{number}", number) for number in range(8))
-        assert list(router.alive) == ["policy-1"]
+        assert list(router.members.alive) == ["policy-1"]
         assert spans.seen.count(("policy-0", "died")) == 1
 
     asyncio.run(main())
@@ -198,7 +196,7 @@ def test_a_refusal_is_not_tried_elsewhere() -> None:
         router, a, b, _ = two()
         with pytest.raises(EngineRefused):
             await ask(router, 1, ids=())
-        assert len(router.alive) == 2
+        assert len(router.members.alive) == 2
         assert not a.asked
         assert not b.asked
 
@@ -212,7 +210,7 @@ def test_when_all_are_dead_the_first_cause_is_told() -> None:
         await asyncio.sleep(0.005)
         (a if a.asked else b).die("the first cause")
         await asyncio.sleep(0.005)
-        (b if router.alive == {"policy-1": b} else a).die("the second")
+        (b if router.members.alive == {"policy-1": b} else a).die("the second")
         with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: the first cause"):
             await answer
 
@@ -228,18 +226,18 @@ def test_requests_wait_for_an_engine_that_is_on_its_way_and_go_to_it() -> None:
             heard.append(f"{name}: {death}")
             return True
 
-        router.on_death = on_death
+        router.members.on_death = on_death
         answers = [ask(router, number) for number in range(4)]
         await asyncio.sleep(0.005)
         for engine in (a, b):
             engine.die("out of memory")
         late = ask(router, 9)
         await asyncio.sleep(0.1)
-        assert not router.alive
+        assert not router.members.alive
         assert not any(answer.done() for answer in (*answers, late))
         assert sorted(heard) == ["policy-0: out of memory", "policy-1: out of memory"]
         newcomer = Recorded()
-        router.admit("policy-0", newcomer)
+        router.members.admit("policy-0", newcomer)
         done = await asyncio.gather(*answers, late)
         assert [answer.token_ids for answer in done] == [(1, 2, number) for number in (0, 1, 2, 3, 9)]
         assert sorted(newcomer.asked) == sorted((f"r{number}", number) for number in (0, 1, 2, 3, 9))
@@ -250,50 +248,17 @@ def test_requests_wait_for_an_engine_that_is_on_its_way_and_go_to_it() -> None:
 def test_when_the_last_replacement_is_given_up_those_who_wait_hear_the_first_cause() -> None:
     async def main() -> None:
         router, a, b, _ = two(tokens_per_s=100)
-        router.on_death = lambda name, death: True
-        router.mark_dead("policy-0", a, EngineDied("the first cause"))
+        router.members.on_death = lambda name, death: True
+        router.members.mark_dead("policy-0", a, EngineDied("the first cause"))
         answer = ask(router, 1)
         await asyncio.sleep(0.005)
         b.die("the second")
         await asyncio.sleep(0.05)
-        router.give_up("policy-0")
+        router.members.give_up("policy-0")
         await asyncio.sleep(0.01)
         assert not answer.done(), "the other one is still on its way"
-        router.give_up("policy-1")
+        router.members.give_up("policy-1")
         with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: the first cause"):
             await answer
-
-    asyncio.run(main())
-
-
-def test_abort_finds_the_engine_that_has_the_request() -> None:
-    async def main() -> None:
-        router, _, _, _ = two(tokens_per_s=1)
-        answers = [ask(router, number) for number in range(2)]
-        await asyncio.sleep(0.005)
-        await router.abort("r1")
-        await router.abort("unknown")
-        async with asyncio.timeout(1):
-            assert (await answers[1]).finish_reason == "abort"
-        assert not answers[0].done()
-        answers[0].cancel()
-
-    asyncio.run(main())
-
-
-def test_control_calls_reach_all_and_outlive_a_death() -> None:
-    async def main() -> None:
-        router, a, b, _ = two()
-        await router.pause()
-        waiting = ask(router, 1)
-        await router.begin_weights()
-        await router.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
-        assert (await router.commit_weights(5)).version == 5
-        assert (a.version, b.version) == (5, 5)
-        await asyncio.sleep(0.005)
-        assert not waiting.done()
-        await router.resume()
-        assert (await waiting).versions[0].version == 5
-        assert await router.score([1, 2, 3]) == (-1.0, -1.0)
 
     asyncio.run(main())

@@ -15,6 +15,7 @@ from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
@@ -222,7 +223,7 @@ class Bench:
         return completion
 
     def serving(self, role: str) -> set[str]:
-        return set(self.routers[role].serving)
+        return set(self.routers[role].members.serving)
 
 
 def on_virtual_clock(make: Callable[[], Bench], main: Callable[[Bench], Coroutine[object, object, None]]) -> Bench:
@@ -301,7 +302,7 @@ def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_move
 
     async def main(bench: Bench) -> None:
         await bench.push(0)
-        for engine in bench.routers["policy"].alive.values():
+        for engine in bench.routers["policy"].members.alive.values():
             engine.__class__ = Deaf  # type: ignore[assignment]
         rollouts = [asyncio.create_task(bench.ask("policy", n, 20_000)) for n in range(8)]
         await asyncio.sleep(1.0)
@@ -443,7 +444,7 @@ def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
         await asyncio.sleep(1.0)
         bench.engines["grm-1"].die("killed by signal 9")
         await asyncio.sleep(8.0)
-        assert "grm-1" in bench.routers["grm"].alive
+        assert "grm-1" in bench.routers["grm"].members.alive
         assert not bench.serving("grm")
         await asyncio.gather(*work, bench.ask("grm", 0, 10))
 
@@ -481,7 +482,7 @@ def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
         assert "grm-0" in bench.serving("grm")
         await bench.push(1)
         await asyncio.sleep(1.0)
-        assert "policy-0" in bench.routers["policy"].alive
+        assert "policy-0" in bench.routers["policy"].members.alive
         assert "policy-0" not in bench.serving("policy")
         assert not bench.engines["policy-0"].awake
         await asyncio.gather(*judging)
@@ -504,7 +505,9 @@ def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
         await bench.push(0)
         router, engine = bench.routers["policy"], bench.engines["policy-0"]
         began_s = asyncio.get_running_loop().time()
-        report = await bench.syncs["policy"].catch_up("policy-0", engine, lambda: router.activate("policy-0", engine))
+        report = await bench.syncs["policy"].catch_up(
+            "policy-0", engine, lambda: router.members.activate("policy-0", engine)
+        )
         assert (report.num_bytes, asyncio.get_running_loop().time()) == (0, began_s)
 
     on_virtual_clock(lambda: Bench(1), main)
@@ -517,7 +520,9 @@ def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved
     params = SamplingParams(max_new_tokens=100, seed=11)
 
     async def drawn(move: bool) -> Completion:
-        engines = {f"policy-{n}": EmbeddedEngine(path, "policy", EmbeddedConfig()) for n in range(2)}
+        engines = {
+            f"policy-{n}": EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig()) for n in range(2)
+        }
         continuation = Continuation(decode=renderer.decode, seed_after=unmoved)
         router = Router("policy", engines, continuation=continuation)
         begun = asyncio.Event()

@@ -206,7 +206,7 @@ def test_an_engine_that_died_while_idle_is_noticed() -> None:
         role.engines["policy-1"].die("killed by signal 9")
         await asyncio.sleep(3.1 + 5.1)
         assert role.health.num_replaced == 1
-        assert set(role.router.alive) == {"policy-0", "policy-1"}
+        assert set(role.router.members.alive) == {"policy-0", "policy-1"}
 
     play(lambda: Role(2, policy=False, check_every_s=3.0), scene)
 
@@ -216,8 +216,8 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
         old = role.engines["policy-0"]
         old.die("gone")
         await role.ask(1)
-        role.router.mark_dead("policy-0", old, EngineDied("gone, says somebody late"))
-        assert set(role.router.alive) == {"policy-0"}
+        role.router.members.mark_dead("policy-0", old, EngineDied("gone, says somebody late"))
+        assert set(role.router.members.alive) == {"policy-0"}
         assert role.health.num_replaced == 1
 
     play(lambda: Role(1, policy=False), scene)
@@ -314,7 +314,7 @@ def test_a_request_that_killed_two_engines_is_refused_and_asked_no_more(num_engi
             await role.ask(666)
         await asyncio.sleep(60)
         assert role.health.num_replaced == 2
-        assert len(role.router.alive) == num_engines
+        assert len(role.router.members.alive) == num_engines
         assert (await role.ask(1)).token_ids == expected(1)
 
     play(lambda: Role(num_engines, policy=False, make=Mortal), scene)
@@ -408,7 +408,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
         )
         health.stops(clock)
         running = asyncio.create_task(health.run())
-        router.mark_dead("grm-0", engines["grm-0"], EngineDied("killed"))
+        router.members.mark_dead("grm-0", engines["grm-0"], EngineDied("killed"))
         began_s = clock.now()
         await asyncio.sleep(4)
         passed = clock.now() - began_s
@@ -484,7 +484,7 @@ def test_an_engine_that_dies_in_a_push_costs_the_others_nothing_but_time(method:
         await role.learn(1)
         assert role.engines["policy-1"].version == 1
         await asyncio.sleep(10)
-        assert set(role.router.alive) == {"policy-0", "policy-1"}
+        assert set(role.router.members.alive) == {"policy-0", "policy-1"}
         assert role.engines["policy-0"].version == 1
         assert [(await role.ask(number)).versions[0].version for number in range(4)] == [1] * 4
 
@@ -546,11 +546,11 @@ def test_a_broken_connection_to_the_dead_is_not_the_cause() -> None:
 
     async def main() -> None:
         role = Role(0)
-        role.router.admit("policy-0", Peer())
-        role.router.admit("policy-1", victim)
-        role.health.states |= dict.fromkeys(role.router.alive, EngineState.HEALTHY)
+        role.router.members.admit("policy-0", Peer())
+        role.router.members.admit("policy-1", victim)
+        role.health.states |= dict.fromkeys(role.router.members.alive, EngineState.HEALTHY)
         await run_until(role.push(1), health=role.health.run())
-        assert role.router.alive["policy-0"].version == 1  # type: ignore[attr-defined]
+        assert role.router.members.alive["policy-0"].version == 1  # type: ignore[attr-defined]
 
     run_virtually(main)
 
@@ -562,7 +562,7 @@ def test_a_broken_connection_without_a_death_stops_the_run() -> None:
 
     async def main() -> None:
         role = Role(0)
-        role.router.admit("policy-0", Peer())
+        role.router.members.admit("policy-0", Peer())
         await role.push(1)
 
     with pytest.raises(ConnectionError, match="closed by peer"):
@@ -623,7 +623,7 @@ def test_chaos_every_request_is_answered_once_as_without_deaths_and_never_by_sta
         assert set(answers.values()) == {1}
         assert len(answers) == 200
         assert role.health.num_replaced > 3
-        assert all(engine.version == 20 for engine in role.router.alive.values())  # type: ignore[attr-defined]
+        assert all(engine.version == 20 for engine in role.router.members.alive.values())  # type: ignore[attr-defined]
 
     play(lambda: Role(1 + seed % 3, check_every_s=4.0, max_replacements=10**6), scene)
 

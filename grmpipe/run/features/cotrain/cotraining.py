@@ -177,9 +177,9 @@ class CoTraining:
     def _rollouts_may_come(self, policy: Pipeline) -> bool:
         """Whether the policy may get further rollouts before the GRM's next step, or needs none."""
         if not self._pacer.is_warm:
-            return not policy.buffer.is_rolled_out
+            return not policy.is_rolled_out
         is_over = policy.version >= self._config.train.num_steps
-        return is_over or self._pacer.policy_may_step or not policy.buffer.is_settled
+        return is_over or self._pacer.policy_may_step or not policy.is_settled
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, cotrain, judge = self._config, self._cotrain, self._judge

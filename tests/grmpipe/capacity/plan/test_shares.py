@@ -112,8 +112,8 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = divide_gpus(prepare(config, lambda *_: None))
     engine = prepared.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
-    start = VllmStart(model_path=prepared.policy.path, config=engine, dtype="bfloat16", device="cuda",
-                      context_tokens=64, tensor_parallel=1, takes_weights=True)  # fmt: skip
+    spec = prepared.roles.served["policy"].engine_spec(prepared.policy.path, seed=0)
+    start = VllmStart(spec=spec, config=engine, context_tokens=64)
     assert arguments_of(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
 
 

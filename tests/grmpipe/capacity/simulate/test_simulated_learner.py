@@ -22,21 +22,26 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.train.batching.packer import idle
-from grmpipe.train.learner.backend import LearnerRank
+from grmpipe.train.learner.backend import LearnerRank, SendsWeights
 from grmpipe.types import BatchTotals, OldPass
 
 ROOT = Path(__file__).parents[4]
 FILES = {"save", "begin_save", "saved", "load", "export"}  # a simulation has none
-METHODS = {name for name, _ in getmembers(LearnerRank, isfunction) if not name.startswith("_")} - FILES
+METHODS = {
+    f"{prefix}{name}"
+    for prefix, part in (("", LearnerRank), ("sender.", SendsWeights))
+    for name, _ in getmembers(part, isfunction)
+    if not name.startswith("_")
+} - FILES
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "expect": (3,),
     "accumulate": (idle(), None),
     "old_pass": (idle(),),
     "reference_logprobs": (idle(),),
     "step": (BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0),),
-    "connect": (None,),
-    "bucket": (0,),
-    "deliver": (0,),
+    "sender.connect": (None,),
+    "sender.bucket": (0,),
+    "sender.deliver": (0,),
     "score": ((1, 2),),
 }
 

@@ -73,7 +73,7 @@ class Killable:
     """A group of hosts in this process; a killed one answers no more, as a process that is gone."""
 
     def __init__(self, config: EnvConfig, folder: Path, size: int) -> None:
-        self.setup = HostSetup(config=config, run_dir=str(folder), seed=0)
+        self.setup = HostSetup(config=config, run_dir=str(folder))
         self.size = size
         self.dead = [asyncio.Event() for _ in range(size)]
         self.members = [self._made(rank) for rank in range(size)]

@@ -18,7 +18,6 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, Episode
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.isolation_report import LIMITS
 from grmpipe.envs.isolation.leftovers import clear, noted
 from grmpipe.envs.isolation.process_host import ProcessHost
@@ -99,7 +98,7 @@ async def attacked(run_dir: Path, without: tuple[str, ...], programs: Mapping[st
     """The answers to all attacks in one seat, which must then still be able to work."""
     config = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION)
     left = noted(run_dir)
-    host = ProcessHost(config, left, LIMITS, FaultInjection(), without)
+    host = ProcessHost(config, left, LIMITS, without)
     try:
         await host.start()
         env = host.env()

@@ -20,7 +20,6 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode
 from grmpipe.envs.isolation.container_host import ContainerHost, command
 from grmpipe.envs.isolation.env_host import open_env_host
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.leftovers import FOLDER, Leftovers, clear, file_of, noted, sweep
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.types import Prompt
@@ -144,7 +143,7 @@ def test_what_a_program_tries_in_a_container_is_refused(docker: Path, tmp_path: 
 
 def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: Leftovers) -> None:
     async def play() -> None:
-        host = ContainerHost(CONFIG, left, LIMITS, FaultInjection())
+        host = ContainerHost(CONFIG, left, LIMITS)
         env = host.env()
         await env.open(EPISODE)
         assert (await env.step(Action(text="be_deaf"))).faults == ("limit",)
@@ -159,7 +158,7 @@ def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left
 def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(left: Leftovers) -> None:
     async def play() -> None:
         config = replace(CONFIG, target="adversary.Missing")
-        env = ContainerHost(config, left, LIMITS, FaultInjection()).env()
+        env = ContainerHost(config, left, LIMITS).env()
         try:
             await env.open(EPISODE)
         finally:

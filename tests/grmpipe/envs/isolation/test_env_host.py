@@ -1,4 +1,4 @@
-"""Hosts of environments in the run itself, faults on purpose, the report of isolation, frames."""
+"""Hosts of environments in the run itself, the report of isolation, frames."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import struct
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,44 +17,40 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation
 from grmpipe.envs.isolation import env_host
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.env_host import open_env_host
-from grmpipe.envs.isolation.fault_plan import LAST_TURN, OPENING, FaultInjection, fault_moment
 from grmpipe.envs.isolation.fork_server import imported_packages
 from grmpipe.envs.isolation.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
+from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.types import Prompt
 from models.types import Message
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="2 + 2?"),)), group_id="g")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_in_the_run_itself_a_share_of_episodes_fails_and_all_are_counted(tmp_path: Path, share: float) -> None:
+class FailsSometimes(SingleTurn):
+    async def step(self, action: Action) -> Observation:
+        return Observation(done=1 / int(action.text) > 0)
+
+
+def test_in_the_run_itself_failing_episodes_are_counted_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def plays() -> Counter[str]:
         ends: Counter[str] = Counter()
-        async with open_env_host(EnvConfig(inject_faults=share), run_dir=tmp_path, seed=1) as host:
-            for sibling in range(200):
+        config = EnvConfig(kind="custom", target="a.b")
+        monkeypatch.setattr(env_host, "env_factory", lambda config, servers: FailsSometimes)
+        async with open_env_host(config, run_dir=tmp_path) as host:
+            for text in ("1", "0", "2"):
                 env = host.env()
                 try:
-                    await env.open(replace(EPISODE, sibling=sibling))
-                    ends["done"] += (await env.step(Action(text="4"))).done
+                    await env.open(EPISODE)
+                    ends["done"] += (await env.step(Action(text=text))).done
                 except EnvFault as fault:
                     ends[fault.cause] += 1
                 finally:
                     await env.close()
-            assert host.seats.opened == host.seats.closed == 200
+            assert host.seats.opened == host.seats.closed == 3
         return ends
 
-    ends = asyncio.run(plays())
-    assert ends["done"] + ends["died"] == 200 and abs(ends["died"] - 200 * share) < 25 * (share > 0) + 1
-
-
-def test_faults_hit_openings_and_steps_and_another_attempt_draws_anew() -> None:
-    faults = FaultInjection(share=0.5, seed=3)
-    moments = [fault_moment(faults, replace(EPISODE, sibling=sibling)) for sibling in range(100)]
-    assert {moment.turn for moment in moments if moment} == set(range(OPENING, LAST_TURN + 1))
-    assert moments == [fault_moment(faults, replace(EPISODE, sibling=sibling)) for sibling in range(100)]
-    again = [fault_moment(faults, replace(EPISODE, sibling=sibling, attempt=1)) for sibling in range(100)]
-    assert [moment is None for moment in again] != [moment is None for moment in moments]
+    assert asyncio.run(plays()) == {"done": 2, "broken": 1}
 
 
 def test_an_observation_comes_back_as_it_was() -> None:

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 
 from grmpipe.envs.env import Action, Episode, Opening
-from grmpipe.envs.isolation.fault_plan import FaultInjection
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.messages import Began, Ended, Opened, frame
 from grmpipe.envs.isolation.process_host import ProcessSeat, stream_of
@@ -70,7 +69,7 @@ def test_a_seat_that_ends_by_itself_tells_its_limit_before_it_is_killed() -> Non
     async def faults() -> tuple[str, ...]:
         limits = StageLimits(boot_s=5.0, step_s=5.0, close_s=1.0, max_observation_chars=100)
         seat = EndsByItself()
-        env = HostedEnv(seat.open, limits=limits, seats=SeatCounts(), taken=set(), faults=FaultInjection())
+        env = HostedEnv(seat.open, limits=limits, seats=SeatCounts(), taken=set())
         prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
         await env.open(Episode(prompt=prompt, group_id="g", sibling=0, attempt=0, seed=0))
         return tuple((await env.step(Action(text="x"))).faults)

@@ -227,6 +227,5 @@ def audits(errors: list[float]) -> CascadeCounts:
 
 def test_counts_add_up() -> None:
     both, first, second = audits([0.125, 0.25, 0.5]), audits([0.125]), audits([0.25, 0.5])
-    first.add(second)
-    assert first == both
+    assert first + second == both
     assert CascadeCounts().mean_error is None and audits([0.1]).standard_error is None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from grmpipe.judge.monitor.reward_hacking import REWARD, Reading, RewardHackingDetector
+from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 
 Rewards = float | Mapping[str, float]
 
@@ -17,7 +17,7 @@ def alarm(readings: Sequence[tuple[Rewards, float]], answers: int = 64) -> str |
     said = None
     for index, (rewards, gold) in enumerate(readings):
         by_name = {REWARD: rewards} if isinstance(rewards, float) else rewards
-        said = watched.record(Reading(step=10 * index, rewards=by_name, gold=gold, answers=answers))
+        said = watched.record(AnchorReading(step=10 * index, rewards=by_name, gold=gold, answers=answers))
     return said
 
 
@@ -56,6 +56,14 @@ def test_a_rise_is_measured_by_the_room_that_is_left(readings: list[tuple[Reward
 )
 def test_one_half_alone_does_not_fire(readings: list[tuple[Rewards, float]]) -> None:
     assert alarm(readings) is None
+
+
+@pytest.mark.parametrize(("rise", "fires"), [(0.5, True), (0.1, False)])
+def test_a_rise_of_rewards_on_no_scale_is_measured_by_their_first_spread(rise: float, fires: bool) -> None:
+    watched = RewardHackingDetector()
+    watched.record(AnchorReading(step=0, rewards={REWARD: 7.0}, gold=0.9, answers=64, spread={REWARD: 2.0}))
+    after = AnchorReading(step=10, rewards={REWARD: 7.0 + rise}, gold=0.2, answers=64, spread={REWARD: 0.1})
+    assert (watched.record(after) is not None) == fires
 
 
 def test_the_same_fall_counts_with_more_answers() -> None:

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
-from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.protocols.truncation import without_middle
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
-from grmpipe.types import Criterion, Failed, JudgedGroup, RewardSpan, Rollout, Turn
+from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
 from models.types import Completion, EngineDied, VersionSpan
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
@@ -240,11 +239,11 @@ class Meta:
     """Gives probabilities to judgements by their text."""
 
     trust: dict[str, float]
-    seen: list[JudgedResponses] = field(default_factory=list)
+    seen: list[Judgement] = field(default_factory=list)
 
-    async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        self.seen += judged
-        return [self.trust[one.judgement.completion.text] for one in judged]
+    async def scores(self, judgements: Sequence[Judgement], priority: int = 0) -> Sequence[float]:
+        self.seen += judgements
+        return [self.trust[one.completion.text] for one in judgements]
 
 
 def guided(bench: Any, scores: Sequence[int], meta_rm: Any, **config: Any) -> Any:
@@ -265,7 +264,7 @@ def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> Non
     assert (one.score, one.num_judgements) == (1, 1)
     weighed = guided(bench, (1, 5, 4, 7), meta_rm, vote="weighted").verdict
     assert weighed.score == pytest.approx((0.9 * 1 + 0.1 * 5 + 0.8 * 4 + 0.2 * 7) / 2)
-    assert meta_rm.seen[0].responses == ("12",)
+    assert meta_rm.seen[0].siblings == (0,)
 
 
 def test_a_meta_rm_that_dies_fails_the_verdict_and_keeps_the_evidence(bench: Any) -> None:

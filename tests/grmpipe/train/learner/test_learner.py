@@ -61,7 +61,7 @@ def gradients(learner: Learner) -> dict[str, Tensor]:
 
 
 def weights(learner: Learner) -> bytes:
-    bucket = learner.bucket(0)
+    bucket = learner.sender.bucket(0)
     assert bucket is not None and isinstance(bucket.payload, InlineBytes)
     return b"".join(data.tobytes() for data in bucket.payload.data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,14 +28,14 @@ class InProcess:
         self._learner = learner
 
     async def call(self, rank: int, method: str, *args: object) -> object:
-        return getattr(self._learner, method)(*args)
+        return operator.attrgetter(method)(self._learner)(*args)
 
     async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
         (args,) = args_by_rank
-        return [getattr(self._learner, method)(*args)]
+        return [operator.attrgetter(method)(self._learner)(*args)]
 
     async def call_all(self, method: str, *args: object) -> list[object]:
-        return [getattr(self._learner, method)(*args)]
+        return [operator.attrgetter(method)(self._learner)(*args)]
 
 
 class Recorded:
@@ -133,8 +134,10 @@ def test_ranks_that_share_samples_get_the_same_micro_batch_and_answer_once() -> 
 
 
 def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
-    of_rank_0: dict[str, list[object]] = {name: [None] for name in ("connect", "deliver", "delivered")}
-    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], **of_rank_0})
+    of_rank_0: dict[str, list[object]] = {
+        name: [None] for name in ("sender.connect", "sender.deliver", "sender.delivered")
+    }
+    actors = Recorded({"sender.num_buckets": [2, 2], "sender.bucket": ["posted", None], **of_rank_0})
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
     async def push() -> list[object]:
@@ -150,9 +153,9 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
 
     assert asyncio.run(push()) == ["posted", "posted"]
     assert actors.asked == [
-        (0, "connect", link), (0, "num_buckets"),
-        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0), (0, "delivered"),
-        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1), (0, "delivered"),
+        (0, "sender.connect", link), (0, "sender.num_buckets"),
+        (0, "sender.bucket", 0), (1, "sender.bucket", 0), (0, "sender.deliver", 0), (0, "sender.delivered"),
+        (0, "sender.bucket", 1), (1, "sender.bucket", 1), (0, "sender.deliver", 1), (0, "sender.delivered"),
     ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def make(path: str) -> OffloadingLearner:
 
 
 def weights(learner: OffloadingLearner) -> bytes:
-    bucket = learner.bucket(0)
+    bucket = learner.sender.bucket(0)
     assert bucket is not None
     assert isinstance(bucket.payload, InlineBytes)
     return b"".join(data.tobytes() for data in bucket.payload.data)

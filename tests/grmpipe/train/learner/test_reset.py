@@ -24,7 +24,7 @@ def make_learner(path: str, **algorithm: float) -> Learner:
 
 
 def weights(learner: Learner) -> np.ndarray:
-    bucket = learner.bucket(0)
+    bucket = learner.sender.bucket(0)
     assert bucket is not None and isinstance(bucket.payload, InlineBytes)
     return np.concatenate([data.view(np.float32) for data in bucket.payload.data])
 

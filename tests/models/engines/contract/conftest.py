@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.engines.vllm.vllm_engine import VllmEngine
@@ -50,17 +51,19 @@ class Kind:
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
-    return EmbeddedEngine(path, "policy", EmbeddedConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute))
+    return EmbeddedEngine(
+        EngineSpec(path=path, role="policy"), EmbeddedConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute)
+    )
 
 
 def make_vllm(path: str, recompute: bool) -> VllmEngine:
     config = VllmConfig(max_batch_rows=MAX_ROWS, kv_cache_mb=16, recompute_kv_on_sync=recompute)
-    return VllmEngine(path, "policy", config)
+    return VllmEngine(EngineSpec(path=path, role="policy"), config)
 
 
 def make_sglang(path: str, recompute: bool) -> SglangEngine:
     config = SglangConfig(python=SGLANG_PYTHON, max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute)
-    engine = SglangEngine.start(path, "policy", config)
+    engine = SglangEngine.start(EngineSpec(path=path, role="policy"), config)
     if SGLANG_RECORD:
         engine._http._client._transport = RECORDER
     return engine
@@ -69,11 +72,9 @@ def make_sglang(path: str, recompute: bool) -> SglangEngine:
 def make_replayed(path: str, recompute: bool) -> SglangEngine:
     return SglangEngine(
         SglangHttp(REPLAY.url),
-        path,
-        "policy",
+        EngineSpec(path=path, role="policy"),
         SglangConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute),
-        renderer=Renderer.load(path),
-        server_version="0",
+        Renderer.load(path),
         same_machine=True,
     )
 

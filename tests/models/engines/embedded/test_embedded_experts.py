@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm
 from models.lm.expert_routing import Routers
 from models.settings import EmbeddedConfig
@@ -61,7 +62,9 @@ def open_mixture(mixtures: Callable[[str, int], str]) -> Iterator[OpenMixture]:
     ) -> EmbeddedEngine:
         config = EmbeddedConfig(**options)  # type: ignore[arg-type]
         opened.append(
-            EmbeddedEngine(mixtures(family, 0), "policy", config, return_routed_experts=return_routed_experts)
+            EmbeddedEngine(
+                EngineSpec(path=mixtures(family, 0), role="policy", return_routed_experts=return_routed_experts), config
+            )
         )
         return opened[-1]
 
@@ -117,7 +120,7 @@ def test_who_does_not_ask_for_them_gets_none(open_mixture, ask, prompt_of) -> No
 
 def test_a_dense_model_has_none_to_note(model_path: str) -> None:
     with pytest.raises(ValueError, match="router_replay: Qwen3ForCausalLM has no router"):
-        EmbeddedEngine(model_path, "policy", EmbeddedConfig(), return_routed_experts=True)
+        EmbeddedEngine(EngineSpec(path=model_path, role="policy", return_routed_experts=True), EmbeddedConfig())
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -220,7 +223,7 @@ def test_experts_that_came_and_were_not_taken_up_fail_the_very_push_though_one_s
         return target.as_subclass(Dropping) if drops and ".experts." in tensor.name else target
 
     monkeypatch.setattr(weight_loading, "_held_tensor", held_tensor)
-    engine = EmbeddedEngine(path, "policy", EmbeddedConfig(), dtype="bfloat16")
+    engine = EmbeddedEngine(EngineSpec(path=path, role="policy", dtype="bfloat16"), EmbeddedConfig())
     buckets = [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
     sent = {tensor.name: tensor.checksum for bucket in buckets for tensor in bucket.tensors}
 

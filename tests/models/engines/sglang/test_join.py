@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.join import check_joined, model_name_of
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.settings import SglangConfig
@@ -78,12 +79,12 @@ def theirs(model_path: str) -> Iterator[Theirs]:
 
 def join(url: str, model_path: str, **options: Any) -> SglangEngine:
     config = SglangConfig(urls=[url], api_key_env="THEIR_KEY", **options)
-    return SglangEngine.join(url, model_path, "policy", config, version=4)
+    return SglangEngine.join(url, EngineSpec(path=model_path, role="policy"), config)
 
 
 def test_the_right_server_is_joined_and_left_alone(theirs: Theirs, model_path: str) -> None:
     engine = join(theirs.url, model_path)
-    assert engine.version == 4 and engine.process_ids() == []
+    assert engine.version == 0 and engine.process_ids() == []
     paths = [path for path, _ in theirs.asked]
     assert "/update_weights_from_disk" not in paths
     assert paths[-1] == "/continue_generation"  # a dead run may have left it paused

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.server import SglangServer, SglangStart, arguments_of, environment_of
 from models.settings import SglangConfig
 
@@ -60,16 +61,8 @@ def python(tmp_path: Path) -> str:
 
 def start_of(python: str = "", device: str = "cpu", **options: Any) -> SglangStart:
     config = {"python": python, "max_batch_rows": 8, "start_timeout_s": 30.0, **options}
-    return SglangStart(
-        model_path="/models/m",
-        config=SglangConfig(**config),
-        context_tokens=128,
-        dtype="float32",
-        device=device,
-        seed=3,
-        version=2,
-        tensor_parallel=1,
-    )
+    spec = EngineSpec(path="/models/m", role="policy", device=device, seed=3)
+    return SglangStart(spec=spec, config=SglangConfig(**config), context_tokens=128)
 
 
 def flags_of(start: SglangStart) -> dict[str, str]:
@@ -148,10 +141,11 @@ def test_a_server_dies_with_the_process_that_started_it(python: str, how: signal
     program = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[4])!r})
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.server import SglangServer, SglangStart
 from models.settings import SglangConfig
-server = SglangServer(SglangStart(model_path="m", config=SglangConfig(python={python!r}), context_tokens=128,
-                                  dtype="float32", device="cpu", seed=0, version=0, tensor_parallel=1))
+spec = EngineSpec(path="m", role="policy")
+server = SglangServer(SglangStart(spec=spec, config=SglangConfig(python={python!r}), context_tokens=128))
 print(server.process_id, flush=True)
 time.sleep(600)
 """
@@ -189,7 +183,7 @@ def test_an_interpreter_that_is_not_there_names_its_key() -> None:
 def test_flags_follow_from_the_typed_options() -> None:
     flags = flags_of(start_of(sleep_mode=True, mem_fraction=0.5))
     expected = {
-        "model-path": "/models/m", "dtype": "float32", "device": "cpu", "random-seed": "3", "weight-version": "2",
+        "model-path": "/models/m", "dtype": "float32", "device": "cpu", "random-seed": "3", "weight-version": "0",
         "max-running-requests": "8", "mem-fraction-static": "0.5", "tp-size": "1", "enable-memory-saver": "",
         "enable-weights-cpu-backup": "", "enable-deterministic-inference": "", "attention-backend": "torch_native",
     }  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.renderer import Renderer
@@ -53,9 +54,8 @@ def engine_of(model_path: str, script: Script, served_path: str | None = None, *
     http = SglangHttp("http://127.0.0.1:1", KEY, lambda: "; post mortem", transport=script)
     config = SglangConfig(**options)
     renderer = Renderer.load(model_path)
-    return SglangEngine(
-        http, model_path, "policy", config, renderer=renderer, server_version="0", served_path=served_path
-    )
+    spec = EngineSpec(path=model_path, role="policy")
+    return SglangEngine(http, spec, config, renderer, served_path=served_path)
 
 
 def ask(

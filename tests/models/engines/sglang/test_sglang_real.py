@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.server import SglangServer, SglangStart
 from models.engines.sglang.sglang_engine import SglangEngine
@@ -45,14 +46,9 @@ def server(model_path: str) -> Iterator[SglangServer]:
 def start_server(model_path: str, **options: Any) -> SglangServer:
     return SglangServer(
         SglangStart(
-            model_path=model_path,
+            spec=EngineSpec(path=model_path, role="policy"),
             config=SglangConfig(python=PYTHON, max_batch_rows=32, **options),
             context_tokens=128,
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            version=0,
-            tensor_parallel=1,
         )
     )
 
@@ -60,11 +56,9 @@ def start_server(model_path: str, **options: Any) -> SglangServer:
 def with_engine(server: SglangServer, model_path: str, go: Go) -> Any:
     engine = SglangEngine(
         SglangHttp(server.url, server.key, server.post_mortem),
-        model_path,
-        "policy",
+        EngineSpec(path=model_path, role="policy"),
         SglangConfig(),
-        renderer=Renderer.load(model_path),
-        server_version="0",
+        Renderer.load(model_path),
         same_machine=True,
     )
 
@@ -113,10 +107,12 @@ def test_a_server_is_joined_and_gets_its_own_weights_back(
 
     before = with_engine(server, model_path, push_and_leave)
     monkeypatch.setenv("SGLANG_API_KEY", server.key)
-    joined = SglangEngine.join(server.url, model_path, "policy", SglangConfig(urls=[server.url]))
+    joined = SglangEngine.join(server.url, EngineSpec(path=model_path, role="policy"), SglangConfig(urls=[server.url]))
     assert asyncio.run(joined.score(prompt_of(20))) == pytest.approx(before, abs=1e-4)
     with pytest.raises(ValueError, match=r"engine\.sglang\.urls"):
-        SglangEngine.join(server.url, next_version_path, "policy", SglangConfig(urls=[server.url]))
+        SglangEngine.join(
+            server.url, EngineSpec(path=next_version_path, role="policy"), SglangConfig(urls=[server.url])
+        )
 
 
 def test_a_sender_that_leaves_in_mid_push_costs_an_error_and_no_restart(
@@ -148,7 +144,7 @@ def test_an_option_that_sglang_does_not_know_is_refused_in_its_own_words(model_p
 
 
 def test_a_killed_server_is_a_dead_engine_within_seconds(model_path: str, ask: Any, prompt_of: Any) -> None:
-    engine = SglangEngine.start(model_path, "policy", SglangConfig(python=PYTHON))
+    engine = SglangEngine.start(EngineSpec(path=model_path, role="policy"), SglangConfig(python=PYTHON))
 
     async def go() -> None:
         asked = [asyncio.create_task(ask(engine, prompt_of(20 + i), i, max_new_tokens=90)) for i in range(8)]

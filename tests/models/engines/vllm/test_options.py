@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import options as vllm_options
-from models.engines.vllm.options import FIXED, INSTEAD, Adapters, VllmStart, arguments_of, environment_of
-from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
+from models.engines.vllm.options import (
+    FIXED,
+    INSTEAD,
+    Adapters,
+    VllmStart,
+    arguments_of,
+    check_vllm_options,
+    environment_of,
+)
+from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 pytestmark = pytest.mark.vllm
@@ -19,10 +28,8 @@ pytestmark = pytest.mark.vllm
 def start_of(
     config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1, adapters: Adapters | None = None
 ) -> VllmStart:
-    return VllmStart(
-        model_path="m", config=config, context_tokens=128, dtype="float32", device=device,
-        tensor_parallel=tensor_parallel, takes_weights=True, adapters=adapters,
-    )  # fmt: skip
+    spec = EngineSpec(path="m", role="policy", device=device, num_gpus=tensor_parallel)
+    return VllmStart(spec=spec, config=config, context_tokens=128, adapters=adapters)
 
 
 def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
@@ -102,7 +109,7 @@ def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> Non
 
 def test_a_window_above_the_models_is_refused(model_path: str) -> None:
     with pytest.raises(ValueError, match="max_context_tokens: 129 exceeds"):
-        VllmEngine(model_path, "policy", VllmConfig(max_context_tokens=129))
+        VllmEngine(EngineSpec(path=model_path, role="policy"), VllmConfig(max_context_tokens=129))
 
 
 def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp_path: Path, model_path: str) -> None:
@@ -115,5 +122,5 @@ def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp
             (tmp_path / file.name).write_text(text.replace('"head_dim": 32', '"head_dim": 8'), encoding="utf-8")
     before = dict(os.environ)
     with pytest.raises(ValueError, match="heads of 32, 64.*have 8.*engine=embedded"):
-        VllmEngine(str(tmp_path), "policy", VllmConfig())
+        VllmEngine(EngineSpec(path=str(tmp_path), role="policy"), VllmConfig())
     assert dict(os.environ) == before  # vLLM changes it

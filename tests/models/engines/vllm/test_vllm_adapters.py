@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -58,7 +59,9 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def engine(model_path: str, runner: asyncio.Runner) -> Iterator[VllmEngine]:
-    engine = VllmEngine(model_path, "policy", VllmConfig(max_batch_rows=4, kv_cache_mb=16), lora=LORA)
+    engine = VllmEngine(
+        EngineSpec(path=model_path, role="policy", lora=LORA), VllmConfig(max_batch_rows=4, kv_cache_mb=16)
+    )
     yield engine
     engine.close()
 
@@ -196,12 +199,14 @@ def save_mixture(path: Path, tokenizer_of: str) -> str:
 def test_a_mixture_with_adapters_is_refused_on_a_cpu(model_path: str, tmp_path: Path) -> None:
     """vLLM would start, and die at the first request."""
     with pytest.raises(ValueError, match=r"^lora\.sync: .*mixture of experts.*lora\.sync=merged"):
-        VllmEngine(save_mixture(tmp_path, model_path), "policy", VllmConfig(kv_cache_mb=16), lora=LORA)
+        VllmEngine(
+            EngineSpec(path=save_mixture(tmp_path, model_path), role="policy", lora=LORA), VllmConfig(kv_cache_mb=16)
+        )
 
 
 def test_adapters_of_a_model_in_two_halves_score_as_the_learners(model_path: str, prompt_of: Any) -> None:
     config, ids = VllmConfig(max_batch_rows=2, kv_cache_mb=16), prompt_of(40)
-    engine = VllmEngine(model_path, "policy", config, lora=LORA, tensor_parallel=2)
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy", lora=LORA, num_gpus=2), config)
 
     async def scene() -> None:
         for version in (1, 2):
@@ -231,7 +236,9 @@ def test_layers_that_do_not_hold_what_arrived_are_reported_by_name(
     (tmp_path / "faulty_adapters.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_adapters.Faulty")
-    engine = VllmEngine(model_path, "policy", VllmConfig(max_batch_rows=2, kv_cache_mb=16), lora=LORA)
+    engine = VllmEngine(
+        EngineSpec(path=model_path, role="policy", lora=LORA), VllmConfig(max_batch_rows=2, kv_cache_mb=16)
+    )
     try:
         receipt = asyncio.run(push(engine, Trained(model_path, 1).buckets(), 1))
     finally:

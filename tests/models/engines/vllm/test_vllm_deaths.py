@@ -14,6 +14,7 @@ pytestmark = pytest.mark.vllm
 
 ENGINE = """
 import asyncio, os, signal, sys, time
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
 from models.types import EngineDied, RequestContext, SamplingParams
@@ -42,7 +43,7 @@ async def use(engine):
     print(time.monotonic() - started_s, flush=True)
 
 if __name__ == "__main__":
-    engine = VllmEngine(sys.argv[1], "policy", VllmConfig(kv_cache_mb=16))
+    engine = VllmEngine(EngineSpec(path=sys.argv[1], role="policy"), VllmConfig(kv_cache_mb=16))
     asyncio.run(use(engine))
 """
 SLEEPS_AND_WAITS = """
@@ -59,7 +60,7 @@ async def use(engine):
     print(engine.process_ids()[0], freed, kept_waiting, flush=True)
 
 if __name__ == "__main__":
-    engine = VllmEngine(sys.argv[1], "policy", VllmConfig(kv_cache_mb=16), takes_weights=False)
+    engine = VllmEngine(EngineSpec(path=sys.argv[1], role="policy", takes_weights=False), VllmConfig(kv_cache_mb=16))
     asyncio.run(use(engine))
     time.sleep(600)
 """

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import vllm_engine
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
@@ -27,7 +28,7 @@ class RecordedLlm:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         await asyncio.sleep(0)
-        self.resets.append((reset_running_requests, reset_connector, self.engine._prefix_salt))
+        self.resets.append((reset_running_requests, reset_connector, self.engine._generation._prefix_salt))
         return self.drops
 
 
@@ -36,9 +37,9 @@ def engine_with(llm: RecordedLlm, monkeypatch: pytest.MonkeyPatch) -> VllmEngine
         return await asked
 
     process = SimpleNamespace(llm=llm, call=call, ask_workers=None, refuse_the_dead=lambda: None)
-    monkeypatch.setattr(vllm_engine, "VllmProcess", lambda start, name: process)
+    monkeypatch.setattr(vllm_engine, "VllmProcess", lambda start: process)
     path = resolve_model("tiny://policy")
-    llm.engine = VllmEngine(path, "policy", VllmConfig(recompute_kv_on_sync=True))
+    llm.engine = VllmEngine(EngineSpec(path=path, role="policy"), VllmConfig(recompute_kv_on_sync=True))
     return llm.engine
 
 
@@ -47,13 +48,13 @@ def test_a_push_drops_keys_and_values_that_a_connector_stores_before_the_salt_ch
 ) -> None:
     llm = RecordedLlm(drops=True)
     engine = engine_with(llm, monkeypatch)
-    salt = engine._prefix_salt
-    asyncio.run(engine._forget_cached_prompts())
+    salt = engine._generation._prefix_salt
+    asyncio.run(engine._generation.forget_cached_prompts(recompute=True))
     assert llm.resets == [(True, True, salt)], "running requests and the connector, under the old salt"
-    assert engine._prefix_salt == salt + 1, "what a transfer in flight stores later isn't found"
+    assert engine._generation._prefix_salt == salt + 1, "what a transfer in flight stores later isn't found"
 
 
 def test_a_connector_that_keeps_old_keys_and_values_stops_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(RecordedLlm(drops=False), monkeypatch)
     with pytest.raises(RuntimeError, match=r"kv_transfer_config.*recompute_kv_on_sync=false"):
-        asyncio.run(engine._forget_cached_prompts())
+        asyncio.run(engine._generation.forget_cached_prompts(recompute=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.options import VllmStart, arguments_of, check_vllm_options
 from models.engines.vllm.vllm_requests import VllmSample, experts_of
 from models.settings import VllmConfig
@@ -44,10 +45,8 @@ def test_the_last_piece_tells_all() -> None:
 
 @pytest.mark.vllm
 def test_vllm_is_asked_for_them_by_the_key_of_the_algorithm_alone() -> None:
-    start = VllmStart(
-        model_path="m", config=VllmConfig(), context_tokens=128, dtype="float32", device="cuda", tensor_parallel=1,
-        takes_weights=True, return_routed_experts=True,
-    )  # fmt: skip
+    spec = EngineSpec(path="m", role="policy", device="cuda", return_routed_experts=True)
+    start = VllmStart(spec=spec, config=VllmConfig(), context_tokens=128)
     assert arguments_of(start)["enable_return_routed_experts"] is True
     with pytest.raises(ValueError, match=r"enable_return_routed_experts: is set by algorithm\.router_replay"):
         check_vllm_options(VllmConfig(options={"enable_return_routed_experts": True}))

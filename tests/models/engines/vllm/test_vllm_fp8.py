@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
@@ -24,7 +25,9 @@ def test_a_push_is_quantized_anew_and_passes_with_the_wider_tolerance_alone(
     model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
 ) -> None:
     ids, sync = prompt_of(100), SyncConfig()
-    engine = VllmEngine(model_path, "policy", VllmConfig(kv_cache_mb=16, quantization="fp8"), dtype="bfloat16")
+    engine = VllmEngine(
+        EngineSpec(path=model_path, role="policy", dtype="bfloat16"), VllmConfig(kv_cache_mb=16, quantization="fp8")
+    )
 
     def expected(whole: Any) -> list[float]:
         logprobs_TV = whole.logits(ids)[:-1].log_softmax(-1)

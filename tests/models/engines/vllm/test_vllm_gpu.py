@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.lm.expert_routing import Routers
@@ -32,7 +33,7 @@ def test_it_sleeps_wakes_and_takes_weights(
     model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
 ) -> None:
     config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, enforce_eager=True)
-    engine = VllmEngine(model_path, "policy", config, device="cuda")
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy", device="cuda"), config)
     device = torch.device("cuda:0")
     stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
     sender = open_transport(transport, "float32", device, str(tmp_path))
@@ -69,7 +70,7 @@ def test_it_swaps_two_models_in_the_same_memory(
     model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
 ) -> None:
     """Its graphs were captured with the first model: they read the weights at the same addresses."""
-    engine = VllmEngine(model_path, "grm", VllmConfig(kv_cache_mb=KV_CACHE_MB), device="cuda")
+    engine = VllmEngine(EngineSpec(path=model_path, role="grm", device="cuda"), VllmConfig(kv_cache_mb=KV_CACHE_MB))
 
     async def read(path: str, version: int) -> None:
         await engine.pause()
@@ -108,7 +109,9 @@ def test_it_tells_the_experts_that_the_model_itself_would_choose(
     Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
     config = VllmConfig(kv_cache_mb=KV_CACHE_MB, enforce_eager=True)
-    engine = VllmEngine(str(tmp_path), "policy", config, device="cuda", return_routed_experts=True)
+    engine = VllmEngine(
+        EngineSpec(path=str(tmp_path), role="policy", device="cuda", return_routed_experts=True), config
+    )
     try:
         completion = asyncio.run(ask(engine, prompt_of(20), max_new_tokens=40))
     finally:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -64,7 +65,7 @@ def test_experts_arrive_and_experts_that_are_dropped_are_told_on_that_very_push(
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_mixture.Faulty")
     paths = [save_mixture(tmp_path / str(seed), model_path, seed) for seed in range(2)]
     model = load_causal_lm(paths[1])
-    engine = VllmEngine(paths[0], "policy", VllmConfig(kv_cache_mb=16))
+    engine = VllmEngine(EngineSpec(path=paths[0], role="policy"), VllmConfig(kv_cache_mb=16))
     ids = prompt_of(40)
 
     async def push(version: int) -> WeightReceipt:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
@@ -33,7 +34,7 @@ def test_without_the_fix_a_probe_after_a_push_is_far_off(
     (tmp_path / "faulty_worker.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_worker.Faulty")
-    engine = VllmEngine(model_path, "policy", VllmConfig(kv_cache_mb=16))
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy"), VllmConfig(kv_cache_mb=16))
     stream, store = WeightStream(load_causal_lm(next_version_path), "float32", 1 << 20), ObjectStore("float32")
 
     async def push_and_probe() -> tuple[float, ...]:

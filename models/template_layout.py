@@ -1,4 +1,4 @@
-"""Renders conversations with tools by a chat template around placeholders. Knows no token ids; no text of a message or
+"""Renders conversations by a chat template around placeholders. Knows no token ids; no text of a message or
 of an argument is ever seen by the template.
 
 A template sees the shape of a conversation: roles, names, numbers, the keys of arguments. Each text in it is a
@@ -7,6 +7,7 @@ placeholder, and the layout says where the texts belong, and how often the templ
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -18,7 +19,8 @@ from models.tool_call_checks import is_tool_name, problem_of
 from models.types import Message, ToolCall, ToolSpec
 
 TOOL = "tool"  # the role of a tool's result
-# What a template may do to a text shows in these characters: write it as JSON, as Python, or otherwise changed.
+# What a template may do to a text shows in these characters: write it as JSON, as Python, or otherwise changed. Only
+# with tools: otherwise a text stays as it was given, whatever the template would do to it.
 PROBE = "\"'\\\n\u00e9."
 MOST_ESCAPES = 2  # a JSON string within a JSON string
 ID_CHARS = 9  # Mistral's templates take only ids of this length
@@ -112,7 +114,7 @@ def shape_of(message: Message) -> tuple[MessageShape, tuple[str, ...]]:
         shape = MessageShape(role=TOOL, name=message.name, num_ids=1)
         return shape, (message.content, message.tool_call_id or NO_ID)
     if not message.tool_calls:
-        return MessageShape(role=message.role), (message.content,)
+        return _plain_shape(message.role), (message.content,)
     texts: list[str] = []
     shape = MessageShape(
         role=message.role,
@@ -123,6 +125,11 @@ def shape_of(message: Message) -> tuple[MessageShape, tuple[str, ...]]:
     )
     ids = [call.call_id or NO_ID for call in message.tool_calls]
     return shape, (*([message.content] if message.content else []), *texts, *ids)
+
+
+@functools.lru_cache
+def _plain_shape(role: str) -> MessageShape:
+    return MessageShape(role=role)
 
 
 def _call_shape(call: ToolCall, texts: list[str]) -> CallShape:
@@ -156,9 +163,11 @@ def layout_of(
 
     tools:             each as `tool_json` writes it.
     arguments_as_text: whether the template takes arguments as JSON, and not as a dictionary.
-    Raises ValueError if it loses, repeats, reorders or changes a text. It may leave out the content beside calls.
+    Raises ValueError if it loses, repeats, reorders or, with tools, changes a text. It may leave out the content beside
+    calls.
     """
-    placeholders = [_placeholders_of(shape) for shape in shapes]
+    has_tools = bool(tools) or any(shape.calls or shape.role == TOOL for shape in shapes)
+    placeholders = [_placeholders_of(shape, PROBE if has_tools else "") for shape in shapes]
     conversation = [
         _as_template_reads(shape, texts, arguments_as_text) for shape, texts in zip(shapes, placeholders, strict=True)
     ]
@@ -188,10 +197,10 @@ def _cut(rendered: str, found: Sequence[tuple[int, int, Slot]]) -> Layout:
     return Layout(pieces=tuple(pieces), slots=tuple(slot for _, _, slot in found))
 
 
-def _placeholders_of(shape: MessageShape) -> list[str]:
+def _placeholders_of(shape: MessageShape, probe: str) -> list[str]:
     num_texts = int(shape.has_content) + shape.num_arguments
     return [
-        *(secrets.token_hex(16) + PROBE for _ in range(num_texts)),
+        *(secrets.token_hex(16) + probe for _ in range(num_texts)),
         *(secrets.token_hex(ID_CHARS)[:ID_CHARS] for _ in range(shape.num_ids)),
     ]
 

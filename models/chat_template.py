@@ -1,4 +1,5 @@
-"""What a chat template does with tools: whether it takes them, and where it puts calls and results. Knows no token ids.
+"""What a chat template does with a conversation: where it puts texts, calls and results, and whether it takes tools.
+Knows no token ids.
 
 Refuses what would break the rendering of a conversation in pieces: tools that spell markup, lists that move.
 """
@@ -11,15 +12,16 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 
-from models.tool_rendering import TOOL, ApplyTemplate, Layout, MessageShape, layout_of, shape_of, texts_in, tool_json
+from models.template_layout import TOOL, ApplyTemplate, Layout, MessageShape, layout_of, shape_of, texts_in, tool_json
 from models.types import Message, ToolCall, ToolSpec
 
 REMEMBERED_TOOLS = 512  # lists of tools
 USER, ASSISTANT = MessageShape(role="user"), MessageShape(role="assistant")
+FIRST_MESSAGES = ((USER,), (MessageShape(role="system"), USER))  # some want a system message, others take none
 
 
-class ToolTemplate:
-    """A chat template, as far as tools go.
+class ChatTemplate:
+    """A chat template.
 
     apply:         renders it.
     spells_markup: whether the tokenizer finds special or added tokens in a text.
@@ -35,7 +37,7 @@ class ToolTemplate:
         """Whether the template shows the model the tools that it is given."""
         name = f"probe_{secrets.token_hex(8)}"
         tool = tool_json(ToolSpec(name=name, description="", parameters={"type": "object", "properties": {}}))
-        for shapes in ((USER,), (MessageShape(role="system"), USER)):  # some want a system message, others take none
+        for shapes in FIRST_MESSAGES:
             try:
                 pieces = self._layout(shapes, (tool,), asks_next=True).pieces
             except ValueError:
@@ -63,6 +65,13 @@ class ToolTemplate:
                     f"tools: {tool.name} has a text with markup of the chat template: {text!r}; write it otherwise"
                 )
         return written
+
+    def generation_prompt(self) -> str:
+        """What it writes before an answer."""
+        try:
+            return self._layout(FIRST_MESSAGES[0], (), asks_next=True).pieces[-1]
+        except ValueError:
+            return self._layout(FIRST_MESSAGES[1], (), asks_next=True).pieces[-1]
 
     def layout(self, shapes: Sequence[MessageShape], tools: Sequence[str], *, asks_next: bool) -> Layout:
         """The layout of a conversation. Raises ValueError if the template can't write it."""

@@ -1,0 +1,67 @@
+"""The sending end of a push on one rank: the weights in buckets, and the transport that takes them to engines."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from models.lm.checkpoint_names import CheckpointNames
+from models.lm.lora import outgoing
+from models.types import GroupLink, WeightBucket
+from models.weights.delivery import Delivery
+from models.weights.sending import open_transport
+from models.weights.transports import transport_kind
+from models.weights.weight_stream import WeightStream
+
+
+class WeightSender:
+    """`bucket` is a collective; rank 0 alone is asked for the rest."""
+
+    def __init__(self, spec: LearnerSpec, model: PreTrainedModel, device: torch.device, rank: int) -> None:
+        sent = outgoing(model, spec.lora, spec.sync_dtype) if spec.lora.learns else None
+        names = CheckpointNames.of(model.config) if spec.checkpoint_names else None
+        self._stream = WeightStream(model, spec.sync_dtype, spec.bucket_bytes, sent, names)
+        sends = rank == 0 or transport_kind(spec.transport).every_rank
+        self._transport = open_transport(spec.transport, spec.sync_dtype, device, spec.sync_dir) if sends else None
+        self._delivery = Delivery()
+
+    def num_buckets(self) -> int:
+        return self._stream.num_buckets
+
+    def num_fixed_buckets(self) -> int:
+        """The number of leading buckets that never change: an engine needs them only once."""
+        return self._stream.num_fixed_buckets
+
+    def connect(self, link: GroupLink | None) -> None:
+        """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
+        assert self._transport is not None, "rank 0 sends"
+        self._delivery.drop()  # of a push that failed
+        self._transport.connect(link)
+
+    def bucket(self, index: int) -> WeightBucket | None:
+        """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
+        bucket = self._stream.unsharded(index)
+        try:
+            return self._transport.post(index, bucket) if self._transport is not None else None
+        finally:
+            bucket.drain()  # also if rank 0 failed: the others would wait for it
+
+    def deliver(self, index: int) -> None:
+        """Begin to send a posted bucket, on rank 0, while the engines load it and the next one is unsharded. Does
+        nothing without broadcasts.
+        """
+        assert self._transport is not None, "rank 0 sends"
+        self._delivery.begin(partial(self._transport.deliver, index))
+
+    def delivered(self) -> None:
+        """Wait until the bucket is sent. Raises what its delivery raised. Before the bucket after the next one."""
+        self._delivery.end()
+
+    def close(self) -> None:
+        """Close the files and connections of the transport."""
+        self._delivery.close()
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,163 @@
+"""Requests in flight at one AsyncLLM: sent, withdrawn, aborted, scored. Knows weights only by version."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from models.engines.shared_requests import SharedRequests
+from models.engines.stop_conditions import StopConditions
+from models.engines.vllm.process import VllmProcess
+from models.engines.vllm.vllm_requests import (
+    VllmRequest,
+    VllmSample,
+    adapter_request,
+    experts_of,
+    finish_reason_of,
+    sampling_of,
+    scores_of,
+    scoring_of,
+    spans_of,
+)
+from models.renderer import Renderer
+from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
+
+FIRST_OF_ALL = -(1 << 62)  # a priority before all others
+
+
+class VllmGeneration:
+    """The requests of one AsyncLLM.
+
+    version:       of the weights, for tokens whose version vLLM doesn't say.
+    expert_layers: layers whose experts completions have.
+    """
+
+    def __init__(
+        self,
+        process: VllmProcess,
+        model_name: str,
+        renderer: Renderer,
+        *,
+        seed: int,
+        expert_layers: Sequence[int],
+        with_adapter: bool,
+    ) -> None:
+        self.version = 0
+        self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
+        self._process, self._model_name = process, model_name
+        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
+        self._stop_token_ids, self._seed = renderer.stop_token_ids, seed
+        self._expert_layers = expert_layers
+        self._adapter = adapter_request() if with_adapter else None
+        self._requests: SharedRequests[VllmRequest] = SharedRequests()
+        self._scores = itertools.count()
+        self._prefix_salt = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._requests
+
+    async def generate(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None],
+    ) -> Completion:
+        """Sample one completion. A request_id that is already in flight gets that request's answer."""
+        make = partial(VllmRequest, prompt_ids, params, context.priority, request_id=context.request_id)
+        return await self._requests.join(context.request_id, make, self._answer, on_first_token)
+
+    async def abort(self, request_id: str) -> None:
+        if (ticket := self._requests.get(request_id)) is not None:
+            ticket.aborted = True
+            with contextlib.suppress(EngineDied):  # its waiters then get the death
+                await self._process.call(self._process.llm.abort(request_id))
+
+    async def score(self, ids: tuple[int, ...], window: int) -> tuple[float, ...]:
+        """vLLM computes scored prompts completely: it reads no cached prefix. window: the most tokens of a request."""
+        from vllm.inputs.engine import tokens_input
+
+        await self._process.ready()
+        # vLLM reserves a place for a new token: a prompt that fills the window is scored without its last token.
+        prompt, last = (ids, ()) if len(ids) < window else (ids[:-1], ids[-1:])
+        tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
+        name = f"score-{next(self._scores)}"
+        async for output in self._process.llm.generate(
+            tokens, scoring_of(last), name, lora_request=self._adapter, priority=FIRST_OF_ALL
+        ):
+            return scores_of(output, last)
+        raise AssertionError("vLLM ended a request without an output")
+
+    async def forget_cached_prompts(self, recompute: bool) -> None:
+        """Keep requests from reading keys and values of the present weights, which are about to change. recompute:
+        also those that have begun.
+
+        The new salt comes after the reset, so nothing that vLLM or its connector (a store on the host, on disk, on
+        other machines) still holds is found under it. Raises RuntimeError if they keep some.
+        """
+        process = self._process
+        if recompute:
+            dropped = await process.call(
+                process.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            )
+            if not dropped:
+                raise RuntimeError(
+                    "vLLM's KV connector keeps keys and values of the old weights; leave out "
+                    "engine.vllm.options.kv_transfer_config, or type engine.vllm.recompute_kv_on_sync=false"
+                )
+            self._prefix_salt += 1
+            return
+        self._prefix_salt += 1
+        waiting = [ticket for ticket in self._requests if not (ticket.begun or ticket.aborted)]
+        for ticket in waiting:
+            ticket.renewed = True
+        await process.call(process.llm.abort([ticket.request_id for ticket in waiting]))
+
+    async def _answer(self, ticket: VllmRequest) -> Completion:
+        from vllm.exceptions import VLLMClientError, VLLMServerError
+
+        try:
+            await self._process.ready()
+            sampled = await self._sample(ticket)
+            while ticket.renewed and sampled.finish_reason == "abort" and not ticket.aborted:
+                sampled = await self._sample(ticket)
+        except VLLMServerError as error:
+            raise self._process.death() from error
+        except (VLLMClientError, ValueError) as error:
+            raise EngineRefused(f"vLLM refuses the request: {error}") from error
+        self.num_prefilled += len(ticket.prompt_ids) - sampled.num_cached_tokens
+        return self._completion(ticket, sampled)
+
+    async def _sample(self, ticket: VllmRequest) -> VllmSample:
+        """One try. Its first step, up to vLLM's list of requests, doesn't wait, so no abort can come before it."""
+        from vllm.inputs.engine import tokens_input
+
+        if ticket.aborted:
+            return VllmSample(finish_reason="abort")
+        ticket.renewed = False
+        sampled = VllmSample()
+        prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
+        sampling = sampling_of(ticket.params, self._seed, self._stop_token_ids)
+        async for output in self._process.llm.generate(
+            prompt, sampling, ticket.request_id, lora_request=self._adapter, priority=ticket.priority
+        ):
+            sampled.add(output)
+            if sampled.token_ids:
+                ticket.begin()
+        return sampled
+
+    def _completion(self, ticket: VllmRequest, sampled: VllmSample) -> Completion:
+        text, stop_text = self._endings.cut_text(sampled.token_ids, ticket.params.stop)
+        return Completion(
+            token_ids=tuple(sampled.token_ids),
+            logprobs=tuple(sampled.logprobs),
+            text=text,
+            stop_text=stop_text,
+            finish_reason=finish_reason_of(sampled),
+            versions=spans_of(sampled, self._model_name, self.version),
+            experts_TLK=experts_of(sampled, self._expert_layers),
+            cached_tokens=sampled.num_cached_tokens,
+        )

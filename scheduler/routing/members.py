@@ -1,0 +1,162 @@
+"""The engines of a role: which live, which serve, which are replaced. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from models.types import Engine, EngineDied
+from scheduler.events import EventSink
+
+OnDeath = Callable[[str, EngineDied], bool]  # (name, cause of a dead engine) -> whether it will be replaced
+
+
+def ignore_change() -> None:
+    """The default for `on_change`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Death:
+    """A death. blamed: whether a request was refused for it."""
+
+    name: str  # of the engine
+    cause: str
+    blamed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cause}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    """What is known of one engine after another of a name. active: whether it may get requests; kept over a death."""
+
+    active: bool = True
+    coming: bool = False  # a replacement
+    death: Death | None = None  # the last
+    num_stays: int = 1  # how often it began to serve
+    heard_s: float = -math.inf  # when it last answered a request, or began to
+    waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
+
+
+class RoleMembers:
+    """The engines of one role, by name. An engine may be alive but inactive: its slot serves another role.
+
+    alive, serving: the living ones, and those of them that get requests; another mapping after each change.
+    on_death: asked once per death. on_change: called when an engine died; others may call it too.
+    """
+
+    on_death: OnDeath | None = None
+
+    def __init__(self, role: str, engines: Mapping[str, Engine], events: EventSink) -> None:
+        self.alive: Mapping[str, Engine] = dict(engines)
+        self.serving: Mapping[str, Engine] = dict(engines)
+        self.on_change: Callable[[], None] = ignore_change
+        self._role = role
+        self._events = events
+        self._members = {name: _Member() for name in engines}
+        self._first_death: Death | None = None
+        self._change = asyncio.Event()  # set when an engine comes, or won't come any more
+
+    def admit(self, name: str, engine: Engine) -> None:
+        """Add a new engine; it serves unless it is inactive."""
+        assert name not in self.alive, f"{name} already serves"
+        member = self._members.setdefault(name, _Member())
+        member.coming = False
+        self.alive = {**self.alive, name: engine}
+        if member.active:
+            self._serve(name, engine)
+
+    def activate(self, name: str, engine: Engine) -> None:
+        """Let this engine serve again; it has the weights of the others."""
+        if self.alive.get(name) is engine:
+            self._members[name].active = True
+            self._serve(name, engine)
+
+    def deactivate(self, name: str) -> None:
+        """Stop sending requests to this engine and to its replacement; those that it has may end."""
+        self._members[name].active = False
+        self.serving = _without(self.serving, name)
+
+    def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> None:
+        """Mark an engine as dead: requests no longer wait for its answers. Several callers may notice a death: the
+        first call counts, and later ones don't affect its replacement.
+        """
+        if self.alive.get(name) is not engine:
+            return
+        member = self._members[name]
+        member.death = Death(name=name, cause=str(death))
+        self._first_death = self._first_death or member.death
+        self.alive, self.serving = _without(self.alive, name), _without(self.serving, name)
+        now_s = asyncio.get_running_loop().time()
+        for wait in member.waits:
+            wait.reschedule(now_s)
+        member.waits = set()
+        self._events.span(name, "died", now_s, now_s, cause=str(death))
+        if self.on_death is not None and self.on_death(name, death):
+            member.coming = True
+        self.on_change()
+
+    def give_up(self, name: str) -> None:
+        """This engine won't be replaced. If it was the last, waiting requests raise EngineDied."""
+        self._members[name].coming = False
+        self._change.set()
+
+    @property
+    def have_a_future(self) -> bool:
+        """Whether an engine lives or will be replaced."""
+        return bool(self.alive) or any(member.coming for member in self._members.values())
+
+    async def until_served(self) -> None:
+        """Return once an engine serves. Raises EngineDied if none serves, none is inactive, and none will come."""
+        while not self.serving:
+            if not self.have_a_future:
+                first = self._first_death or "none was started"
+                raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
+            self._change.clear()
+            await self._change.wait()
+
+    @asynccontextmanager
+    async def answering(self, name: str) -> AsyncIterator[None]:
+        """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead."""
+        member = self._members[name]
+        waits = member.waits  # of this engine, not of its replacement
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                yield
+        except TimeoutError as error:
+            if wait.expired():
+                raise EngineDied(self.last_death(name).cause) from error
+            raise
+        finally:
+            waits.discard(wait)
+
+    def heard(self, name: str) -> None:
+        """An engine answers a request, or began to."""
+        self._members[name].heard_s = asyncio.get_running_loop().time()
+
+    def heard_s(self, name: str) -> float:
+        """When an engine of this name last answered a request, or began to, on the loop's clock."""
+        return self._members[name].heard_s
+
+    def num_stays(self, name: str) -> int:
+        """How often an engine of this name began to serve: what it had cached before, it may have lost."""
+        return self._members[name].num_stays
+
+    def last_death(self, name: str) -> Death:
+        death = self._members[name].death
+        assert death is not None, name
+        return death
+
+    def _serve(self, name: str, engine: Engine) -> None:
+        self._members[name].num_stays += 1
+        self.serving = {**self.serving, name: engine}
+        self._change.set()
+
+
+def _without(engines: Mapping[str, Engine], name: str) -> Mapping[str, Engine]:
+    return {other: engine for other, engine in engines.items() if other != name}
