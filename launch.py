@@ -27,7 +27,7 @@ from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from grmpipe.config.judging import POLICY
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.key_errors import explain, no_choice
 from grmpipe.config.redact import USERINFO, environment_secrets, mask
 from grmpipe.config.run_config import ConfigError, RunConfig

@@ -149,7 +149,7 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     running = await start(prepared, observers.timeline, directory)
     try:
         flow = FlowConfig.of(
-            config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed, config.env
+            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
         parts, pipeline_state = make_parts(prepared, running, observers), PipelineState()
         await parts.push_weights(pipeline_state.version)

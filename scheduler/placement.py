@@ -63,6 +63,12 @@ class PlacementConfig:
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
 
+    def on_gpu(self, role: str) -> bool:
+        """Whether the role's place has GPUs. A role without a place counts as on cores."""
+        where = self.roles.get(role)
+        pool = self.pools.get(where.pool) if where is not None else None
+        return pool is not None and pool.resource == "gpu"
+
 
 LEAST_CALL_TIMEOUT_S = 60.0  # an engine without news reports every COLLECT_S (engine_host.py)
 

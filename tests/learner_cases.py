@@ -17,8 +17,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from grmpipe.capacity.plan.memory import learner_parts
-from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.yaml_io import config_of
 from models.lm.footprint import footprint_of
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +70,7 @@ def planned_gb(case: LearnerCase) -> float:
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**case.config).save_pretrained(path)
         footprint = footprint_of(path)
-    parts = learner_parts(from_values(RunConfig, {"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
+    parts = learner_parts(config_of({"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
     return sum(part.num_bytes for part in parts) / 1e9
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from configs import run_config
+
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import Lengths
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.capacity import SimulateConfig
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Prompt
@@ -29,7 +30,7 @@ ROLLOUTS, CRITIQUES = always(100), always(50)
 def workload(
     *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, **simulated: float
 ) -> Workload:
-    config = RunConfig(
+    config = run_config(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
         rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
         judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),

@@ -7,14 +7,9 @@ from collections.abc import Mapping
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.entry_names import ENV, JUDGE, POLICY, ROLES
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import (
-    POLICY,
-    check_all_used,
-    check_judging,
-    key_of_judge,
-    key_of_model,
-)
+from grmpipe.config.judging import check_all_used, check_judging
 from grmpipe.config.reward_checks import (
     check_doubts,
     check_normalised_units,
@@ -22,16 +17,19 @@ from grmpipe.config.reward_checks import (
     check_rewards_used,
     check_scales,
 )
-from grmpipe.config.run_sections import ENV, RESUMES, TASKS, RunSections, is_judge_simulated, roles_with
+from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
 
+TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
+RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
 MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
 
 
-def check_across(config: RunSections) -> None:
+def check_across(config: RunConfig) -> None:
     """All checks, once the defaults are filled in."""
+    check_reward(config)
     check_run(config)
     check_algorithm(config)
     check_policy_engine(config)
@@ -48,7 +46,7 @@ def check_across(config: RunSections) -> None:
     check_measured(config)
 
 
-def check_run(config: RunSections) -> None:
+def check_run(config: RunConfig) -> None:
     """Check the task, and what the run is called."""
     if config.task not in TASKS:
         raise ValueError(f"task: unknown task {config.task!r}; known: {', '.join(TASKS)}")
@@ -63,13 +61,13 @@ def check_run(config: RunSections) -> None:
         raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.run_dir == "":
         raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
-    if config.task == "train_judge_rft" and config.judge.kind != "label":
+    if config.task == "train_judge_rft" and config.main_judge.kind != "label":
         raise ValueError(
             "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"
         )
 
 
-def check_algorithm(config: RunSections) -> None:
+def check_algorithm(config: RunConfig) -> None:
     check_pass_k(config.algorithm, config.train.group_size)
     check_replay_buffer(config.algorithm, config.train.max_staleness)
     check_interpolated(config.algorithm, config.train.max_staleness)
@@ -78,8 +76,8 @@ def check_algorithm(config: RunSections) -> None:
     check_critic(config.critic, config.algorithm, config.train)
 
 
-def check_places(config: RunSections) -> None:
-    known = roles_with(config.models)
+def check_places(config: RunConfig) -> None:
+    known = dict.fromkeys((*ROLES, *(role for model in config.models.values() for role in (model.name, model.learner))))
     for role in config.placement.roles:
         if role not in known:
             raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(known)}")
@@ -87,7 +85,7 @@ def check_places(config: RunSections) -> None:
         check_env_hosts(config)
 
 
-def check_env_hosts(config: RunSections) -> None:
+def check_env_hosts(config: RunConfig) -> None:
     """Check that there are environments to place, on cores, within what a host and its calls can take."""
     env, key, where = config.env, f"placement.roles.{ENV}", config.placement.roles[ENV]
     if env.env_kind.is_single:
@@ -97,7 +95,7 @@ def check_env_hosts(config: RunSections) -> None:
             f"{key}: workflows run where the server is that they ask the policy at, on the run's own machine; leave "
             "it out, or write an env (env=custom)"
         )
-    if config.on_gpu(ENV):
+    if config.placement.on_gpu(ENV):
         cores = [name for name, pool in config.placement.pools.items() if pool.resource == "cpu"]
         way_out = f"type {key}.pool={' or '.join(cores)}" if cores else "add a pool with resource=cpu"
         raise ValueError(f"{key}.pool: environments need cores, and the pool {where.pool} has GPUs; {way_out}")
@@ -115,20 +113,21 @@ def check_env_hosts(config: RunSections) -> None:
         )
 
 
-def check_reward(config: RunSections) -> None:
+def check_reward(config: RunConfig) -> None:
     """Check the judges, the models that they ask, and the reward that is made of their verdicts."""
     kind = config.algorithm.estimator_kind
-    check_rewards(config.reward_tree, config.all_judges, group_baseline=kind.has_zero_groups)
-    check_normalised_units(config.reward_tree, config.algorithm)
-    check_doubts(config.reward_tree, config.all_judges)
-    check_scales(config.reward_tree, config.all_judges)
+    check_rewards(config.rewards, config.judges, group_baseline=kind.has_zero_groups)
+    check_normalised_units(config.rewards, config.algorithm)
+    check_doubts(config.rewards, config.judges)
+    check_scales(config.rewards, config.judges)
     check_judging(config.judging)
     check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
-        check_all_used(config.judging, config.judges, config.models)
-        check_rewards_used(config.reward_tree)
-    if len(config.judging.judges) > 1 and (label := judge_of_kind(config, "label")) is not None:
-        raise ValueError(f"{key_of_judge(label)}.kind: label is for a judge in training, alone; type reward=single")
+        check_all_used(config.judging, config.judges)
+        check_rewards_used(config.rewards)
+    for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
+        if judge.kind == "label":
+            raise ValueError(f"{judge.key}.kind: label is for a judge in training, alone; type reward=single")
 
 
 OF_THE_RUN = ("pause_s", "anchors", "anchor_every")
@@ -137,17 +136,13 @@ OF_THE_RUN = ("pause_s", "anchors", "anchor_every")
 def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:
     """Check that further judges set no key that there is once for all judges."""
     usual = JudgeConfig()
-    for name, judge in judges.items():
+    for judge in (judge for name, judge in judges.items() if name != JUDGE):
         for key in OF_THE_RUN:
             if (value := getattr(judge, key)) != getattr(usual, key):
-                raise ValueError(f"judges.{name}.{key}: holds for all judges together; type judge.{key}={value}")
+                raise ValueError(f"{judge.key}.{key}: holds for all judges together; type judge.{key}={value}")
 
 
-def judge_of_kind(config: RunSections, kind: str) -> str | None:
-    return next((name for name, judge in config.judging.judges.items() if judge.kind == kind), None)
-
-
-def check_policy_engine(config: RunSections) -> None:
+def check_policy_engine(config: RunConfig) -> None:
     """Check that the policy's engines take weights."""
     if not config.engine_kind_of(POLICY).transports:
         able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
@@ -157,25 +152,23 @@ def check_policy_engine(config: RunSections) -> None:
         )
 
 
-def check_updated_by_policy(config: RunSections) -> None:
+def check_updated_by_policy(config: RunConfig) -> None:
     """Check the models that take over the policy's weights: they judge, start as the policy, and don't learn."""
-    updated = {role: model for role, model in config.models_by_role.items() if model.policy_updates}
+    updated = {role: model for role, model in config.models.items() if model.policy_updates}
     for role, model in updated.items():
-        key = f"{key_of_model(role)}.policy_updates"
+        key = f"{model.key}.policy_updates"
         if role not in config.judging.roles:
             raise ValueError(f"{key}: only a language model that judges beside the policy can take over its weights")
         if model.path != config.policy.path:
             raise ValueError(
                 f"{key}: {model.path} is another model than {config.policy.path}, whose weights it would get; type "
-                f"{key_of_model(role)}.path='${{policy.path}}'"
+                f"{model.key}.path='${{policy.path}}'"
             )
         if role in config.trained_grms:
-            raise ValueError(f"{key}: {role} learns itself; type {key_of_model(role)}.train.enabled=false")
+            raise ValueError(f"{key}: {role} learns itself; type {model.key}.train.enabled=false")
         if not config.judging.engine_kind_of(role).reads_model_files:
             able = " or ".join(engines_that(lambda kind: kind.reads_model_files))
-            raise ValueError(
-                f"{key}: {model.engine} can't read a model's files; type {key_of_model(role)}.engine={able}"
-            )
+            raise ValueError(f"{key}: {model.engine} can't read a model's files; type {model.key}.engine={able}")
         if model.policy_updates[-1] >= config.train.num_steps:
             raise ValueError(
                 f"{key}: {model.policy_updates[-1]} is not before the last step, train.num_steps = "
@@ -183,15 +176,14 @@ def check_updated_by_policy(config: RunSections) -> None:
             )
 
 
-def check_labels(config: RunSections) -> None:
+def check_labels(config: RunConfig) -> None:
     """Check the score that passes, for judges that learn from labels and for a jury that weighs by accuracy."""
-    labelled = {name: judge for name, judge in config.judging.judges.items() if judge.kind == "label"} | {
-        name: judge for role in config.trained_grms for name, judge in config.judging.asking(role).items()
-    }
-    if config.reward_tree.weighed_by_accuracy():
-        labelled[config.judging.first] = config.first_judge
-    for name, judge in labelled.items():
-        key = key_of_judge(name)
+    labelled = [judge for judge in config.judging.judges.values() if judge.kind == "label"]
+    labelled += [judge for role in config.trained_grms for judge in config.judging.asking(role).values()]
+    if config.rewards.weighed_by_accuracy():
+        labelled.append(config.main_judge)
+    for judge in labelled:
+        key = judge.key
         if not judge.score_min < config.labels.pass_score <= judge.score_max:
             raise ValueError(
                 f"labels.pass_score: must be above {key}.score_min = {judge.score_min} and at most "
@@ -200,19 +192,19 @@ def check_labels(config: RunSections) -> None:
             )
 
 
-def check_measured(config: RunSections) -> None:
+def check_measured(config: RunConfig) -> None:
     """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
-    weighed = config.reward_tree.weighed_by_accuracy()
+    weighed = config.rewards.weighed_by_accuracy()
     for name, judge in config.judging.generative.items():
         if name in weighed and judge.protocol_kind.compares:
             path = weighed[name]
             raise ValueError(
                 f"{path}.vote: accuracy is measured on single held-out answers, and {name} compares several; type "
-                f"{path}.vote=mean, or {key_of_judge(name)}.protocol=pointwise"
+                f"{path}.vote=mean, or {judge.key}.protocol=pointwise"
             )
 
 
-def check_retrain(config: RunSections) -> None:
+def check_retrain(config: RunConfig) -> None:
     """Check that retraining from a run trains only the policy."""
     if config.data.retrain_from is None:
         return
@@ -221,19 +213,18 @@ def check_retrain(config: RunSections) -> None:
             f"data.retrain_from: task={config.task} can't replay; type task=train, or data.retrain_from=null"
         )
     alone = "data.retrain_from trains only the policy"
-    for role in config.trained_grms:
-        key = f"{key_of_model(role)}.train"
-        raise ValueError(f"{key}.enabled: {alone}; type {key}.enabled=false")
+    for key in (f"{config.models[role].key}.train.enabled" for role in config.trained_grms):
+        raise ValueError(f"{key}: {alone}; type {key}=false")
     if config.critic.enabled:
         raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
 
 
-def check_meta_rm(config: RunSections) -> None:
+def check_meta_rm(config: RunConfig) -> None:
     """Check that a vote that needs a meta-RM has one, with something to read."""
     if not config.uses_meta_rm:
         return
-    name, judge = next(iter(config.judging.weighted.items()))
-    key = f"{key_of_judge(name)}.vote"
+    judge = next(iter(config.judging.weighted.values()))
+    key = f"{judge.key}.vote"
     if config.task == "simulate":
         raise ValueError(
             f"{key}: task=simulate asks no meta-RM, whose work is small compared with the GRM's; type task=plan "
@@ -246,10 +237,10 @@ def check_meta_rm(config: RunSections) -> None:
         )
 
 
-def check_lora(config: RunSections) -> None:
+def check_lora(config: RunConfig) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    for role, model in config.models_by_role.items() if config.task != "evaluate" else ():  # which has no adapters
-        key, kind = key_of_model(role), config.engine_kind_of(role)
+    for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
+        key, kind = model.key, config.engine_kind_of(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
             raise ValueError(
@@ -262,7 +253,7 @@ def check_lora(config: RunSections) -> None:
                 f"{model.lora.rank}; type {key}.lora.sync=merged, or a lower rank"
             )
         # If the policy is the judge itself, it takes its settings from the GRM's.
-        if model.lora.learns and role not in config.learners and config.judge.kind != "label":
+        if model.lora.learns and role not in config.learners and config.main_judge.kind != "label":
             raise ValueError(
                 f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, or "
                 f"{key}.train.enabled=true"
@@ -273,16 +264,16 @@ def check_lora(config: RunSections) -> None:
         )
 
 
-def check_scalar(config: RunSections) -> None:
+def check_scalar(config: RunConfig) -> None:
     """Check that the task knows scalar reward models."""
-    for name in config.judging.scalar if config.task == "simulate" else ():
+    for judge in config.judging.scalar.values() if config.task == "simulate" else ():
         raise ValueError(
-            f"{key_of_judge(name)}.kind: task=simulate asks no scalar reward model, whose work is small compared "
-            f"with a GRM's; type task=plan for its work, or {key_of_judge(name)}=rule to simulate the rest"
+            f"{judge.key}.kind: task=simulate asks no scalar reward model, whose work is small compared "
+            f"with a GRM's; type task=plan for its work, or {judge.key}=rule to simulate the rest"
         )
 
 
-def check_simulated(config: RunSections) -> None:
+def check_simulated(config: RunConfig) -> None:
     """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
     if config.task != "simulate":
         return
@@ -290,36 +281,37 @@ def check_simulated(config: RunSections) -> None:
         raise ValueError(
             "env.kind: task=simulate knows only single turns; to see the rest of the run type env=single_turn"
         )
-    for name, judge in config.judging.judges.items():
-        key = key_of_judge(name)
+    for judge in config.judging.judges.values():
+        key = judge.key
         if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
-        if not is_judge_simulated(judge):
+        if not judge.is_simulated:
             raise ValueError(
                 f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
                 "judgement; to see the rest of the run type judge=pointwise"
             )
 
 
-def check_cotrain(config: RunSections) -> None:
+def check_cotrain(config: RunConfig) -> None:
     """Check that GRMs that are trained are served here, sample their judgements, and are compared within groups."""
     for role in config.trained_grms:
         check_trained_grm(config, role)
 
 
-def check_trained_grm(config: RunSections, role: str) -> None:
-    cotrain, key = config.trained_grms[role], f"{key_of_model(role)}.train"
+def check_trained_grm(config: RunConfig, role: str) -> None:
+    cotrain, model = config.trained_grms[role], config.models[role]
+    key = f"{model.key}.train"
     if role not in config.judging.local_roles:
         raise ValueError(
             f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
-            f"{key_of_model(role)}.path and a {key_of_model(role)}.engine other than openai"
+            f"{model.key}.path and a {model.key}.engine other than openai"
         )
     if config.task == "simulate":
         raise ValueError(
             f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
             f"memory, or {key}.enabled=false to simulate the rest of the run"
         )
-    judge = config.judge_training(role)
+    judge = config.judging.training(role)
     if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
         raise ValueError(
             f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
@@ -334,7 +326,7 @@ def check_trained_grm(config: RunSections, role: str) -> None:
         )
 
 
-def check_critic_alone(config: RunSections) -> None:
+def check_critic_alone(config: RunConfig) -> None:
     """Check that a critic is trained next to a policy that is played and judged, by a judge that doesn't change."""
     if not config.critic.enabled:
         return
@@ -342,10 +334,10 @@ def check_critic_alone(config: RunSections) -> None:
         raise ValueError(
             f"critic.enabled: task={config.task} uses no critic; type critic=none algorithm.estimator=grpo"
         )
-    for role in config.trained_grms:
+    for model in (config.models[role] for role in config.trained_grms):
         raise ValueError(
             "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
-            f"type critic=none algorithm.estimator=grpo, or {key_of_model(role)}.train.enabled=false"
+            f"type critic=none algorithm.estimator=grpo, or {model.key}.train.enabled=false"
         )
     if config.data.retrain_from is not None:
         raise ValueError(

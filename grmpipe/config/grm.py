@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from grmpipe.config.entry_names import GRM, LEARNER, POLICY
 from models.settings import ModelConfig, ParallelConfig
 
 
@@ -59,3 +60,18 @@ class GrmConfig(ModelConfig):
     """A model that judges."""
 
     train: GrmTrainConfig = field(default_factory=GrmTrainConfig)
+
+
+@dataclass(frozen=True)
+class ModelEntry(GrmConfig):
+    """A model of a run that engines may serve, with its name, which is its role, and the section that a user types. The
+    policy is one too, and has no `train` of its own.
+    """
+
+    name: str = GRM
+    key: str = GRM
+
+    @property
+    def learner(self) -> str:
+        """The role that trains it, if one does."""
+        return "learner" if self.name == POLICY else self.name + LEARNER

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.env_reward import EnvRewardConfig
 from grmpipe.config.judge_protocols import (
     DEFAULT_PROTOCOL,
@@ -153,6 +154,16 @@ class JudgeConfig:
         self._check_deadline()
 
     @property
+    def name(self) -> str:
+        """The name by which the reward and metrics name it."""
+        return JUDGE
+
+    @property
+    def key(self) -> str:
+        """The section that a user types."""
+        return JUDGE
+
+    @property
     def scale(self) -> Scale:
         return Scale(low=self.score_min, high=self.score_max)
 
@@ -172,6 +183,12 @@ class JudgeConfig:
     def protocol_kind(self) -> JudgeProtocol:
         """What other modules must know of the protocol."""
         return protocol_named(self.protocol)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a simulation knows the judge, and the number of scores in a judgement."""
+        scores = self.kind == "generative" and self.protocol_kind.scores == "responses"
+        return scores or self.kind in ("rule", "label")
 
     @property
     def gives_one_score(self) -> bool:
@@ -381,6 +398,19 @@ class JudgeConfig:
                 f"timeout_s: {self.timeout_s:g} s is less than max_new_tokens / min_tokens_per_s = {needed_s:g} s; "
                 f"type judge.timeout_s={needed_s:g} or more, or correct judge.min_tokens_per_s"
             )
+
+
+@dataclass(frozen=True)
+class JudgeEntry(JudgeConfig):
+    """A judge of a run, with its name and the section that a user types."""
+
+    name: str = JUDGE
+    key: str = JUDGE
+
+    @staticmethod
+    def of(judge: JudgeConfig, name: str) -> JudgeEntry:
+        """A further judge."""
+        return JudgeEntry(**vars(judge), name=name, key=f"judges.{name}")
 
 
 LABEL_RULES = ("exact", "same_side")

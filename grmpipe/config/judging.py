@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.engine_kinds import engine_kind, engines_that
+from grmpipe.config.entry_names import GRM, JUDGE, POLICY
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from models.engines.engine_kind import AnyEngine
-from models.settings import ModelConfig
-
-# Sections of the first judge, of the first model that judges, and of the model in training.
-JUDGE, GRM, POLICY = "judge", "grm", "policy"
-SHORT = {"models": GRM, "judges": JUDGE, "rewards": "reward"}  # section of further ones -> that of the first one
-RESERVED = ("policy", "learner", "grm", "meta", "meta_rm", "critic", "env")
-# A judge's accuracy is the metric <name>_accuracy, and a model's metrics are <name>/...: names that would make others.
-METRICS = (
-    "true", "alarm", "cascade", "driver", "engines", "eval", "experts", "groups", "judge_monitor", "memory",
-    "mismatch", "moves", "perf", "prompt_length", "response_length", "reward", "rollout", "slots", "staleness",
-    "stall", "sync", "time", "train",
-)  # fmt: skip
-LEARNER = "_learner"  # the end of the name of the role that trains a judging model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +22,14 @@ class Judging:
     """
 
     judges: Mapping[str, JudgeConfig]
-    models: Mapping[str, ModelConfig]
+    models: Mapping[str, ModelEntry]
 
     @property
-    def first(self) -> str:
-        """The name of the first judge."""
-        return first_of(self.judges)
+    def main(self) -> str:
+        """The name of the judge whose scale is that of labels, and of the scores of all judges together: `judge`, or
+        the only one that the reward uses.
+        """
+        return main_of(self.judges)
 
     @property
     def by_model(self) -> bool:
@@ -109,89 +99,50 @@ class Judging:
         return {name: judge for name, judge in self.generative.items() if judge.vote in VOTES_WITH_META_RM}
 
     def engine_kind_of(self, role: str) -> type[AnyEngine]:
-        return engine_kind(self.models[role].engine, f"{key_of_model(role)}.engine")
+        return engine_kind(self.models[role].engine, f"{self.models[role].key}.engine")
 
     def asking(self, role: str) -> dict[str, JudgeConfig]:
         """The judges that ask a model."""
         return {name: judge for name, judge in self.generative.items() if judge.model == role}
 
-    def first_asking(self, role: str) -> str:
-        """The name of the judge whose prompts, limits and temperature a model in training learns under."""
-        return next(iter(self.asking(role)))
+    def training(self, role: str) -> JudgeConfig:
+        """The judge whose prompts, limits and temperature a model in training learns under."""
+        return next(iter(self.asking(role).values()))
 
 
-def first_of(judges: Collection[str]) -> str:
-    """The first of the judges that a reward uses: `judge`, or the only one. Its scale is that of the labels, and of the
-    scores of all together.
-    """
+def main_of(judges: Collection[str]) -> str:
+    """The main one of the judges that a reward uses (`Judging.main`)."""
     return next(iter(judges)) if len(judges) == 1 else JUDGE
 
 
-def key_of_judge(name: str) -> str:
-    """The configuration's section of a judge."""
-    return name if name == JUDGE else f"judges.{name}"
-
-
-def key_of_model(role: str) -> str:
-    """The configuration's section of a model."""
-    return role if role in (POLICY, GRM) else f"models.{role}"
-
-
-def key_of_parallel(learner: str) -> str:
-    """The configuration's section for how the ranks of a role that trains a model share it."""
-    own = {"learner": "train", "critic": "critic"}
-    return f"{own.get(learner) or f'{key_of_model(learner.removesuffix(LEARNER))}.train'}.parallel"
-
-
-def first_apart(section: str, key: str, value: str = "<value>") -> str:
-    """The error of a first judge, model or composition that is typed as if it were a further one."""
-    first = SHORT[section]
-    rest = key.partition(".")[2] or "<key>"
-    return f"{section}.{first}: the first one has a section of its own; type {first}.{rest}={value}"
-
-
-def check_names(section: str, names: Collection[str]) -> None:
-    """Check the names of further judges or models: they are part of keys, of metrics, and of names of processes."""
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z]\w*", name):
-            raise ValueError(f"{section}.{name}: a name has letters, digits and '_', and begins with a letter")
-        if SHORT[section] == name:
-            raise ValueError(first_apart(section, name))
-        if name in (JUDGE, *RESERVED, *METRICS) or name.endswith(LEARNER):
+def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
+    """Check that no further judge or model was configured in vain: the run would be trained without it."""
+    for name, judge in judges.items():
+        if name not in judging.judges and name != JUDGE:
             raise ValueError(
-                f"{section}.{name}: the name is taken, by a role or by metrics of a run; choose another one, that "
-                f"doesn't end in {LEARNER}"
-            )
-
-
-def check_all_used(judging: Judging, judges: Collection[str], models: Collection[str]) -> None:
-    """Check that no judge or model was configured in vain: the run would be trained without it."""
-    for name in judges:
-        if name not in judging.judges:
-            raise ValueError(
-                f"judges.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
+                f"{judge.key}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
                 f"or reward.judge={name}"
             )
-    for role in models:
-        if role not in judging.asked_roles:
-            raise ValueError(f"models.{role}: no judge of this run asks it; type judges.<name>.model={role}")
+    for role, model in judging.models.items():
+        if role not in (*judging.asked_roles, POLICY, GRM):
+            raise ValueError(f"{model.key}: no judge of this run asks it; type judges.<name>.model={role}")
 
 
 def check_judging(judging: Judging) -> None:
     """Check that each judge's model exists, and can do what the judge asks."""
-    for name, judge in (judging.generative | judging.scalar).items():
+    for judge in (judging.generative | judging.scalar).values():
         if judge.model not in judging.models:
             added = judge.model.rpartition(".")[2]
             raise ValueError(
-                f"{key_of_judge(name)}.model: there is no model {judge.model!r}; type one of "
+                f"{judge.key}.model: there is no model {judge.model!r}; type one of "
                 f"{', '.join(judging.models)}"
                 + (f", or add it by +grm@models.{added}=path" * (added not in judging.models))
             )
     check_scalar(judging)
-    for name, judge in judging.generative.items():
-        check_engine(name, judge, judging)
-    for role in (role for role in judging.asked_roles if judging.engine_kind_of(role).outside):
-        model, key = judging.models[role], key_of_model(role)
+    for judge in judging.generative.values():
+        check_engine(judge, judging)
+    for model in (judging.models[role] for role in judging.asked_roles if judging.engine_kind_of(role).outside):
+        key = model.key
         if model.path.startswith("tiny://"):
             raise ValueError(
                 f"{key}.path: {model.path} is a shipped tiny model; with {key}.engine={model.engine} type the model's "
@@ -201,23 +152,23 @@ def check_judging(judging: Judging) -> None:
 
 def check_scalar(judging: Judging) -> None:
     """Check that a scalar reward model is neither the policy nor a language model of another judge."""
-    for name, judge in judging.scalar.items():
+    for judge in judging.scalar.values():
         if judge.model == POLICY or judge.model in judging.roles:
             raise ValueError(
-                f"{key_of_judge(name)}.model: {judge.model} is a language model, and a scalar judge asks a reward "
+                f"{judge.key}.model: {judge.model} is a language model, and a scalar judge asks a reward "
                 f"model of its own; add one by +grm@models.reward_model=path models.reward_model.path=<model>, and "
-                f"type {key_of_judge(name)}.model=reward_model"
+                f"type {judge.key}.model=reward_model"
             )
 
 
-def check_engine(name: str, judge: JudgeConfig, judging: Judging) -> None:
+def check_engine(judge: JudgeConfig, judging: Judging) -> None:
     """Check that the engine of a judge's model can do what the judge asks."""
-    key, engine, called = key_of_judge(name), judging.engine_kind_of(judge.model), judging.models[judge.model].engine
+    key, engine, model = judge.key, judging.engine_kind_of(judge.model), judging.models[judge.model]
     if judge.structured and not engine.grammar:
         able = " or ".join(engines_that(lambda kind: kind.grammar))
         raise ValueError(
-            f"{key}.structured: {called} can't constrain a judgement by a grammar; type {key}.structured=false, or "
-            f"{key_of_model(judge.model)}.engine={able}"
+            f"{key}.structured: {model.engine} can't constrain a judgement by a grammar; type {key}.structured=false, "
+            f"or {model.key}.engine={able}"
         )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:
         raise ValueError(

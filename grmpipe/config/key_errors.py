@@ -11,10 +11,9 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
+from grmpipe.config.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.field_comments import comments_of
-from grmpipe.config.judging import SHORT, first_apart
-from grmpipe.config.run_config import RunConfig
-from grmpipe.config.run_sections import ROLES
+from grmpipe.config.run_sections import RunSections
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Keys and sections of earlier versions -> those that have their values; a name behind one stays where {} is.
@@ -42,7 +41,7 @@ def under_key(path: str, text: str) -> str:
     path: of the section, with a dot at its end, as in `judges.safety.`; empty for none.
     """
     section, _, rest = path.partition(".")
-    if rest and (first := SHORT.get(section)):
+    if rest and (first := FIRST.get(section)):
         entry = f"{section}.{rest.partition('.')[0]}"
         text = re.sub(rf"\b{first}\.(?=[a-z])", f"{entry}.", text)
         text = re.sub(rf"\b{first}=(?=[a-z])", f"{first}@{entry}=", text)
@@ -181,7 +180,7 @@ def no_such_member(text: str) -> str:
     if not missing or not typed:
         return ""
     key, value = typed.groups()
-    for section in (section for section, hint in _keys(RunConfig) if member_of(hint)):
+    for section in (section for section, hint in _keys(RunSections) if member_of(hint)):
         if key == section:
             return f"{section}: has no such entry; to add one type {_choice_of_member(section, *_only(value))}"
         if key.startswith(f"{section}."):
@@ -191,7 +190,7 @@ def no_such_member(text: str) -> str:
                 return ""
             if section == "placement.roles" and is_misspelt(names[0], ROLES):
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
-            if SHORT.get(section) == names[0]:
+            if FIRST.get(section) == names[0]:
                 return first_apart(section, ".".join(names), value)
             for name in reversed(names[1:]):
                 value = f"{{{name}: {value}}}"
@@ -209,8 +208,8 @@ def _only(value: str) -> tuple[str, str]:
 
 def _choice_of_member(section: str, name: str, value: str) -> str:
     """What adds a member: the choice of one of its group's files if the value is a word, else its keys."""
-    if section in SHORT and re.fullmatch(r"\w+", value):
-        return f"+{SHORT[section]}@{section}.{name}={value}"
+    if section in FIRST and re.fullmatch(r"\w+", value):
+        return f"+{FIRST[section]}@{section}.{name}={value}"
     return f"'+{section}={{{name}: {value}}}'"
 
 
@@ -268,7 +267,7 @@ def member_of(hint: object) -> type | None:
 
 def _keys_beside(beside: str) -> Iterator[tuple[str, object]]:
     """Every key with a fixed name and its type; of sections with members of any name, those of `beside`."""
-    for key, hint in _keys(RunConfig):
+    for key, hint in _keys(RunSections):
         yield key, hint
         if (member := member_of(hint)) and beside.startswith(f"{key}."):
             name = beside.removeprefix(f"{key}.").split(".")[0]
@@ -277,7 +276,7 @@ def _keys_beside(beside: str) -> Iterator[tuple[str, object]]:
 
 def _meanings(path: str) -> Iterator[tuple[str, str]]:
     """The keys of a section with a fixed name, and the sentence of each."""
-    cls: object = RunConfig
+    cls: object = RunSections
     for name in filter(None, path.split(".")):
         cls = typing.get_type_hints(cls).get(name) if isinstance(cls, type) else None
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):

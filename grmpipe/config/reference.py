@@ -20,10 +20,10 @@ from pathlib import Path
 
 import yaml
 
+from grmpipe.config.entry_names import FIRST
 from grmpipe.config.field_comments import comments_of
-from grmpipe.config.judging import SHORT
 from grmpipe.config.key_errors import member_of
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import RunSections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def page() -> str:
-    sections = list(sections_of(RunConfig))
+    sections = list(sections_of(RunSections))
     top = [section.name for section in sections if section.name and "." not in section.name]
     contents = " · ".join(["[run](#run)", *(f"[{name}](#{name})" for name in top)])
     head = HEAD.format(count=sum(len(section.entries) for section in sections), contents=contents)
@@ -126,7 +126,7 @@ def sections_of(
     for spec in dataclasses.fields(cls):
         key, value = f"{prefix}{spec.name}", values.get(spec.name)
         if (member := member_of(hints[spec.name])) is not None and hints.get(
-            first := SHORT.get(spec.name, "")
+            first := FIRST.get(spec.name, "")
         ) is member:
             meaning = f"{comments.get(spec.name, '')} The keys are those of [{prefix}{first}](#{first})."
             alike.append(KeySection(name=f"{key}.<name>", about=meaning, entries=()))

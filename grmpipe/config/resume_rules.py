@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from grmpipe.config.judging import SHORT
+from grmpipe.config.entry_names import FIRST
 from grmpipe.config.redact import SEALED, seal
+from grmpipe.config.resolve_config import typed_sections
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import is_secret_key, without_secrets
 
@@ -58,8 +59,9 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
     A secret may differ: a rotated API key doesn't change the model.
     """
-    before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
-    was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
+    typed = typed_sections(old), typed_sections(new)
+    before, after = (dict(_leaves(dataclasses.asdict(sections))) for sections in typed)
+    was, now = (dict(_leaves(without_secrets(sections, free_on_resume))) for sections in typed)
     return [
         f"{key}: {was.get(key)} -> {_sealed_alike(was.get(key), now.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -70,7 +72,7 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...]:
     """Keys that differ and may differ."""
-    was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
+    was, now = (dict(_leaves(without_secrets(typed_sections(config), free_on_resume))) for config in (old, new))
     return tuple(
         ConfigChange(key=key, old=str(was.get(key)), new=str(_sealed_alike(was.get(key), now.get(key))))
         for key in sorted(was.keys() | now.keys())
@@ -98,7 +100,7 @@ def free_on_resume(key: str) -> bool:
 def as_first(key: str) -> str:
     """The same key of the first judge, model or learner, for one of further ones: judges.safety.vote -> judge.vote."""
     section, _, rest = key.partition(".")
-    return f"{SHORT[section]}.{rest.partition('.')[2]}" if section in SHORT else key
+    return f"{FIRST[section]}.{rest.partition('.')[2]}" if section in FIRST else key
 
 
 def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from grmpipe.config.judging import JUDGE
+from grmpipe.config.entry_names import JUDGE, REWARD, first_apart
 
-ROOT = "reward"
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
 ESCALATIONS = ("group", "rollout")
@@ -62,8 +61,6 @@ class RewardConfig:
     inner: str | None = None  # For gate: name that judges what passes the gate.
 
     def __post_init__(self) -> None:
-        if isinstance(self.route, Mapping):  # sources are texts, also where YAML reads a number
-            object.__setattr__(self, "route", {str(source): name for source, name in self.route.items()})
         for key, value, known in (
             ("kind", self.kind, tuple(REWARD_KINDS)),
             ("normalise", self.normalise, NORMALISATIONS),
@@ -74,21 +71,31 @@ class RewardConfig:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
         for key, reward in (("pass_at", self.pass_at), ("min_reward", self.min_reward), ("floor", self.floor)):
             if not 0 <= reward <= 1:
-                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {ROOT}.{key}=0.5")
+                raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {REWARD}.{key}=0.5")
         for key, share in (("share", self.share), ("audit_share", self.audit_share)):
             if not 0 < share <= 1:
-                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {ROOT}.{key}=0.1")
+                raise ValueError(f"{key}: must be above 0 and at most 1, got {share}; type {REWARD}.{key}=0.1")
         if not 0 < self.max_error < math.inf:
-            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type {ROOT}.max_error=0.1")
+            raise ValueError(f"max_error: must be above 0, got {self.max_error}; type {REWARD}.max_error=0.1")
         if self.unsure_above_std is not None and not 0 <= self.unsure_above_std < MAX_STD:
             raise ValueError(
                 f"unsure_above_std: must be 0 or more and below {MAX_STD}, the largest standard deviation on [0, 1], "
-                f"got {self.unsure_above_std}; type {ROOT}.unsure_above_std=0.1"
+                f"got {self.unsure_above_std}; type {REWARD}.unsure_above_std=0.1"
             )
         if self.floor == 1:
             raise ValueError(
-                f"floor: 1 is as much as the best response that passes the gate can get; type {ROOT}.floor=0"
+                f"floor: 1 is as much as the best response that passes the gate can get; type {REWARD}.floor=0"
             )
+
+    @property
+    def name(self) -> str:
+        """The name by which others name it."""
+        return REWARD
+
+    @property
+    def key(self) -> str:
+        """The section that a user types."""
+        return REWARD
 
     @property
     def reward_kind(self) -> RewardKind:
@@ -117,13 +124,28 @@ class RewardConfig:
         return self.reward_kind.asked(self, source)
 
 
+@dataclass(frozen=True)
+class RewardEntry(RewardConfig):
+    """A composition of a run, with its name and the section that a user types."""
+
+    name: str = REWARD
+    key: str = REWARD
+
+    @staticmethod
+    def of(reward: RewardConfig, name: str, key: str) -> RewardEntry:
+        route = reward.route
+        if isinstance(route, Mapping):  # sources are texts, also where YAML reads a number
+            route = {str(source): judge for source, judge in route.items()}
+        return RewardEntry(**vars(reward) | {"route": route, "name": name, "key": key})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
     """What other modules must know of a kind of composition.
 
     keys:   the keys of RewardConfig that it uses.
     names:  the judges and compositions that a checked one names.
-    check:  (section, its path) -> None; raises ValueError that begins with the key.
+    check:  (section) -> None; raises ValueError that begins with the key.
     passes: whether its reward is that of one of its parts, unchanged, so that the part need not be on [0, 1].
     waits:  whether a sibling's reward depends on its siblings' verdicts.
     later:  those of its names that judge a response only if another verdict on it says so.
@@ -133,7 +155,7 @@ class RewardKind:
 
     keys: tuple[str, ...]
     names: Callable[[RewardConfig], tuple[str, ...]]
-    check: Callable[[RewardConfig, str], None]
+    check: Callable[[RewardConfig], None]
     passes: bool = False
     waits: Callable[[RewardConfig], bool] = lambda reward: False
     later: Callable[[RewardConfig], tuple[str, ...]] = lambda reward: ()
@@ -146,10 +168,24 @@ class RewardKind:
 
 @dataclass(frozen=True, slots=True)
 class RewardTree:
-    """A composition and the further ones, by name, that it and they may name. All but `in_use` take checked ones."""
+    """The compositions of a run by name, and that of them which makes the reward. All methods but `in_use` take checked
+    ones.
+    """
 
-    reward: RewardConfig
-    rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
+    entries: Mapping[str, RewardConfig]
+    root: str = REWARD
+
+    @staticmethod
+    def of(reward: RewardConfig, rewards: Mapping[str, RewardConfig] | None = None) -> RewardTree:
+        """The composition that makes the reward, with the further ones by name."""
+        if REWARD in (rewards or {}):
+            raise ValueError(first_apart("rewards", REWARD))
+        further = {name: RewardEntry.of(one, name, f"rewards.{name}") for name, one in (rewards or {}).items()}
+        return RewardTree({REWARD: RewardEntry.of(reward, REWARD, REWARD), **further})
+
+    @property
+    def reward(self) -> RewardConfig:
+        return self.entries[self.root]
 
     def judges(self, source: str | None = None) -> tuple[str, ...]:
         """The judges that the reward may ask, each once, in the order in which they are named.
@@ -158,14 +194,18 @@ class RewardTree:
         """
         found: dict[str, None] = {}
         for name in self.reward.names if source is None else self.reward.names_for(source):
-            found |= dict.fromkeys(self._below(name).judges(source) if name in self.rewards else (name,))
+            found |= dict.fromkeys(self.judges_of(name, source))
         return tuple(found)
+
+    def judges_of(self, name: str, source: str | None = None) -> tuple[str, ...]:
+        """The same of a judge, which is itself, or of a composition."""
+        return self.below(name).judges(source) if name in self.entries else (name,)
 
     def always_asked(self, source: str) -> frozenset[str]:
         """The judges that judge every response to a prompt of this source, whatever other verdicts say."""
         found: set[str] = set()
         for name in set(self.reward.names_for(source)).difference(self.reward.reward_kind.later(self.reward)):
-            found |= self._below(name).always_asked(source) if name in self.rewards else {name}
+            found |= self.below(name).always_asked(source) if name in self.entries else {name}
         return frozenset(found)
 
     def asked_shares(self, sources: Mapping[str, float]) -> dict[str, float]:
@@ -186,7 +226,7 @@ class RewardTree:
         """
         found: dict[str, float] = {}
         for name, share in self.reward.asked(source).items():
-            inner = self._below(name).asked_of_source(source) if name in self.rewards else {name: 1.0}
+            inner = self.below(name).asked_of_source(source) if name in self.entries else {name: 1.0}
             for judge, part in inner.items():
                 found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
         return found
@@ -197,112 +237,116 @@ class RewardTree:
         seconds: judge -> the most that it takes.
         """
         names = self.reward.names
-        chains = [self._below(name).longest_chain(seconds) if name in self.rewards else (name,) for name in names]
+        chains = [self.below(name).longest_chain(seconds) if name in self.entries else (name,) for name in names]
         if self.reward.reward_kind.later(self.reward):
             return tuple(dict.fromkeys(name for chain in chains for name in chain))
         return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
 
     def idle_routes(self, sources: Collection[str]) -> Iterator[tuple[str, str]]:
         """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""
-        for path, one in self.in_use():
+        for one in self.in_use():
             if one.kind == "route":
-                yield from ((f"{path}.route", source) for source in one.route if source not in sources)
+                yield from ((f"{one.key}.route", source) for source in one.route if source not in sources)
 
     def waits_for_siblings(self) -> bool:
         """Whether the reward of a rollout depends on its siblings' verdicts."""
-        return any(one.reward_kind.waits(one) for _, one in self.in_use())
+        return any(one.reward_kind.waits(one) for one in self.in_use())
 
     def weighed_by_accuracy(self) -> dict[str, str]:
         """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
-        return {name: path for path, one in self.in_use() if one.uses_accuracy for name in one.names}
+        return {name: one.key for one in self.in_use() if one.uses_accuracy for name in one.names}
 
     def varies_by_group(self) -> bool:
         """Whether rewards depend on what their group has in common: siblings' verdicts, a decision of a cascade, the
         measured skill of judges. Rewards of two judgings of a group then don't compare.
         """
-        return self.waits_for_siblings() or any(one.uses_accuracy for _, one in self.in_use())
+        return self.waits_for_siblings() or any(one.uses_accuracy for one in self.in_use())
 
     def max_errors(self) -> dict[str, float]:
         """Cascade -> the error of its sure verdicts above which an alarm is raised."""
-        return {path.removeprefix("rewards."): one.max_error for path, one in self.in_use() if one.kind == "cascade"}
+        return {one.name: one.max_error for one in self.in_use() if one.kind == "cascade"}
 
-    def in_use(self) -> list[tuple[str, RewardConfig]]:
-        """The compositions in use, each once, with the path of its keys."""
-        found, waiting = {ROOT: self.reward}, [self.reward]
+    def in_use(self) -> list[RewardConfig]:
+        """The compositions in use, each once."""
+        found, waiting = {self.root: self.reward}, [self.reward]
         while waiting:
             for name in waiting.pop().names:
-                if name in self.rewards and f"rewards.{name}" not in found:
-                    found[f"rewards.{name}"] = self.rewards[name]
-                    waiting.append(self.rewards[name])
-        return list(found.items())
+                if name in self.entries and name not in found:
+                    found[name] = self.entries[name]
+                    waiting.append(self.entries[name])
+        return list(found.values())
 
-    def _below(self, name: str) -> RewardTree:
-        return RewardTree(self.rewards[name], self.rewards)
+    def below(self, name: str) -> RewardTree:
+        """The tree of one of its compositions."""
+        return RewardTree(self.entries, name)
 
 
 def arrival_orders(tree: RewardTree) -> Iterator[str]:
     """What makes rewards depend on the order in which verdicts arrive, in words that end with what to type."""
-    for path, one in tree.in_use():
+    for one in tree.in_use():
         if one.kind == "cascade" and one.share < 1:
-            yield f"{path}.share={one.share:g} goes to the groups that are unsure first; type {path}.share=1"
+            yield f"{one.key}.share={one.share:g} goes to the groups that are unsure first; type {one.key}.share=1"
         if one.uses_accuracy:
-            yield f"{path}.vote=accuracy weighs by the last evaluation that has ended; type {path}.vote=mean"
+            yield f"{one.key}.vote=accuracy weighs by the last evaluation that has ended; type {one.key}.vote=mean"
 
 
 # -- the kinds -------------------------------------------------------------------------------------------------------
 
 
-def _single(reward: RewardConfig, path: str) -> None:
+def _single(reward: RewardConfig) -> None:
     if reward.judge == "":
-        raise ValueError(f"{path}.judge: names no judge; type {path}.judge={JUDGE}")
+        raise ValueError(f"{reward.key}.judge: names no judge; type {reward.key}.judge={JUDGE}")
 
 
-def _mix(reward: RewardConfig, path: str) -> None:
-    _mapping(f"{path}.mix", reward.mix, f"'{path}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
+def _mix(reward: RewardConfig) -> None:
+    _mapping(f"{reward.key}.mix", reward.mix, f"'{reward.key}.mix={{{JUDGE}: 0.7, safety: 0.3}}'")
     for name, weight in reward.mix.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ValueError(
-                f"{path}.mix.{name}: a weight must be a number of 0 or more, got {weight!r}; type {path}.mix.{name}=1"
+                f"{reward.key}.mix.{name}: a weight must be a number of 0 or more, got {weight!r}; type "
+                f"{reward.key}.mix.{name}=1"
             )
     if not any(reward.mix.values()):
-        raise ValueError(f"{path}.mix: all weights are 0; type {path}.mix.{next(iter(reward.mix))}=1")
+        raise ValueError(f"{reward.key}.mix: all weights are 0; type {reward.key}.mix.{next(iter(reward.mix))}=1")
 
 
-def _route(reward: RewardConfig, path: str) -> None:
-    _mapping(f"{path}.route", reward.route, f"'{path}.route={{math: {JUDGE}, chat: rubric}}'")
+def _route(reward: RewardConfig) -> None:
+    _mapping(f"{reward.key}.route", reward.route, f"'{reward.key}.route={{math: {JUDGE}, chat: rubric}}'")
     for source, name in reward.route.items():
         if not isinstance(name, str):
-            raise ValueError(f"{path}.route.{source}: must be a name, got {name!r}; type {path}.route.{source}={JUDGE}")
+            raise ValueError(
+                f"{reward.key}.route.{source}: must be a name, got {name!r}; type {reward.key}.route.{source}={JUDGE}"
+            )
 
 
-def _jury(reward: RewardConfig, path: str) -> None:
-    example = f"'{path}.members=[{JUDGE}, safety]'"
+def _jury(reward: RewardConfig) -> None:
+    example = f"'{reward.key}.members=[{JUDGE}, safety]'"
     members = reward.members
     if not isinstance(members, list | tuple) or not members or not all(isinstance(name, str) for name in members):
-        raise ValueError(f"{path}.members: must be a list of names, got {typed(members)}; type {example}")
+        raise ValueError(f"{reward.key}.members: must be a list of names, got {typed(members)}; type {example}")
     if twice := [name for name in members if members.count(name) > 1]:
-        raise ValueError(f"{path}.members: {twice[0]} is a member twice, and votes once; type {example}")
+        raise ValueError(f"{reward.key}.members: {twice[0]} is a member twice, and votes once; type {example}")
     if reward.quorum is not None and not 1 <= reward.quorum <= len(members):
         raise ValueError(
-            f"{path}.quorum: must be at least 1 and at most the {len(members)} members, got {reward.quorum}; "
-            f"type {path}.quorum={len(members)}"
+            f"{reward.key}.quorum: must be at least 1 and at most the {len(members)} members, got {reward.quorum}; "
+            f"type {reward.key}.quorum={len(members)}"
         )
 
 
-def _cascade(reward: RewardConfig, path: str) -> None:
-    _named(path, first=reward.first, then=reward.then)
+def _cascade(reward: RewardConfig) -> None:
+    _named(reward, first=reward.first, then=reward.then)
     if reward.first == reward.then:
-        raise ValueError(f"{path}.then: is {reward.then} like first; type {path}.then=<a better judge>")
+        raise ValueError(f"{reward.key}.then: is {reward.then} like first; type {reward.key}.then=<a better judge>")
     band = reward.unsure_band
     if band is None and reward.unsure_above_std is None:
         raise ValueError(
-            f"{path}.unsure_band: nothing says where {reward.first} is unsure; type '{path}.unsure_band=[0.3, 0.7]', "
-            f"or {path}.unsure_above_std=0.1"
+            f"{reward.key}.unsure_band: nothing says where {reward.first} is unsure; type "
+            f"'{reward.key}.unsure_band=[0.3, 0.7]', or {reward.key}.unsure_above_std=0.1"
         )
     if band is not None and not is_band(band):
         raise ValueError(
-            f"{path}.unsure_band: must be two rewards on [0, 1], the lower one first, got {typed(band)}; type "
-            f"'{path}.unsure_band=[0.3, 0.7]'"
+            f"{reward.key}.unsure_band: must be two rewards on [0, 1], the lower one first, got {typed(band)}; type "
+            f"'{reward.key}.unsure_band=[0.3, 0.7]'"
         )
 
 
@@ -324,8 +368,8 @@ def is_band(band: object) -> bool:
     return numbers and 0 <= band[0] <= band[1] <= 1
 
 
-def _gate(reward: RewardConfig, path: str) -> None:
-    _named(path, gate=reward.gate, inner=reward.inner)
+def _gate(reward: RewardConfig) -> None:
+    _named(reward, gate=reward.gate, inner=reward.inner)
 
 
 def typed(value: object) -> str:
@@ -338,10 +382,10 @@ def _mapping(key: str, value: object, example: str) -> None:
         raise ValueError(f"{key}: names no judge, got {typed(value)}; type {example}")
 
 
-def _named(path: str, **names: str | None) -> None:
+def _named(reward: RewardConfig, **names: str | None) -> None:
     for key, name in names.items():
         if not name:
-            raise ValueError(f"{path}.{key}: names no judge; type {path}.{key}={JUDGE}")
+            raise ValueError(f"{reward.key}.{key}: names no judge; type {reward.key}.{key}={JUDGE}")
 
 
 REWARD_KINDS: dict[str, RewardKind] = {

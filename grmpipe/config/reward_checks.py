@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 
+from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, first_apart, key_of_judge
-from grmpipe.config.reward import (
-    REWARD_KINDS,
-    ROOT,
-    RewardConfig,
-    RewardTree,
-)
+from grmpipe.config.reward import REWARD_KINDS, RewardConfig, RewardTree
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -21,54 +16,52 @@ def check_rewards(tree: RewardTree, judges: Collection[str], *, group_baseline: 
 
     judges: names of all judges. group_baseline: whether advantages compare the siblings of a group.
     """
-    rewards = tree.rewards
-    if ROOT in rewards:
-        raise ValueError(first_apart("rewards", ROOT))
-    if ROOT in judges:
-        raise ValueError(f"{ROOT}: names the whole; type another name for the judge")
-    for name in rewards:
+    if tree.root in judges:
+        raise ValueError(f"{tree.root}: names the whole; type another name for the judge")
+    further = [name for name in tree.entries if name != tree.root]
+    for name in further:
         if name in judges:
             raise ValueError(f"rewards.{name}: there is a judge of this name; type rewards.{name}_reward=... instead")
-    for path, one in ((ROOT, tree.reward), *((f"rewards.{name}", one) for name, one in rewards.items())):
-        _check_keys(path, one)
-        one.reward_kind.check(one, path)
+    for one in tree.entries.values():
+        _check_keys(one)
+        one.reward_kind.check(one)
         for name in one.names:
-            if name not in judges and name not in rewards:
-                known = ", ".join((*judges, *rewards))
+            if name not in judges and name not in further:
+                known = ", ".join((*judges, *further))
                 raise ValueError(
-                    f"{path}: there is no judge or composition {name!r}; known: {known}; for another judge type "
+                    f"{one.key}: there is no judge or composition {name!r}; known: {known}; for another judge type "
                     f"+judge@judges.{name}=pointwise"
                 )
-        _check_accuracy(path, one, judges)
+        _check_accuracy(one, judges)
         if one.kind == "cascade" and one.escalate == "rollout" and group_baseline:
             raise ValueError(
-                f"{path}.escalate: rollout lets two judges share the baseline of a group, and advantages compare its "
-                f"siblings; type {path}.escalate=group"
+                f"{one.key}.escalate: rollout lets two judges share the baseline of a group, and advantages compare "
+                f"its siblings; type {one.key}.escalate=group"
             )
-    _check_cycles(rewards)
+    _check_cycles(tree)
     _check_named_once(tree)
     _check_normalised(tree)
 
 
 def check_rewards_used(tree: RewardTree) -> None:
     """Raises ValueError if a further composition is named by none."""
-    used = {path for path, _ in tree.in_use()}
-    for name in tree.rewards:
-        if f"rewards.{name}" not in used:
+    used = {one.name for one in tree.in_use()}
+    for name, one in tree.entries.items():
+        if name not in used:
             raise ValueError(
-                f"rewards.{name}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
+                f"{one.key}: the reward doesn't use it; type reward=mix 'reward.mix={{{name}: 1}}', or "
                 f"reward.judge={name}"
             )
 
 
 def check_sources(tree: RewardTree, sources: Collection[str]) -> None:
     """Raises ValueError if prompts have a source for which a route in use names no judge."""
-    for path, one in tree.in_use():
+    for one in tree.in_use():
         missing = sorted(source for source in sources if source not in one.route) if one.kind == "route" else []
         if missing and one.default is None:
             raise ValueError(
-                f"{path}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
-                f"{path}.default={JUDGE}"
+                f"{one.key}.route: no judge for prompts of the source {missing[0]!r}; add it, or type "
+                f"{one.key}.default={JUDGE}"
             )
 
 
@@ -76,95 +69,98 @@ def check_normalised_units(tree: RewardTree, algorithm: AlgorithmConfig) -> None
     """Raises ValueError if a penalty in units of rewards would be taken from rewards in standard deviations of their
     group, or if nothing compares siblings.
     """
-    for path, one in tree.in_use():
+    for one in tree.in_use():
         if one.normalise == "none":
             continue
         if not algorithm.estimator_kind.has_zero_groups:
             raise ValueError(
-                f"{path}.normalise: {one.normalise} is for estimators that compare siblings, and "
+                f"{one.key}.normalise: {one.normalise} is for estimators that compare siblings, and "
                 f"{algorithm.estimator} does not; type algorithm.estimator=reinforce_pp_baseline, or "
-                f"{path}.normalise=none"
+                f"{one.key}.normalise=none"
             )
         penalties = (("overlong_buffer.share", algorithm.overlong_buffer.share > 0, "0"),)
         for key, is_set, off in (*penalties, ("kl_in_reward", algorithm.kl_in_reward, "false")):
             if is_set:
                 raise ValueError(
-                    f"algorithm.{key}: is in units of rewards, and {path}.normalise={one.normalise} gives standard "
-                    f"deviations of the group; type algorithm.{key}={off}, or {path}.normalise=none"
+                    f"algorithm.{key}: is in units of rewards, and {one.key}.normalise={one.normalise} gives standard "
+                    f"deviations of the group; type algorithm.{key}={off}, or {one.key}.normalise=none"
                 )
 
 
 def check_scales(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     """Raises ValueError if a composition in use needs rewards from 0 to 1 of a judge that gives them on no scale."""
-    for path, one in tree.in_use():
-        needs_scale = one.reward_kind.scaled and one.normalise == "none"
-        for name in (name for name in one.names if needs_scale and name in judges and not judges[name].has_scale):
-            raise ValueError(
-                f"{path}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {name} gives them on no scale; type "
-                f"'{key_of_judge(name)}.score_range=[0, 1]', with the lowest and the highest number of its function"
-            )
+    for one in tree.in_use():
+        if not one.reward_kind.scaled or one.normalise != "none":
+            continue
+        for judge in (judges[judge] for name in one.names for judge in tree.judges_of(name)):
+            if not judge.has_scale:
+                raise ValueError(
+                    f"{one.key}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {judge.name} gives them on no "
+                    f"scale; type '{judge.key}.score_range=[0, 1]', with the lowest and the highest number of its "
+                    "function"
+                )
 
 
 def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     """Raises ValueError if the first judge of a cascade in use can't be unsure as the cascade asks, or abstains beyond
     the share that may be escalated.
     """
-    for path, one in tree.in_use():
+    for one in tree.in_use():
         if one.kind != "cascade":
             continue
-        for name in RewardTree(RewardConfig(judge=one.first), tree.rewards).judges():
-            judge, key = judges[name], key_of_judge(name)
+        for name in tree.judges_of(one.first or ""):
+            judge, key = judges[name], judges[name].key
             if judge.abstain_above_std is not None and one.share < 1:
                 raise ValueError(
-                    f"{key}.abstain_above_std: beyond {path}.share={one.share:g} the rollouts on which {name} abstains "
-                    f"would have no verdict; type {key}.abstain_above_std=null and {path}.unsure_above_std="
-                    f"{judge.abstain_above_std / (judge.score_max - judge.score_min):.3g}, or {path}.share=1"
+                    f"{key}.abstain_above_std: beyond {one.key}.share={one.share:g} the rollouts on which {name} "
+                    f"abstains would have no verdict; type {key}.abstain_above_std=null and {one.key}.unsure_above_std="
+                    f"{judge.abstain_above_std / (judge.score_max - judge.score_min):.3g}, or {one.key}.share=1"
                 )
             if one.unsure_above_std is not None and name == one.first and judge.gives_one_score:
                 raise ValueError(
-                    f"{path}.unsure_above_std: {name} gives one score, which has no standard deviation; type "
-                    f"'{path}.unsure_band=[0.3, 0.7]' instead"
+                    f"{one.key}.unsure_above_std: {name} gives one score, which has no standard deviation; type "
+                    f"'{one.key}.unsure_band=[0.3, 0.7]' instead"
                     + (f", or {key}.num_judgements=4" if judge.kind == "generative" else "")
                 )
 
 
-def _check_keys(path: str, reward: RewardConfig) -> None:
-    for spec in fields(reward):
+def _check_keys(reward: RewardConfig) -> None:
+    for spec in fields(RewardConfig):
         if spec.name == "kind" or spec.name in reward.reward_kind.keys:
             continue
         if (value := getattr(reward, spec.name)) != spec.default:
             kinds = " or ".join(kind for kind, one in REWARD_KINDS.items() if spec.name in one.keys)
             raise ValueError(
-                f"{path}.{spec.name}: is for kind={kinds}, not {reward.kind}; type {_choice(path, kinds)}, or leave "
-                f"out {value}"
+                f"{reward.key}.{spec.name}: is for kind={kinds}, not {reward.kind}; type {_choice(reward.key, kinds)}, "
+                f"or leave out {value}"
             )
 
 
-def _choice(path: str, kind: str) -> str:
+def _choice(key: str, kind: str) -> str:
     """What a user types to choose a kind of composition."""
     kind = kind.split()[0]
-    return f"{ROOT}={kind}" if path == ROOT else f"+reward@{path}={kind}"
+    return f"+reward@{key}={kind}" if "." in key else f"{key}={kind}"
 
 
-def _check_accuracy(path: str, reward: RewardConfig, judges: Collection[str]) -> None:
+def _check_accuracy(reward: RewardConfig, judges: Collection[str]) -> None:
     composed = [name for name in reward.names if name not in judges] if reward.uses_accuracy else []
     if composed:
         raise ValueError(
-            f"{path}.vote: accuracy is measured judge by judge, and {composed[0]} is a composition; "
-            f"type {path}.vote=mean"
+            f"{reward.key}.vote: accuracy is measured judge by judge, and {composed[0]} is a composition; "
+            f"type {reward.key}.vote=mean"
         )
 
 
-def _check_cycles(rewards: Mapping[str, RewardConfig]) -> None:
+def _check_cycles(tree: RewardTree) -> None:
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             circle = " -> ".join((*above[above.index(name) :], name))
             raise ValueError(f"rewards.{name}: names itself ({circle}); type a judge's name in one of them")
-        for inner in rewards[name].names:
-            if inner in rewards:
+        for inner in tree.entries[name].names:
+            if inner in tree.entries:
                 visit(inner, (*above, name))
 
-    for name in rewards:
+    for name in tree.entries:
         visit(name, ())
 
 
@@ -172,12 +168,12 @@ def _check_named_once(tree: RewardTree) -> None:
     """Check that a composition which waits for siblings stands in one place: in two of them each could wait for the
     other.
     """
-    for name, inner in tree.rewards.items():
-        above = [path for path, one in tree.in_use() if name in one.names]
-        if len(above) > 1 and RewardTree(inner, tree.rewards).waits_for_siblings():
+    for name, inner in tree.entries.items():
+        above = [one.key for one in tree.in_use() if name in one.names]
+        if len(above) > 1 and tree.below(name).waits_for_siblings():
             raise ValueError(
-                f"rewards.{name}: {above[0]} and {above[1]} both name it, and its verdicts depend on siblings; "
-                f"name a copy in one of them: +reward@rewards.{name}_2={inner.kind}"
+                f"{inner.key}: {above[0]} and {above[1]} both name it, and its verdicts depend on siblings; "
+                f"name a copy in one of them: +reward@{inner.key}_2={inner.kind}"
             )
 
 
@@ -186,14 +182,14 @@ def _check_normalised(tree: RewardTree) -> None:
 
     def visit(one: RewardConfig, outer: str | None) -> None:
         for name in one.names:
-            inner = tree.rewards.get(name)
+            inner = tree.entries.get(name)
             if inner is None:
                 continue
             above = outer or (None if one.reward_kind.passes else one.kind)
             if inner.normalise != "none" and above is not None:
                 raise ValueError(
-                    f"rewards.{name}.normalise: {inner.normalise} gives no reward on [0, 1], which {above} needs; "
-                    f"type rewards.{name}.normalise=none"
+                    f"{inner.key}.normalise: {inner.normalise} gives no reward on [0, 1], which {above} needs; "
+                    f"type {inner.key}.normalise=none"
                 )
             visit(inner, above)
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from grmpipe.config.judging import key_of_model
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import overlaid
 from models.engines.engine_kind import AnyEngine, EngineSpec
 from models.renderer import Renderer
-from models.settings import ModelConfig
 from scheduler.placement import Placement
 from scheduler.weights.weight_sync import SyncConfig
 
@@ -67,7 +66,7 @@ class ServedRole(ResolvedRole):
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     """
 
-    model: ModelConfig
+    model: ModelEntry
     engine: AnyEngine
     learner: str | None
     is_elastic: bool
@@ -98,11 +97,11 @@ class ServedRole(ResolvedRole):
     @property
     def key(self) -> str:
         """The configuration's section of its model."""
-        return key_of_model(self.name)
+        return self.model.key
 
     def option_key(self, name: str) -> str:
         """The key that sets an option of its engine."""
-        return option_key_of(self.key, self.model, self.engine)(name)
+        return option_key_of(self.model, self.engine)(name)
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
         """The specification of each of its engines. path: of its model, as the engine's process finds it."""
@@ -156,12 +155,12 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     return Roles({**served, **others}, served)
 
 
-def option_key_of(key: str, model: ModelConfig, engine: AnyEngine) -> Callable[[str], str]:
-    """An option of a model's engine -> the key that sets it. key: the configuration's section of the model."""
+def option_key_of(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str]:
+    """An option of a model's engine -> the key that sets it."""
 
     def option_key(name: str) -> str:
         own = name in model.engine_options or not engine.section
-        return f"{key}.engine_options.{name}" if own else f"engine.{engine.section}.{name}"
+        return f"{model.key}.engine_options.{name}" if own else f"engine.{engine.section}.{name}"
 
     return option_key
 
@@ -169,21 +168,21 @@ def option_key_of(key: str, model: ModelConfig, engine: AnyEngine) -> Callable[[
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
     deterministic run it is batch-invariant."""
-    model, key, kind = config.models_by_role[role], key_of_model(role), config.engine_kind_of(role)
+    model, kind = config.models[role], config.engine_kind_of(role)
     shared = kind.shared_options(config.engine)
     if not dataclasses.is_dataclass(shared):
-        raise ConfigError(f"{key}.engine: the options of {model.engine} are no dataclass")
-    engine = kind(overlaid(shared, model.engine_options, f"{key}.engine_options."))
+        raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")
+    engine = kind(overlaid(shared, model.engine_options, f"{model.key}.engine_options."))
     return engine.made_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model, shares_with = config.models_by_role[name], sharing_engine(name, engines, config, placement)
+    model, shares_with = config.models[name], sharing_engine(name, engines, config, placement)
     return ServedRole(
         **place_of(name, placement),
         name=name,
         dtype=model.dtype,
-        dtype_key=f"{key_of_model(name)}.dtype",
+        dtype_key=f"{model.key}.dtype",
         model=model,
         engine=engines[name],
         learner=config.learners.get(name),
@@ -199,7 +198,7 @@ def resolve_other(name: str, config: RunConfig, placement: Placement) -> Resolve
     own = dict.fromkeys(("learner", "critic"), config.train.dtype)
     keys = dict.fromkeys(own, "train.dtype")
     for role in config.judging.scorer_roles:
-        own[role], keys[role] = config.models_by_role[role].dtype, f"{key_of_model(role)}.dtype"
+        own[role], keys[role] = config.models[role].dtype, f"{config.models[role].key}.dtype"
     return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 
 
@@ -230,7 +229,7 @@ def sharing_engine(
     """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
     slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
     here = tuple(next(iter(slots.values()))) if slots else ()
-    swap, alone = config.balance.swap, any(config.models_by_role[name].lora.in_engines for name in here)
+    swap, alone = config.balance.swap, any(config.models[name].lora.in_engines for name in here)
     if swap == "auto" and alone:  # adapters need their own base weights
         return ()
     if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):

@@ -1,75 +1,120 @@
-"""RunConfig: a run's configuration, with its defaults filled in and checked. Starts nothing."""
+"""RunConfig: what a run reads, and what follows from it. `resolve_config` makes it of what is typed."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grmpipe.config.cross_checks import check_across, check_reward
-from grmpipe.config.judging import GRM, LEARNER, POLICY, check_names
-from grmpipe.config.run_sections import RunSections
-from models.settings import AUTO, ModelConfig
-
-BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere
+from grmpipe.config.entry_names import ENV, JUDGE, POLICY
+from grmpipe.config.grm import GrmTrainConfig, ModelEntry
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judging import Judging
+from grmpipe.config.reward import RewardTree
+from grmpipe.config.run_sections import RunKeys, SharedSections
+from models.engines.engine_kind import AnyEngine
+from models.settings import ParallelConfig
 
 
 class ConfigError(ValueError):
     """A bad configuration, in words a user can act on. Exit code 2."""
 
 
-@dataclass(frozen=True)
-class RunConfig(RunSections):
-    """The settings of one run."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(SharedSections, RunKeys):
+    """The settings of one run, checked, with all defaults filled in.
 
-    def __post_init__(self) -> None:
-        check_names("models", self.models)
-        check_names("judges", self.judges)
-        self._choose_engines()
-        check_reward(self)
-        self._seat_models()
-        self._choose_by_device()
-        check_across(self)
+    models:  role -> model, for every model that engines may serve, the policy first.
+    judges:  name -> judge, including those that the reward doesn't use.
+    rewards: the composition that makes the reward, with those that it may name.
+    """
 
-    def _choose_engines(self) -> None:
-        """Give the models without an engine of their own that of `engine.kind`."""
-        self._set_models(
-            {
-                role: dataclasses.replace(model, engine=self.engine.kind)
-                for role, model in self.models_by_role.items()
-                if not model.engine
-            }
-        )
+    models: Mapping[str, ModelEntry]
+    judges: Mapping[str, JudgeConfig]
+    rewards: RewardTree
 
-    def _set_models(self, models: dict[str, ModelConfig]) -> None:
-        """Replace some models."""
-        first = {role: model for role, model in models.items() if role in (POLICY, GRM)}
-        for name, section in first.items():
-            object.__setattr__(self, name, section)
-        object.__setattr__(self, "models", self.models | {r: m for r, m in models.items() if r not in first})
-        self.__dict__.pop("judging", None)
+    @property
+    def policy(self) -> ModelEntry:
+        return self.models[POLICY]
 
-    def _seat_models(self) -> None:
-        """Give further models without a place that of the first one, and their learners that of its learner."""
-        roles = dict(self.placement.roles)
-        for role in self.models:
-            for own, first in ((role, GRM), (role + LEARNER, GRM + LEARNER)):
-                if own not in roles and first in roles:
-                    roles[own] = roles[first]
-        object.__setattr__(self, "placement", dataclasses.replace(self.placement, roles=roles))
+    @functools.cached_property
+    def judging(self) -> Judging:
+        """The judges that the reward uses, and the models that they may ask."""
+        return Judging({name: self.judges[name] for name in self.rewards.judges()}, self.models)
 
-    def _choose_by_device(self) -> None:
-        """Replace `auto` and null by values for the device of each role: no other code asks for the device again."""
-        self._set_models(
-            {
-                role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
-                for role, model in self.models_by_role.items()
-                if model.dtype == AUTO
-            }
-        )
-        train, on_gpu = self.train, self.on_gpu("learner")
-        if train.dtype == AUTO:
-            train = dataclasses.replace(train, dtype=BY_DEVICE[on_gpu])
-        if train.activation_checkpointing is None:
-            by_device = "full" if on_gpu or train.activation_offload else "none"
-            train = dataclasses.replace(train, activation_checkpointing=by_device)
-        object.__setattr__(self, "train", train)
+    @property
+    def main_judge(self) -> JudgeConfig:
+        """The judge on whose scale labels and the scores of all judges together are."""
+        return self.judges[self.judging.main]
+
+    @property
+    def truth(self) -> JudgeConfig:
+        """The judge whose rule says what is right, whoever judges: the first one, or the one in training."""
+        return self.main_judge if self.main_judge.kind == "label" else self.judges[JUDGE]
+
+    def may_ask(self, role: str, source: str) -> bool:
+        """Whether a model that judges may be asked about prompts of a source."""
+        return not self.judging.asking(role).keys().isdisjoint(self.rewards.judges(source))
+
+    @property
+    def judged_by_model(self) -> bool:
+        """Whether a language model judges, here or remote."""
+        return bool(self.judging.generative)
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Roles that engines serve in this run, here or remote."""
+        return (POLICY, *self.judging.roles)
+
+    @property
+    def learners(self) -> dict[str, str]:
+        """Role whose weights are trained -> role that trains it. Nothing learns in an evaluation."""
+        if self.task == "evaluate":
+            return {}
+        return {role: self.models[role].learner for role in (POLICY, *self.trained_grms)}
+
+    @property
+    def parallel(self) -> dict[str, ParallelConfig]:
+        """Role that trains a model -> how its ranks share it."""
+        judging = {self.models[role].learner: train.parallel for role, train in self.trained_grms.items()}
+        return {"learner": self.train.parallel, "critic": self.critic.parallel, **judging}
+
+    def key_of_learner(self, learner: str) -> str:
+        """The section of a role that trains a model."""
+        own = {model.learner: f"{model.key}.train" for model in self.models.values()}
+        return {**own, "learner": "train", "critic": "critic"}[learner]
+
+    @property
+    def trained_grms(self) -> dict[str, GrmTrainConfig]:
+        """Role -> settings of its learner, for the GRMs that are trained next to the policy."""
+        return {role: model.train for role, model in self.models.items() if model.train.enabled}
+
+    def engine_kind_of(self, role: str) -> type[AnyEngine]:
+        return self.judging.engine_kind_of(role)
+
+    @property
+    def uses_meta_rm(self) -> bool:
+        """Whether the vote uses a meta-RM. One in training weights no vote."""
+        weights_no_vote = self.task == "train_meta_rm" or self.data.retrain_from is not None
+        return bool(self.judging.weighted) and not weights_no_vote
+
+    @property
+    def plays(self) -> bool:
+        """Whether the policy plays: an evaluation of a judge alone plays nothing."""
+        return self.task != "evaluate" or self.evaluate.what != "judge"
+
+    @property
+    def places_envs(self) -> bool:
+        """Whether environments live in hosts of their own, on slots of a pool; else in the run itself."""
+        return ENV in self.placement.roles and self.plays
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that need a place."""
+        if self.data.retrain_from is not None:
+            return ("learner",)
+        asks_critic = self.critic.enabled and self.task != "evaluate"
+        learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
+        more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
+        judging = (*self.judging.local_roles, *self.judging.scorer_roles)
+        return (POLICY, "learner", *judging, *learners, *more)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grmpipe.config.redact import environment_secrets, looks_secret, mask, mask_arguments, seal
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import RunSections
 
 # What a server of tools is given may be a secret under any name. A header may change like one, too.
 HEADERS = re.compile(r"env\.mcp\..+\.headers\..+")
@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, FromEnvironment) else value
 
 
-def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
+def without_secrets(config: RunSections, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
     """The configuration as nested values. Texts under secret-looking names, those from the environment in free-form
     sections (`extra_body`, `options`), and what a server of tools gets as variables or headers, are hashes.
 

@@ -18,8 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grmpipe.config.key_errors import moved, under_key, unknown_key
+from grmpipe.config.resolve_config import resolve_config, typed_sections
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import RunSections
 from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
 
 Config = TypeVar("Config")
@@ -29,8 +31,8 @@ INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
 def schema() -> object:
-    """A mutable copy of RunConfig for Hydra to merge YAML and overrides into, typed key by key."""
-    return _thawed(RunConfig)
+    """A mutable copy of RunSections for Hydra to merge YAML and overrides into, typed key by key."""
+    return _thawed(RunSections)
 
 
 def build(config: DictConfig) -> RunConfig:
@@ -43,7 +45,18 @@ def build(config: DictConfig) -> RunConfig:
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
     direct = noted(values, typed)
     values = noted(values, typed, texts_from_environment(direct))
-    return from_values(RunConfig, typing.cast(Mapping[str, object], values))
+    return config_of(typing.cast(Mapping[str, object], values))
+
+
+def config_of(values: Mapping[str, object]) -> RunConfig:
+    """The checked configuration of plain values, as they are typed. Raises ConfigError that names the key."""
+    sections = from_values(RunSections, values)
+    try:
+        return resolve_config(sections)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def interpolated_keys(config: DictConfig) -> frozenset[str]:
@@ -86,7 +99,7 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML, without secrets (see grmpipe/config/secrets.py)."""
-    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config, free_on_resume)))
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(typed_sections(config), free_on_resume)))
 
 
 def read_yaml(path: Path) -> RunConfig:
@@ -106,7 +119,7 @@ def torn_off(path: Path) -> list[str]:
     that can't be read at all.
     """
     there = _written_keys(path)
-    known = list(_keys(dataclasses.asdict(RunConfig())))
+    known = list(_keys(dataclasses.asdict(RunSections())))
     if there is None or (known[-1] in there and path.read_bytes().endswith(b"\n")):
         return []
     return [key for key in known if key not in there] or [f"the end of {known[-1]}"]

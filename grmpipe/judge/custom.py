@@ -6,16 +6,13 @@ import inspect
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE
 from grmpipe.judge.checked_judge import CheckedJudge, CheckedRolloutJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, RolloutJudge
 from grmpipe.types import Judge
 
 
-def load_custom_judge(config: JudgeConfig, section: str = JUDGE) -> Judge:
+def load_custom_judge(config: JudgeConfig) -> Judge:
     """An instance of `judge.target` behind its door: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
-
-    section: of the judge in the configuration.
 
     Raises ValueError if the class can't be imported, can't be constructed, or is neither.
     """
@@ -28,7 +25,7 @@ def load_custom_judge(config: JudgeConfig, section: str = JUDGE) -> Judge:
         raise ValueError(
             f"options: {config.target} can't be constructed with {config.options}: {type(error).__name__}: {error}"
         ) from error
-    key = f"{section}.target"
+    key = f"{config.key}.target"
     if isinstance(judge, PointwiseAdapter):
         return PointwiseAdapter(CheckedRolloutJudge(judge.judge, key))
     if isinstance(judge, Judge):

@@ -10,8 +10,8 @@ from typing import cast
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.user_code import UserCodeError, called
 from grmpipe.judge.reward_function import Scored, reward_function
-from grmpipe.judge.verdict import failed, outcome
-from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import Cause, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,9 @@ class FunctionJudge:
     failed as `abstained`; what the function raises, or returns that is no number, as `broken`.
     """
 
-    def __init__(self, config: JudgeConfig, key: str) -> None:
-        """key: the configuration's section of the judge. Raises ValueError that begins with the key below it."""
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError that begins with the key below the judge's section."""
+        key = config.key
         self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.show_thoughts)
         self._by_group = config.function_batch == "group"
         if self._by_group and not self.function.is_batch:
@@ -75,23 +76,15 @@ class FunctionJudge:
                 words = f"{self.function.owner} returned {reward:g}, which is outside of [{low:g}, {high:g}]"
                 return self._failed("out_of_range", words, prompt)
             parts[RAW], reward = reward, (reward - low) / (high - low)
-            score = self._scale.low + reward * (self._scale.high - self._scale.low)
-        verdict = Verdict(
-            rewards=outcome(rollout, reward),
-            score=score,
-            breakdown=parts | {COMPONENT: reward},
-            score_std=0.0,
-            num_judgements=1,
-        )
-        return JudgeReport(verdict=verdict)
+            score = self._scale.score_of(reward)
+        return unvoted(outcome(rollout, reward), score, parts | {COMPONENT: reward})
 
     def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:
         # The first failure that isn't the function's own wish is for the console, the others are for run.log.
         level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
-        failure = failed(cause, f"prompt {prompt.prompt_id}: {words}")
-        return JudgeReport(verdict=failure, failures=(failure,))
+        return unjudged(failed(cause, f"prompt {prompt.prompt_id}: {words}"))
 
 
 class FunctionSession:

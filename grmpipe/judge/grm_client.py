@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import answer_pattern, judgement_pattern
@@ -50,14 +50,14 @@ class GrmClient:
     engine.
 
     seed: makes every answer repeatable by its request_id, without the suffix of a group that is sampled again.
-    judge: whose requests they are. Judges that share a model ask it about the same siblings.
+    Judges that share a model ask it about the same siblings: the ids of requests name the judge, if it has a name.
     """
 
-    def __init__(self, grm: Grm, config: JudgeConfig, seed: int, judge: str = JUDGE) -> None:
+    def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:
         self.grm = grm
         self._config = config
         self._seed = seed
-        self._mark = "" if judge == JUDGE else f"@{judge}"
+        self._mark = "" if config.name == JUDGE else f"@{config.name}"
         self._scale = config.scale
         self._parser = parser_named(config.parser)
         self._places = PrioritySemaphore(config.max_concurrency)

@@ -14,7 +14,6 @@ from typing import Literal
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
-from grmpipe.config.judging import JUDGE
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import Rule, rule_named
@@ -133,10 +132,10 @@ def label_rule(parser: Parser, scale: Scale) -> Rule:
     return is_right
 
 
-def rule_of(judge: JudgeConfig, key: str = JUDGE) -> Rule:
+def rule_of(judge: JudgeConfig) -> Rule:
     """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
-        return rule_named(judge.rule, key)
+        return rule_named(judge.rule, judge.key)
     return label_rule(parser_named(judge.parser), judge.scale)
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge, key_of_model
 from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.tiny_prompts import TINY
@@ -98,16 +97,14 @@ def input_files(config: RunConfig) -> dict[str, Path]:
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
     }
+    named |= {f"{model.key}.chat_template": model.chat_template for model in config.models.values()}
     named |= {
-        f"{key_of_model(role)}.chat_template": model.chat_template for role, model in config.models_by_role.items()
-    }
-    named |= {
-        f"{key_of_model(role)}.train.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()
+        f"{config.models[role].key}.train.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()
     }
     files = {key: Path(path) for key, path in named.items() if path is not None and not path.startswith(TINY)}
     for name, judge in config.judging.judges.items():
         if name in config.judging.generative or judge.kind == "label":
-            files |= {f"{key_of_judge(name)}.{key}": file for key, file in templates_of(judge).items()}
+            files |= {f"{judge.key}.{key}": file for key, file in templates_of(judge).items()}
     return files
 
 

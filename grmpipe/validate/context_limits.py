@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.forms import Form
@@ -67,10 +67,10 @@ def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], dat
     """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
     known = {model.name: model for model in models}
     response_tokens = longest_response(config, known[POLICY].context_tokens if POLICY in known else 0)
-    for name, judge in config.judging.generative.items():
+    for judge in config.judging.generative.values():
         role = roles.served[judge.model]
         if role.name in known or role.engine.outside:
-            check_judge(config, name, role, known.get(role.name), data, response_tokens)
+            check_judge(config, judge, role, known.get(role.name), data, response_tokens)
 
 
 def longest_response(config: RunConfig, policy_tokens: int) -> int:
@@ -86,7 +86,7 @@ def longest_response(config: RunConfig, policy_tokens: int) -> int:
 
 
 def check_judge(
-    config: RunConfig, name: str, role: ServedRole, grm: Model | None, data: Data, response_tokens: int
+    config: RunConfig, judge: JudgeConfig, role: ServedRole, grm: Model | None, data: Data, response_tokens: int
 ) -> None:
     """Check that a judge's template accepts the prompts, and its window at least one of them with a full response and a
     critique.
@@ -94,9 +94,8 @@ def check_judge(
     A full response, because a policy that writes more than the judge can read would escape it, or have a tool write
     it. `grm`: None for a remote judge.
     """
-    judge, key = config.judging.judges[name], key_of_judge(name)
     prompts = (*data.train, *data.held_out)
-    template = check_template(key, judge, prompts)
+    template = check_template(judge, prompts)
     ahead = judge.principles == "shared"
     num_shown = judge.responses_shown(config.train.group_size)
     truncates = judge.truncation == "middle"
@@ -115,15 +114,15 @@ def check_judge(
         what = "question in the template, without any of the response,"
     elif not config.env.env_kind.is_single:
         what = "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)"
-        cut = f"type smaller ones of these, or {key}.truncation=middle"
-    check_thinking_budget(key, judge, role, grm)
+        cut = f"type smaller ones of these, or {judge.key}.truncation=middle"
+    check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
             length(prompt)
     check_context_limit(
         name=role.name,
         context_tokens=grm.context_tokens if grm else context_limit_of(role, 0),
-        key=f"{key}.max_new_tokens",
+        key=f"{judge.key}.max_new_tokens",
         new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
         what=what,
@@ -131,11 +130,11 @@ def check_judge(
     )
 
 
-def check_template(key: str, judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
+def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
     """Check that a judge's templates load, that the prompts have the fields they show, and that they can show the
     prompts' messages. Raises ConfigError.
     """
-    with section(f"{key}."):
+    with section(f"{judge.key}."):
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
         if judge.protocol_kind.scores == "criteria":

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import JUDGE, key_of_judge, key_of_model
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
+from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.labels import JudgingTasks, rule_of
-from grmpipe.judge.reward_function import reward_function
 from grmpipe.judge.rule import RuleBrokenError
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
@@ -62,8 +61,8 @@ def read_data(config: RunConfig) -> Data:
     check_amount(config, len(train))
     with section(""):
         sources = {prompt.source for prompt in (*train, *held_out)}
-        check_sources(config.reward_tree, sources)
-        for key, source in config.reward_tree.idle_routes(sources):
+        check_sources(config.rewards, sources)
+        for key, source in config.rewards.idle_routes(sources):
             raise ConfigError(
                 f"{key}.{source}: no prompt of {config.data.path} has this source; known: "
                 f"{', '.join(sorted(sources)[:8])}; leave it out"
@@ -71,36 +70,33 @@ def read_data(config: RunConfig) -> Data:
     for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("data.path: "):
-                check_references(judge, config.data.path, judged_by(config, name, train), key_of_judge(name))
+                check_references(judge, config.data.path, judged_by(config, name, train))
         if judge.kind == "function":
             columns = {column for prompt in judged_by(config, name, train) for column in prompt.columns}
-            with section(f"{key_of_judge(name)}."):
-                reward_function(judge.function, f"{key_of_judge(name)}.function").check_columns(
-                    columns, config.data.path
-                )
+            with section(f"{judge.key}."):
+                FunctionJudge(judge).function.check_columns(columns, config.data.path)
     return Data(train=train, held_out=held_out)
 
 
 def judged_by(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that may reach a judge: a route sends each source to its own."""
     sources = {prompt.source for prompt in prompts}
-    reaching = {source for source in sources if judge_name in config.reward_tree.judges(source)}
+    reaching = {source for source in sources if judge_name in config.rewards.judges(source)}
     return [prompt for prompt in prompts if prompt.source in reaching]
 
 
 def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
-    if config.judge.kind != "label":
+    if config.main_judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
-    return judging_tasks_at(config, JUDGE, path, count)
+    return judging_tasks_at(config, config.main_judge, path, count)
 
 
 def judging_tasks_at(
-    config: RunConfig, judge_name: str, path: str, count: int, held_out: Sequence[Prompt] = ()
+    config: RunConfig, judge: JudgeConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
 ) -> tuple[Prompt, ...]:
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
-    judge = config.all_judges[judge_name]
-    with section(f"{key_of_judge(judge_name)}."):
+    with section(f"{judge.key}."):
         judging_tasks = JudgingTasks.under(judge, config.labels)
     items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
     known = {asked(prompt) for prompt in held_out}
@@ -116,17 +112,17 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
     """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
     references.
     """
-    cotrain, name, key = config.trained_grms[role], config.judging.first_asking(role), f"{key_of_model(role)}.train"
-    with section(f"{key_of_judge(name)}."):
-        JudgingTasks.under(config.judging.judges[name], config.labels)
+    cotrain, judge, key = config.trained_grms[role], config.judging.training(role), f"{config.models[role].key}.train"
+    with section(f"{judge.key}."):
+        JudgingTasks.under(judge, config.labels)
     if cotrain.data_path is not None:
         with section(f"{key}.data_path: "):
-            judging_tasks = judging_tasks_at(config, name, cotrain.data_path, cotrain.num_items, data.held_out)
+            judging_tasks = judging_tasks_at(config, judge, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(
-            f"{key}.data_path: is null, and for no prompt of {config.data.path} that {name} judges can the rule "
-            f"{config.judge.rule} separate right from wrong answers; give labelled judgements, or prompts with a "
+            f"{key}.data_path: is null, and for no prompt of {config.data.path} that {judge.name} judges can the rule "
+            f"{config.truth.rule} separate right from wrong answers; give labelled judgements, or prompts with a "
             "reference"
         )
     return None
@@ -134,7 +130,7 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
 
 def rulable(config: RunConfig, prompt: Prompt) -> bool:
     try:
-        check_reference(config.judge, prompt)
+        check_reference(config.truth, prompt)
     except RuleBrokenError as error:
         raise ConfigError(f"{error}; it was tried with {PROBED}") from error
     except ValueError:
@@ -150,31 +146,31 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
         return ()
     count = config.data.num_eval_prompts
     prompts = prompts_at(config, path, count)[:count]
-    check_references(config.judge, path, [prompt for prompt in prompts if prompt.reference is not None])
+    check_references(config.truth, path, [prompt for prompt in prompts if prompt.reference is not None])
     return prompts
 
 
-def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt], key: str = JUDGE) -> None:
+def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -> None:
     """Check that a judge's rule can use the references of the prompts at `path`. ValueError names file and line; it is
     a ConfigError where the rule itself is at fault.
     """
     for prompt in prompts:
         try:
-            check_reference(judge, prompt, key)
+            check_reference(judge, prompt)
         except RuleBrokenError as error:
             raise ConfigError(f"{error}; it was tried on {place_of(path, prompt)}, with {PROBED}") from error
         except ValueError as error:
             raise ValueError(f"{place_of(path, prompt)}: {error}") from error
 
 
-def check_reference(judge: JudgeConfig, prompt: Prompt, key: str = JUDGE) -> None:
+def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:
     """Check that a judge's rule can use a prompt's reference. Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
             f"the prompt has no reference, and the rule {judge.rule} needs one; "
             "add the field reference, or type judge=generative"
         )
-    rule_of(judge, key)("", prompt.reference)
+    rule_of(judge)("", prompt.reference)
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:

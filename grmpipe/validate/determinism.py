@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge, key_of_model
 from grmpipe.config.reward import arrival_orders
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -36,29 +35,30 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
     for role in config.trained_grms:
         yield (
             "a GRM that learns judges under a new version when its step ends; type "
-            f"{key_of_model(role)}.train.enabled=false"
+            f"{config.models[role].key}.train.enabled=false"
         )
     if config.critic.enabled:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
     if config.judging.by_policy:
         yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
-    for role in (role for role, model in config.models_by_role.items() if model.policy_updates):
+    for model in (model for model in config.models.values() if model.policy_updates):
         yield (
             "a model that takes over the policy's weights judges under them when its step ends; type "
-            f"{key_of_model(role)}.policy_updates=[]"
+            f"{model.key}.policy_updates=[]"
         )
-    for name, judge in config.judging.generative.items():
-        yield from refused_judging(key_of_judge(name), judge)
-    for name, judge in config.judging.scalar.items():
+    for judge in config.judging.generative.values():
+        yield from refused_judging(judge)
+    for judge in config.judging.scalar.values():
         if judge.scalar.max_batch_tokens > 1:
-            key = f"{key_of_judge(name)}.scalar.max_batch_tokens"
+            key = f"{judge.key}.scalar.max_batch_tokens"
             yield f"a reward model scores together what arrives together; type {key}=1"
-    yield from arrival_orders(config.reward_tree)
+    yield from arrival_orders(config.rewards)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 
 
-def refused_judging(key: str, judge: JudgeConfig) -> Iterator[str]:
+def refused_judging(judge: JudgeConfig) -> Iterator[str]:
+    key = judge.key
     if judge.early_stop.kind == "relaxed":
         yield (
             f"{key}.early_stop.kind=relaxed compares with the scores that came before; type {key}.early_stop.kind=none"

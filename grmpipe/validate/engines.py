@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.roles import ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge import math_rule
@@ -23,8 +23,8 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
     for role in roles.served.values():
         check_joined(role)
         if role.engine.endpoint is not None:
-            for name, judge in config.judging.asking(role.name).items():
-                check_limits(role, role.engine.endpoint, key_of_judge(name), judge)
+            for judge in config.judging.asking(role.name).values():
+                check_limits(role, role.engine.endpoint, judge)
     for name in placement.seats:
         check_slots(roles[name])
     for role in roles.seated:
@@ -67,17 +67,17 @@ def check_correction(policy: ServedRole, config: RunConfig) -> None:
         )
 
 
-def check_limits(role: ServedRole, endpoint: Endpoint, asking: str, judge: JudgeConfig) -> None:
-    """Check that all judgements that may be in flight can be sent before they time out. asking: key of the judge."""
+def check_limits(role: ServedRole, endpoint: Endpoint, judge: JudgeConfig) -> None:
+    """Check that all judgements that may be in flight can be sent before they time out."""
     per_minute = endpoint.requests_per_minute
     if per_minute and judge.max_concurrency * 60 / per_minute > judge.timeout_s:
         fitting = int(judge.timeout_s * per_minute / 60)
         key = role.option_key("requests_per_minute")
         raise ConfigError(
-            f"{asking}.max_concurrency: {judge.max_concurrency} judgements in flight take "
+            f"{judge.key}.max_concurrency: {judge.max_concurrency} judgements in flight take "
             f"{judge.max_concurrency * 60 / per_minute:.0f} s to send at "
-            f"{key}={per_minute}, and time out after {asking}.timeout_s={judge.timeout_s:g}; "
-            f"type {asking}.max_concurrency={max(1, fitting // 2)}, or a longer {asking}.timeout_s"
+            f"{key}={per_minute}, and time out after {judge.key}.timeout_s={judge.timeout_s:g}; "
+            f"type {judge.key}.max_concurrency={max(1, fitting // 2)}, or a longer {judge.key}.timeout_s"
         )
     if tokens := endpoint.tokens_per_minute:
         one_s = judge.max_new_tokens * 60 / tokens  # without the prompt
@@ -85,10 +85,10 @@ def check_limits(role: ServedRole, endpoint: Endpoint, asking: str, judge: Judge
             key = role.option_key("tokens_per_minute")
             fitting = math.ceil(60 * judge.max_new_tokens / judge.timeout_s)
             raise ConfigError(
-                f"{key}: a judgement of {asking}.max_new_tokens={judge.max_new_tokens} uses {one_s:.0f} s of the "
+                f"{key}: a judgement of {judge.key}.max_new_tokens={judge.max_new_tokens} uses {one_s:.0f} s of the "
                 f"{tokens} tokens per minute, and waiting judgements time out after "
-                f"{asking}.timeout_s={judge.timeout_s:g}; "
-                f"type {key}={2 * fitting} or more, 0 for no limit, or a lower {asking}.max_new_tokens"
+                f"{judge.key}.timeout_s={judge.timeout_s:g}; "
+                f"type {key}={2 * fitting} or more, 0 for no limit, or a lower {judge.key}.max_new_tokens"
             )
 
 
@@ -165,9 +165,9 @@ def context_limit_of(role: ServedRole, model_tokens: int) -> int:
 
 def check_rule_installed(config: RunConfig) -> None:
     """Check that the library of the rule is installed, if it needs one."""
-    for name, judge in config.all_judges.items():
+    for judge in config.judges.values():
         if judge.rule == "math_verify" and not math_rule.is_installed():
-            raise ConfigError(f"{key_of_judge(name)}.rule: math_verify needs math-verify; type {math_rule.INSTALL}")
+            raise ConfigError(f"{judge.key}.rule: math_verify needs math-verify; type {math_rule.INSTALL}")
 
 
 def check_installed(roles: Roles, config: RunConfig) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
+from grmpipe.config.entry_names import ENV, POLICY
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
-from grmpipe.config.judging import POLICY, key_of_judge
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.run_sections import ENV
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Labelled, Prompt
@@ -29,11 +27,10 @@ from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_swap
 from grmpipe.validate.thinking import check_thinking_budget
 from models.lm.footprint import heads_of
-from models.settings import LoraConfig, ModelConfig
+from models.settings import LoraConfig
 from scheduler.placement import Placement, place
 
 log = logging.getLogger(__name__)
-AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 
 HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 
@@ -107,8 +104,8 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     check_installed(roles, config)
     grms = tuple(find_model(roles.served[role], config, progress) for role in here)
     known = {grm.name: grm for grm in grms}
-    for name, asking in config.judging.generative.items():
-        check_thinking_budget(key_of_judge(name), asking, roles.served[asking.model], known.get(asking.model))
+    for asking in config.judging.generative.values():
+        check_thinking_budget(asking, roles.served[asking.model], known.get(asking.model))
     with section("meta_rm."):
         meta_rm = find_meta_rm(config, grms, progress) if weighted else None
     prompts = [prompt for found in prompt_sets.values() for prompt in found.prompts]
@@ -132,12 +129,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
 
 def without_adapters(config: RunConfig) -> RunConfig:
     """The same models without adapters to train: their files are whole."""
-
-    def whole(model: AnyModel) -> AnyModel:
-        return replace(model, lora=LoraConfig())
-
-    models = {name: whole(model) for name, model in config.models.items()}
-    return replace(config, policy=whole(config.policy), grm=whole(config.grm), models=models)
+    return replace(config, models={role: replace(model, lora=LoraConfig()) for role, model in config.models.items()})
 
 
 def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
@@ -155,17 +147,17 @@ def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Plac
 
 def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     """The labelled work, and the number of items beyond evaluate.num_items."""
-    first, count = config.first_judge, config.evaluate.num_items
+    judge, count = config.main_judge, config.evaluate.num_items
     with section("evaluate.path: "):
-        found = load_labelled(config.evaluate.path, scale=(first.score_min, first.score_max), num_tiny=count)
+        found = load_labelled(config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=count)
     items = found[:count]
     with section(""):
         sources = {item.prompt.source for item in items}
-        check_sources(config.reward_tree, sources)
-        for key, source in config.reward_tree.idle_routes(sources):
+        check_sources(config.rewards, sources)
+        for key, source in config.rewards.idle_routes(sources):
             log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
-    for name, asking in config.judging.generative.items():
-        check_template(key_of_judge(name), asking, [item.prompt for item in items])
+    for asking in config.judging.generative.values():
+        check_template(asking, [item.prompt for item in items])
     return items, len(found) - len(items)
 
 
@@ -173,19 +165,21 @@ def measured(config: RunConfig) -> RunConfig:
     """The configuration with a single judge as it is measured: with the most judgements, and all of them requested. A
     composition is measured as it judges.
     """
-    for name, judge in config.judging.judges.items():
-        check_measurable(key_of_judge(name), judge)
+    for judge in config.judging.judges.values():
+        check_measurable(judge)
     if len(config.judging.generative) != 1 or len(config.judging.judges) != 1:
         return config
-    ((name, judge),) = config.judging.generative.items()
+    (judge,) = config.judging.generative.values()
     largest = max(config.evaluate.ks)
     if judge.temperature == 0 and largest > 1:
         raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
-    with section(f"evaluate.ks: {key_of_judge(name)}."):
-        return config.with_judge(name, replace(judge, num_judgements=largest, early_stop=EarlyStopConfig()))
+    with section(f"evaluate.ks: {judge.key}."):
+        asked = replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
+    return replace(config, judges={**config.judges, judge.name: asked})
 
 
-def check_measurable(key: str, judge: JudgeConfig) -> None:
+def check_measurable(judge: JudgeConfig) -> None:
+    key = judge.key
     if judge.kind == "label":
         raise ConfigError(f"{key}.kind: label rules on a judge in training by what it wrote; type judge=generative")
     if judge.kind == "env":
@@ -215,7 +209,7 @@ def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
                 found[str(name)] = prompts_at(config, path, config.data.num_eval_prompts)
     sources = {prompt.source for prompts in found.values() for prompt in prompts}
     with section(""):
-        check_sources(config.reward_tree, sources)
+        check_sources(config.rewards, sources)
     return {name: with_references(config, name, prompts) for name, prompts in found.items()}
 
 
@@ -242,13 +236,13 @@ def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -
 
 def check_scoring(config: RunConfig) -> None:
     """Check that the judge can score single answers, and says which of them pass."""
-    for name, judge in config.judging.generative.items():
+    for judge in config.judging.generative.values():
         if judge.protocol_kind.compares and len(config.judging.judges) == 1:
             raise ConfigError(
-                f"{key_of_judge(name)}.protocol: {judge.protocol} compares answers with each other, which doesn't say "
+                f"{judge.key}.protocol: {judge.protocol} compares answers with each other, which doesn't say "
                 f"how good a policy is; type judge=pointwise, or judge=rule"
             )
-    low, high = config.first_judge.scale.low, config.first_judge.scale.high
+    low, high = config.main_judge.scale.low, config.main_judge.scale.high
     if not low < config.labels.pass_score <= high:
         raise ConfigError(
             f"labels.pass_score: pass@k counts answers of at least this score, and {config.labels.pass_score} isn't "

@@ -38,7 +38,7 @@ def find_meta_rm(config: RunConfig, grms: Sequence[Model], progress: Callable[[s
 def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
     """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
     try:
-        renderer = Renderer.load(directory, config.models_by_role[grm.name].chat_template)
+        renderer = Renderer.load(directory, config.models[grm.name].chat_template)
     except ValueError as error:
         if not str(error).startswith("chat_template"):
             raise
@@ -47,7 +47,7 @@ def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
         ) from error
     if not renderer.means_the_same(grm.renderer):
         raise ValueError(
-            f"path: {directory} has a different tokenizer than {grm.name} ({config.models_by_role[grm.name].path}), "
+            f"path: {directory} has a different tokenizer than {grm.name} ({config.models[grm.name].path}), "
             "and a meta-RM reads the GRM's own tokens; give one that was trained from this GRM or its base "
             "(+experiment=train_meta_rm)"
         )

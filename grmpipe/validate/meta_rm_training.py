@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.judging import JUDGE
 from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.labelled_judgements import LabelledJudgement, Split, read_examples
@@ -29,7 +28,8 @@ from scheduler.placement import Placement, place
 def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraining:
     """Prepare a training of a meta-RM. Every refusal is a ConfigError that names the key and what to type."""
     check_task(config)
-    sampled = config.judge.model
+    judge = config.main_judge
+    sampled = judge.model
     sampling, learning = (seat(config, role) for role in (sampled, "learner"))
     check_parallel(config, learning)
     check_shares_no_samples(config)
@@ -38,7 +38,7 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraini
     roles = resolve_roles(config, sampling)
     check_installed(roles, config)
     grm = find_model(roles.served[sampled], config, progress)
-    check_thinking_budget("judge", config.judge, roles.served[sampled], grm)
+    check_thinking_budget(judge, roles.served[sampled], grm)
     start_path = find_start(config, grm, progress)
     check_experts(config, start_path)
     return MetaRmTraining(
@@ -55,7 +55,7 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraini
 
 
 def check_task(config: RunConfig) -> None:
-    if config.judge.model not in config.judging.local_roles:
+    if config.main_judge.model not in config.judging.local_roles:
         raise ConfigError(
             "judge.kind: task=train_meta_rm samples a local GRM; type judge.kind=generative, and a grm.engine that "
             "isn't openai"
@@ -87,9 +87,9 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     if held_out_path is None:
         raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
     with section("data.path: "):
-        train = judging_tasks_at(config, JUDGE, config.data.path, config.data.num_prompts)
+        train = judging_tasks_at(config, config.main_judge, config.data.path, config.data.num_prompts)
     with section("data.eval_path: "):
-        held_out = judging_tasks_at(config, JUDGE, held_out_path, config.data.num_eval_prompts)
+        held_out = judging_tasks_at(config, config.main_judge, held_out_path, config.data.num_eval_prompts)
     asked = {judging_task.messages for judging_task in held_out}
     return {
         "train": [judging_task for judging_task in train if judging_task.messages not in asked],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import context_limit_of
@@ -53,7 +52,7 @@ def check_generates(directory: str, path: str) -> None:
         )
 
 
-def check_learns(model: Model) -> None:
+def check_learns(model: Model, key: str) -> None:
     """Check that the model can be trained on packed samples, by its config and outline; the learner also checks its
     weights.
     """
@@ -61,7 +60,7 @@ def check_learns(model: Model) -> None:
         return
     from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
 
-    with section(f"{key_of_model(model.name)}."):
+    with section(f"{key}."):
         check_trainable(model.path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from grmpipe.config.judging import key_of_parallel
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.sections import section
 from models.lm.footprint import Heads, heads_of
@@ -13,7 +12,7 @@ def check_parallel(config: RunConfig, placement: Placement) -> None:
     """Raises ConfigError if copies, shared samples or divided experts don't fit the number of a learner's ranks."""
     for learner, parallel in config.parallel.items():
         if seats := placement.seats.get(learner):
-            with section(f"{key_of_parallel(learner)}."):
+            with section(f"{config.key_of_learner(learner)}.parallel."):
                 parallel.check_ranks(len(seats))
 
 
@@ -28,7 +27,7 @@ def check_divides(config: RunConfig, learner: str, section_of_model: str, path: 
 
 def check_query_heads(config: RunConfig, learner: str, section_of_model: str, heads: Heads) -> None:
     """Raises ConfigError if ranks that share samples can't have equal numbers of the query heads of their model."""
-    cp, key = config.parallel[learner].cp, f"{key_of_parallel(learner)}.cp"
+    cp, key = config.parallel[learner].cp, f"{config.key_of_learner(learner)}.parallel.cp"
     if heads.query % cp:
         fitting = max(n for n in range(1, cp) if heads.query % n == 0)
         raise ConfigError(
@@ -60,7 +59,7 @@ def check_experts(config: RunConfig, path: str, learner: str = "learner") -> Non
 
     outline = outline_scalar_head(path) if learner == "critic" else outline_causal_lm(path)
     if ep > 1:
-        with section(f"{key_of_parallel(learner)}."):
+        with section(f"{config.key_of_learner(learner)}.parallel."):
             check_divisible(outline, ep)
     if fp32_router:
         with section("train."):

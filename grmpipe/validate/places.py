@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.backend import check_backend
@@ -69,7 +68,7 @@ def check_stays_awake(role: ServedRole, placement: Placement) -> None:
         )
     if role.is_elastic and not role.shares_with:
         raise ConfigError(
-            f"{key_of_model(role.name)}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
+            f"{role.key}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
             f"weights of a GRM that learns; set placement.pools.{role.pool}.elastic=false, "
             f"placement.roles.{role.name}.pool to another, or (on vLLM) balance.swap=weights"
         )

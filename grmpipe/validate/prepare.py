@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from grmpipe.config.judging import JUDGE, POLICY, key_of_judge
+from grmpipe.config.entry_names import JUDGE, POLICY
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
@@ -66,7 +66,7 @@ class Prepared:
     @property
     def is_right(self) -> Rule:
         """The rule that only metrics use, unless the user makes it the judge."""
-        return rule_of(self.config.judge)
+        return rule_of(self.config.truth)
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -143,7 +143,7 @@ def check_models(prepared: Prepared) -> None:
     for model in prepared.models:
         role = roles.served[model.name]
         if role.learner is not None and config.task != "evaluate":
-            check_learns(model)
+            check_learns(model, role.key)
             check_divides(config, role.learner, role.key, model.path)
             if sends_parts_of_experts(role, config) and footprint_of(model.path).num_expert_parameters:
                 refuse_delta_of_experts(role)
@@ -157,18 +157,18 @@ def check_models(prepared: Prepared) -> None:
 
 def check_judges_without_model(config: RunConfig) -> None:
     """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
-    for name, judge in config.judging.judges.items():
+    for judge in config.judging.judges.values():
         if judge.kind == "env" and config.env.env_kind.is_single:
             raise ConfigError(
-                f"{key_of_judge(name)}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "
-                f"none; choose another env, or type {key_of_judge(name)}.kind=rule"
+                f"{judge.key}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "
+                f"none; choose another env, or type {judge.key}.kind=rule"
             )
         if judge.kind == "custom":
-            with section(f"{key_of_judge(name)}."):
-                load_custom_judge(judge, key_of_judge(name))
+            with section(f"{judge.key}."):
+                load_custom_judge(judge)
         if judge.kind == "function":
-            with section(f"{key_of_judge(name)}."):
-                FunctionJudge(judge, key_of_judge(name))
+            with section(f"{judge.key}."):
+                FunctionJudge(judge)
 
 
 def check_objective(config: RunConfig) -> None:

@@ -43,7 +43,7 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
         recorded = open_recorded(Path(config.data.retrain_from))
     check_sizes(config, recorded)
     policy = find_model(roles.served["policy"], config, progress)
-    check_learns(policy)
+    check_learns(policy, "policy")
     check_divides(config, "learner", "policy", policy.path)
     check_tokens(config, policy, recorded)
     return PreparedRetraining(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from grmpipe.config.judging import key_of_judge, key_of_model
+from grmpipe.config.grm import ModelEntry
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, option_key_of, resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.types import Prompt
@@ -35,16 +36,17 @@ def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScal
     """Find the reward models that scalar judges ask. Raises ConfigError, which begins with the model's section."""
     found = []
     for role in config.judging.scalar_roles:
-        key, engine = key_of_model(role), resolve_engine(role, config)
-        with section(f"{key}."):
+        options, engine = config.models[role], resolve_engine(role, config)
+        with section(f"{options.key}."):
             if engine.endpoint is None:
                 model = find_scalar_model(role, config, progress)
             else:
-                model = find_remote_scalar_model(role, config.models_by_role[role], engine, progress)
+                model = find_remote_scalar_model(options, engine, progress)
         if engine.endpoint is None:
-            check_vocabulary(key, config.models_by_role[role], model.renderer)
+            check_vocabulary(options.key, options, model.renderer)
         else:
-            check_endpoint(role, key, config.models_by_role[role], engine)
+            with section(""):
+                engine.check_installed(role, options, option_key_of(options, engine))
         found.append(FoundScalarModel(model=model, engine=engine))
     return tuple(found)
 
@@ -54,7 +56,7 @@ def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model
 
     Raises ValueError (`path: ...`, `chat_template: ...`).
     """
-    options = config.models_by_role[role]
+    options = config.models[role]
     directory = find_files(resolve_model(options.path, progress), weights=True)
     check_one_label(directory)
     renderer = load_renderer(directory, options)
@@ -64,7 +66,7 @@ def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model
     return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
 
 
-def find_remote_scalar_model(role: str, options: ModelConfig, engine: AnyEngine, progress: Progress) -> Model:
+def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine, progress: Progress) -> Model:
     """Find the tokenizer of a reward model that an endpoint serves: the run renders and sends token ids."""
     tokenizer = engine.scorer_tokenizer(options)
     try:
@@ -72,16 +74,11 @@ def find_remote_scalar_model(role: str, options: ModelConfig, engine: AnyEngine,
     except ValueError as error:
         raise ValueError(
             f"engine_options.tokenizer: no tokenizer of {tokenizer!r} is here ({error}); type "
-            f"+{key_of_model(role)}.engine_options.tokenizer=<its Hugging Face directory or hub name>"
+            f"+{options.key}.engine_options.tokenizer=<its Hugging Face directory or hub name>"
         ) from error
     renderer = load_renderer(directory, options)
     window = engine.options.max_context_tokens or renderer.context_tokens
-    return Model(name=role, path=options.path, renderer=renderer, context_tokens=window)
-
-
-def check_endpoint(role: str, key: str, options: ModelConfig, engine: AnyEngine) -> None:
-    with section(""):
-        engine.check_installed(role, options, option_key_of(key, options, engine))
+    return Model(name=options.name, path=options.path, renderer=renderer, context_tokens=window)
 
 
 def check_one_label(directory: str) -> None:
@@ -105,11 +102,11 @@ def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], 
     """Check that each reward model can read the prompts with a full answer or episode."""
     models = {one.model.name: one.model for one in found}
     response_tokens = longest_response(config, policy.context_tokens)
-    for name, judge in config.judging.scalar.items():
-        check_scalar_judge(config, name, models[judge.model], data, response_tokens)
+    for judge in config.judging.scalar.values():
+        check_scalar_judge(config, judge, models[judge.model], data, response_tokens)
 
 
-def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data, response_tokens: int) -> None:
+def check_scalar_judge(config: RunConfig, judge: JudgeConfig, model: Model, data: Data, response_tokens: int) -> None:
     """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
     answer, or with an episode and what its environment showed.
     """
@@ -118,7 +115,7 @@ def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data, r
         return len(model.renderer.render_whole((*prompt.messages, EMPTY_ANSWER)))
 
     kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
-    with section(f"{key_of_model(model.name)}."):
+    with section(f"{config.models[model.name].key}."):
         for prompt in kinds.values():
             length(prompt)
     cut = ""
@@ -133,6 +130,6 @@ def check_scalar_judge(config: RunConfig, name: str, model: Model, data: Data, r
         key="rollout.max_new_tokens",
         new_tokens=response_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
-        what=f"prompt that {key_of_judge(name)} reads",
+        what=f"prompt that {judge.key} reads",
         cut=cut,
     )

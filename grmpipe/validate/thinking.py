@@ -15,12 +15,11 @@ from models.thinking import thinks
 log = logging.getLogger(__name__)
 
 
-def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
-    """Check that a judge's `thinking_tokens` can end a thought of its model. `key`: of the judge. `grm`: None for a
-    model that isn't here.
-    """
+def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Check that a judge's `thinking_tokens` can end a thought of its model. `grm`: None for one that isn't here."""
+    key = judge.key
     if not judge.thinking_tokens:
-        note_default_budget(key, judge, role, grm)
+        note_default_budget(judge, role, grm)
         return
     if role.engine.endpoint is not None:
         raise ConfigError(
@@ -42,29 +41,30 @@ def check_thinking_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: M
             f"model doesn't think; type {role.key}.chat_template_kwargs.enable_thinking=true, or "
             f"{key}.thinking_tokens=null"
         )
-    check_room(key, judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
+    check_room(judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.answer_start))))
 
 
-def note_default_budget(key: str, judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
     """Log how long a model that thinks may think before its verdict."""
     if grm is None or not thinks(grm.renderer.thinking):
         return
     if (budget := judge.thinking_budget(thinks=True)) is not None:
-        log.info("%s: %s may think for %d tokens before its verdict", key, role.key, budget.num_tokens)
+        log.info("%s: %s may think for %d tokens before its verdict", judge.key, role.key, budget.num_tokens)
         return
     log.warning(
         "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
         "%s.thinking_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if its "
         "chat template knows that",
-        role.key, key, judge.max_new_tokens, key, role.key,
+        role.key, judge.key, judge.max_new_tokens, judge.key, role.key,
     )  # fmt: skip
 
 
-def check_room(key: str, judge: JudgeConfig, num_inserted: int) -> None:
+def check_room(judge: JudgeConfig, num_inserted: int) -> None:
     assert judge.thinking_tokens, "a budget that was typed"
     least = judge.thinking_tokens + num_inserted
     if judge.max_new_tokens <= least:
         raise ConfigError(
-            f"{key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after {judge.thinking_tokens} "
-            f"of thinking and {num_inserted} that end it; type {key}.max_new_tokens={least + 512}"
+            f"{judge.key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after "
+            f"{judge.thinking_tokens} of thinking and {num_inserted} that end it; type "
+            f"{judge.key}.max_new_tokens={least + 512}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
 
@@ -17,4 +16,4 @@ def check_weight_names(model: Model, role: ServedRole) -> None:
     try:
         CheckpointNames(outline_causal_lm(model.path))
     except ValueError as error:
-        raise ConfigError(f"{key_of_model(model.name)}.{error}") from error
+        raise ConfigError(f"{role.key}.{error}") from error

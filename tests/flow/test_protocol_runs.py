@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import run_config
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Prompt
@@ -68,7 +69,7 @@ def simulated(**judge: Any) -> SimulatedRun:
     placement = place(
         PlacementConfig(pools={role: PoolConfig(slots=1) for role in roles}, roles=roles), ("policy", "learner", "grm")
     )
-    config = RunConfig(
+    config = run_config(
         train=TrainConfig(groups_per_batch=2, group_size=4, max_staleness=1),
         judge=JudgeConfig(max_new_tokens=100, **judge),
     )

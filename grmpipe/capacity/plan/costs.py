@@ -23,7 +23,6 @@ from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
 from grmpipe.capacity.plan.survey import Seated, Survey, scorer_dtypes
 from grmpipe.capacity.plan.work import packed_group, packed_judgement
 from grmpipe.config.critic import critic_train
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from models.lm.flops import PackedSizes
@@ -98,7 +97,7 @@ def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     footprint = sized(model, survey)
     packed = packed_group(survey) if model == POLICY else packed_judgement(model, survey)
-    return speed_by_sheet(train, footprint, survey, where, packed, config.models_by_role[model].lora)
+    return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
 
 
 def speed_by_sheet(
@@ -154,7 +153,7 @@ def scorer_of(role: str, survey: Survey, where: Seated) -> float:
     """The time of a token that a meta-RM or a scalar reward model reads, by the data sheet."""
     footprint = survey.models[role].footprint
     if footprint is None:
-        key = role if role == META_RM else key_of_model(role)
+        key = role if role == META_RM else survey.config.models[role].key
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
     return reading_s(footprint.matrix_weights, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
 

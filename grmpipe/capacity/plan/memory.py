@@ -110,8 +110,8 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
 
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
     """The parts of one rank of the learner of a served model."""
-    lora = config.models_by_role[model].lora
-    longest = config.rollout if model == POLICY else config.judge_training(model)
+    lora = config.models[model].lora
+    longest = config.rollout if model == POLICY else config.judging.training(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     train = with_room_for(longest.max_new_tokens, train)
     shards = ranks // train.parallel.dp_replicate

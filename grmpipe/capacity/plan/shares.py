@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.survey import Survey
-from grmpipe.config.judging import GRM, POLICY
+from grmpipe.config.entry_names import POLICY
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
-from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
+from models.settings import DEFAULT_MEMORY_SHARE
 from scheduler.devices import GB
 from scheduler.placement import Seat
 
-AnyModel = TypeVar("AnyModel", bound=ModelConfig)
 USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 
 
@@ -118,15 +117,11 @@ def total(parts: Sequence[Part]) -> float:
 def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
     """The configuration with the shares as engine options of the roles."""
     config, served = survey.config, survey.roles.served
-    return replace(
-        config,
-        policy=_with_share(config.policy, served.get(POLICY), shares),
-        grm=_with_share(config.grm, served.get(GRM), shares),
-        models={role: _with_share(model, served.get(role), shares) for role, model in config.models.items()},
-    )
+    models = {role: _with_share(model, served.get(role), shares) for role, model in config.models.items()}
+    return replace(config, models=models)
 
 
-def _with_share(model: AnyModel, role: ServedRole | None, shares: Mapping[str, float]) -> AnyModel:
+def _with_share(model: ModelEntry, role: ServedRole | None, shares: Mapping[str, float]) -> ModelEntry:
     hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
     if role is None or not hundredths:  # rounded down: together they must not exceed the device
         return model

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
@@ -120,7 +119,7 @@ def size_models(config: RunConfig, roles: Roles, progress: Progress) -> tuple[di
         if footprint is not None and footprint.num_expert_parameters and sends_parts_of_experts(role, config):
             refuse_delta_of_experts(role)
         if role.learner is not None and (learning := models[role.name].model) is not None:
-            check_learns(learning)
+            check_learns(learning, role.key)
             check_experts(config, learning.path, role.learner)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
@@ -187,20 +186,20 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
 
 def scorer_dtypes(config: RunConfig) -> dict[str, str]:
     """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
-    found = {role: config.models_by_role[role].dtype for role in config.judging.scorer_roles}
+    found = {role: config.models[role].dtype for role in config.judging.scorer_roles}
     return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
 
 
 def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
     """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
     key, path = (
-        (META_RM, config.meta_rm.path) if role == META_RM else (key_of_model(role), config.models_by_role[role].path)
+        (META_RM, config.meta_rm.path) if role == META_RM else (config.models[role].key, config.models[role].path)
     )
     assert path is not None
     try:
         directory = find_files(resolve_model(path, progress), weights=False)
     except ValueError as error:
-        shape = None if role == META_RM else config.models_by_role[role].shape
+        shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
     from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need

@@ -81,7 +81,7 @@ def packed_group(survey: Survey, *, shares: bool | None = None) -> PackedSizes:
 
 def packed_judgement(role: str, survey: Survey) -> PackedSizes:
     """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
-    asked = judge_lengths(survey.config.judging.first_asking(role), survey)
+    asked = judge_lengths(survey.config.judging.training(role).name, survey)
     return packed_siblings(asked, survey.config.trained_grms[role].group_size, survey.config.train.prefix_sharing)
 
 
@@ -165,13 +165,13 @@ def shares_asked(survey: Survey) -> dict[str, float]:
     """Judge -> the largest share of the rollouts that it judges, by the sources of the prompts."""
     prompts = survey.data.train
     sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
-    return survey.config.reward_tree.asked_shares(sources)
+    return survey.config.rewards.asked_shares(sources)
 
 
 def prompts_judged(name: str, survey: Survey) -> list[Prompt]:
     """Some prompts whose responses a judge is shown; any, if it is shown none."""
     config, prompts = survey.config, survey.data.train
-    judged = {source: name in config.reward_tree.asked_of_source(source) for source in {
+    judged = {source: name in config.rewards.asked_of_source(source) for source in {
         prompt.source for prompt in prompts
     }}  # fmt: skip
     return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]
@@ -231,7 +231,7 @@ def scorer_tokens(survey: Survey) -> dict[str, float]:
 def training_requests(role: str, survey: Survey) -> RoleWork:
     """The judgements that a model in training samples to learn from, in a step of the policy."""
     cotrain = survey.config.trained_grms[role]
-    asked = judge_lengths(survey.config.judging.first_asking(role), survey)
+    asked = judge_lengths(survey.config.judging.training(role).name, survey)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
     return RoleWork(
         requests=math.ceil(requests),

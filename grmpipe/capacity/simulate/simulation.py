@@ -18,9 +18,7 @@ from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, me
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.run_sections import is_judge_simulated
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.observe.plain_json import plain
@@ -82,7 +80,7 @@ def is_simulated(config: RunConfig) -> bool:
     """Whether a simulation knows all that takes time: no judge of the user's, behind an endpoint, with steps or a
     rubric; no meta-RM; no GRM that learns.
     """
-    known = all(is_judge_simulated(judge) for judge in config.judging.judges.values())
+    known = all(judge.is_simulated for judge in config.judging.judges.values())
     return known and not (
         config.judging.remote_roles or config.trained_grms or config.uses_meta_rm or config.env.is_custom
     )
@@ -92,7 +90,7 @@ def workload_of(survey: Survey) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = survey.config
     for role in config.judging.remote_roles:
-        key = key_of_model(role)
+        key = config.models[role].key
         raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
     data = config.data
     return Workload(

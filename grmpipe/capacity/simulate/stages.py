@@ -88,18 +88,17 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     role.
     """
     config = workload.config
-    judges = {name: judge_named(workload, name, grms, driver) for name in config.judging.judges}
+    judges = {name: judge_of(workload, judge, grms, driver) for name, judge in config.judging.judges.items()}
     return compose_judge(
-        config.reward_tree,
+        config.rewards,
         judges,
-        config.all_judges,
+        config.judges,
         config.seed,
         min_group_std=config.algorithm.min_group_std,
     )
 
 
-def judge_named(workload: Workload, name: str, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:
-    judge, seed = workload.config.judging.judges[name], workload.config.seed
+def judge_of(workload: Workload, judge: JudgeConfig, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:
     if judge.kind == "rule":
         return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
     if judge.kind == "label":
@@ -107,7 +106,7 @@ def judge_named(workload: Workload, name: str, grms: Mapping[str, Router], drive
     assert judge.model in grms, "an external GRM can't be simulated"
     renderer = CountingRenderer(workload.chars_per_token[judge.model])
     here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
-    return GenerativeJudge(here, written(judge), seed, name=name)
+    return GenerativeJudge(here, written(judge), workload.config.seed)
 
 
 def written(judge: JudgeConfig) -> JudgeConfig:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import first_of
-from grmpipe.config.reward import ROOT, RewardConfig, RewardTree
+from grmpipe.config.judging import main_of
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.outcome import Part, walk
 from grmpipe.judge.composition.parts import (
@@ -60,8 +60,8 @@ def compose_judge(
     judge's, on whose scale the scores are shown. min_group_std: added to the standard deviation of rewards that are
     normalised by their group.
     """
-    build = Builder(rewards=tree.rewards, configs=configs, seed=seed, min_group_std=min_group_std)
-    root = build.composed(ROOT, tree.reward)
+    build = Builder(rewards=tree.entries, configs=configs, seed=seed, min_group_std=min_group_std)
+    root = build.part(tree.root)
     if isinstance(root, JudgePart):
         return judges[root.name]
     used = {name: judges[name] for name in tree.judges()}
@@ -70,7 +70,7 @@ def compose_judge(
         parts=walk(root),
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
-        scale=configs[first_of(used)].scale,
+        scale=configs[main_of(used)].scale,
         waits=tree.waits_for_siblings(),
     )
     return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
@@ -128,41 +128,38 @@ class Builder:
         assert name is not None, "check_rewards lets no name be missing"
         if name not in self.built:
             config = self.rewards.get(name)
-            found = self.composed(name, config) if config is not None else self._judge(name)
+            found = BUILD[config.kind](self, config) if config is not None else self._judge(name)
             self.built[name] = found
         return self.built[name]
-
-    def composed(self, name: str, config: RewardConfig) -> Part:
-        return BUILD[config.kind](self, name, config)
 
     def _judge(self, name: str) -> Part:
         return JudgePart(name=name, scale=self.configs[name].scale)
 
     # -- the kinds ---------------------------------------------------------------------------------------------------
 
-    def single(self, name: str, config: RewardConfig) -> Part:
+    def single(self, config: RewardConfig) -> Part:
         return self.part(config.names[0])
 
-    def mix(self, name: str, config: RewardConfig) -> Part:
+    def mix(self, config: RewardConfig) -> Part:
         weights = {part: float(weight) for part, weight in config.mix.items()}
         parts = tuple(map(self.part, weights))
         by_group = config.normalise == "group_std"
-        return Mix(name=name, parts=parts, weights=weights, by_group=by_group, min_group_std=self.min_group_std)
+        return Mix(name=config.name, parts=parts, weights=weights, by_group=by_group, min_group_std=self.min_group_std)
 
-    def route(self, name: str, config: RewardConfig) -> Part:
+    def route(self, config: RewardConfig) -> Part:
         by_source = {source: self.part(inner) for source, inner in config.route.items()}
         default = self.part(config.default) if config.default is not None else None
-        return Route(name=name, by_source=by_source, default=default)
+        return Route(name=config.name, by_source=by_source, default=default)
 
-    def jury(self, name: str, config: RewardConfig) -> Part:
+    def jury(self, config: RewardConfig) -> Part:
         parts = tuple(map(self.part, config.names))
         quorum = config.quorum or len(parts)
-        return Jury(name=name, parts=parts, quorum=quorum, vote=jury_vote(config), by_skill=config.uses_accuracy)
+        return Jury(name=config.name, parts=parts, quorum=quorum, vote=jury_vote(config), by_skill=config.uses_accuracy)
 
-    def cascade(self, name: str, config: RewardConfig) -> Part:
+    def cascade(self, config: RewardConfig) -> Part:
         band = None if config.unsure_band is None else (float(config.unsure_band[0]), float(config.unsure_band[1]))
         return Cascade(
-            name=name,
+            name=config.name,
             first=self.part(config.first),
             then=self.part(config.then),
             doubt=Doubt(above_std=config.unsure_above_std, band=band),
@@ -172,9 +169,9 @@ class Builder:
             pass_at=config.pass_at,
         )
 
-    def gate(self, name: str, config: RewardConfig) -> Part:
+    def gate(self, config: RewardConfig) -> Part:
         gate, inner = self.part(config.gate), self.part(config.inner)
-        return Gate(name=name, gate=gate, inner=inner, min_reward=config.min_reward, floor=config.floor)
+        return Gate(name=config.name, gate=gate, inner=inner, min_reward=config.min_reward, floor=config.floor)
 
 
 def jury_vote(config: RewardConfig) -> JuryVote:
@@ -188,7 +185,7 @@ def jury_vote(config: RewardConfig) -> JuryVote:
     return by_name[config.vote]
 
 
-BUILD: dict[str, Callable[[Builder, str, RewardConfig], Part]] = {
+BUILD: dict[str, Callable[[Builder, RewardConfig], Part]] = {
     "single": Builder.single,
     "mix": Builder.mix,
     "route": Builder.route,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge
 from grmpipe.config.key_errors import under_key
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
@@ -26,7 +25,7 @@ async def preflight_judgements(
     """
     for name, config in configs.items():
         if problem := await preflight_judgement(members.get(name, judge), config, prompts):
-            return under_key(f"{key_of_judge(name)}.", problem)
+            return under_key(f"{config.key}.", problem)
     return None
 
 

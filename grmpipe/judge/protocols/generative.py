@@ -10,7 +10,6 @@ from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.judging import JUDGE, key_of_judge
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
@@ -30,7 +29,6 @@ class GenerativeJudge:
     seed:   makes every judgement repeatable by its request_id.
     meta:   weights the judgements in the votes `weighted` and `best`.
     decode: the policy's tokens as text, for a protocol that scores steps.
-    name:   of the judge, in the ids of its requests.
     """
 
     def __init__(
@@ -40,14 +38,13 @@ class GenerativeJudge:
         seed: int,
         meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
-        name: str = JUDGE,
     ) -> None:
         if config.vote in VOTES_WITH_META_RM and meta_rm is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
         ahead = config.principles == "shared"
         self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
-            client=GrmClient(grm, config, seed, name),
+            client=GrmClient(grm, config, seed),
             config=config,
             template=JudgePrompt.of(config),
             principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,
@@ -59,7 +56,7 @@ class GenerativeJudge:
         self._own: Judge | None = None  # a protocol of the user's, behind its door
         if config.protocol not in PROTOCOLS:
             opens = functools.partial(self._open, self._context)
-            self._own = CheckedJudge(opens, self._open, f"{key_of_judge(name)}.protocol")
+            self._own = CheckedJudge(opens, self._open, f"{config.key}.protocol")
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         if self._own is not None:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from grmpipe.config.judging import key_of_judge
+from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play
 from grmpipe.envs.seats import Seats
@@ -86,15 +86,15 @@ def compose(
 
 
 def compose_health(config: RunConfig) -> ServiceHealth:
-    """The health of the judge, by the verdicts that are trained on, with the settings of the first judge."""
-    judge = config.first_judge
+    """The health of the judge, by the verdicts that are trained on, with the settings of the main judge."""
+    judge = config.main_judge
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
         window=judge.failure_window,
-        pause_s=config.judge.pause_s,
+        pause_s=config.judges[JUDGE].pause_s,
         counted="verdicts",
-        key=f"{key_of_judge(config.judging.first)}.max_failure_rate",
+        key=f"{judge.key}.max_failure_rate",
     )
 
 

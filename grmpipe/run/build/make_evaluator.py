@@ -54,17 +54,17 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     """The first of several judges, if it judges every answer to the prompts. None if it compares, or if other verdicts
     decide what it sees: its scores would then be of a part of the answers, which changes as the policy learns.
     """
-    first, sources = config.judging.first, {prompt.source for prompt in prompts}
-    sees_all = all(first in config.reward_tree.always_asked(source) for source in sources)
-    compares = first in config.judging.generative and config.first_judge.protocol_kind.compares
-    return first if first in members_of(judge) and sees_all and not compares else None
+    name, sources = config.judging.main, {prompt.source for prompt in prompts}
+    sees_all = all(name in config.rewards.always_asked(source) for source in sources)
+    compares = name in config.judging.generative and config.main_judge.protocol_kind.compares
+    return name if name in members_of(judge) and sees_all and not compares else None
 
 
 def pass_reward_of(config: RunConfig) -> float | None:
     """The lowest reward with which a judge passes an answer, whatever its scale. None if `labels.pass_score` isn't on
     the first judge's, or that has none.
     """
-    if not config.first_judge.has_scale:
+    if not config.main_judge.has_scale:
         return None
-    scale, pass_score = config.first_judge.scale, config.labels.pass_score
+    scale, pass_score = config.main_judge.scale, config.labels.pass_score
     return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.env_rewards import EnvRewardJudge
@@ -39,48 +38,48 @@ class JudgeParts:
 def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config = parts.prepared.config
-    judges = {name: JUDGES[judge.kind](parts, name, judge) for name, judge in config.judging.judges.items()}
+    judges = {name: JUDGES[judge.kind](parts, judge) for name, judge in config.judging.judges.items()}
     return compose_judge(
-        config.reward_tree,
+        config.rewards,
         judges,
-        config.all_judges,
+        config.judges,
         config.seed,
         min_group_std=config.algorithm.min_group_std,
     )
 
 
-def generative_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+def generative_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
     prepared = parts.prepared
     return GenerativeJudge(
-        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode, name
+        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode
     )
 
 
-def scalar_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+def scalar_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(ScalarJudge(parts.scalars[judge.model], judge))
 
 
-def rule_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, key_of_judge(name)))
+def rule_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key))
 
 
-def function_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return FunctionJudge(judge, key_of_judge(name))
+def function_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+    return FunctionJudge(judge)
 
 
-def env_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+def env_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(EnvRewardJudge(judge.env_reward))
 
 
-def label_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
+def label_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
     return PointwiseAdapter(LabelReward(rule_of(judge)))
 
 
-def custom_judge(parts: JudgeParts, name: str, judge: JudgeConfig) -> Judge:
-    return load_custom_judge(judge, key_of_judge(name))
+def custom_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
+    return load_custom_judge(judge)
 
 
-JUDGES: dict[str, Callable[[JudgeParts, str, JudgeConfig], Judge]] = {
+JUDGES: dict[str, Callable[[JudgeParts, JudgeConfig], Judge]] = {
     "generative": generative_judge,
     "scalar": scalar_judge,
     "rule": rule_judge,

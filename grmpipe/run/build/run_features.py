@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.judging import POLICY
+from grmpipe.config.entry_names import JUDGE, POLICY
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents
@@ -59,7 +59,7 @@ def make_features(
             CpuSeconds(running.cluster, config.roles),
             periodic_eval,
             running.policy_updates,
-            CascadeAlarm(config.reward_tree.max_errors()),
+            CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
             judge_monitor,  # the last: its limits are on any metric
         ),
@@ -69,7 +69,7 @@ def make_features(
 
 
 def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:
-    judge = prepared.config.judge
+    judge = prepared.config.judges[JUDGE]
     return PeriodicEval(
         make_evaluator(prepared, running),
         RewardHackingDetector(),
@@ -83,7 +83,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
 def make_judge_monitor(
     prepared: Prepared, running: RunComponents, parts: PipelineComponents, observers: Observers, run_dir: Path
 ) -> JudgeMonitor:
-    config, first = prepared.config, prepared.config.first_judge
+    config, main = prepared.config, prepared.config.main_judge
     assert isinstance(parts.judge_guard, JudgeHealth)
     generative, members = config.judging.generative, members_of(running.judge)
     learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
@@ -94,8 +94,8 @@ def make_judge_monitor(
         frozen=members.keys() - changing if members else () if changing else ("",),
         health=parts.judge_guard,
         compares=config.judging.compares,
-        scale=(first.score_min, first.score_max),
-        show_thoughts=first.show_thoughts,
+        scale=(main.score_min, main.score_max),
+        show_thoughts=main.show_thoughts,
     )
     watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
     return JudgeMonitor(monitored, watch, run_dir, observers.note)

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from grmpipe.config.entry_names import ENV
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.run_sections import ENV
 from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.hosts.env_hosts import EnvHosts
 from grmpipe.envs.hosts.host_member import HostMember, HostSetup

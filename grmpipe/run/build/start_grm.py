@@ -81,7 +81,7 @@ async def make_policy_updates(
     prepared: Prepared, served: ServingEngines, learner: LearnerGroup, run_dir: Path
 ) -> PolicyUpdates:
     """The models of a run that take over the policy's weights."""
-    settings = prepared.config.models_by_role
+    settings = prepared.config.models
     grms = []
     for model in prepared.grms:
         if after := tuple(settings[model.name].policy_updates):

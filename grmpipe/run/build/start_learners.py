@@ -68,7 +68,7 @@ def policy_learning(config: RunConfig, policy: Model, roles: Roles) -> Learning:
 
 
 def grm_learning(config: RunConfig, grm: Model, roles: Roles) -> Learning:
-    cotrain, judge = config.trained_grms[grm.name], config.judge_training(grm.name)
+    cotrain, judge = config.trained_grms[grm.name], config.judging.training(grm.name)
     return Learning(
         role=roles.served[grm.name],
         model_path=grm.path,

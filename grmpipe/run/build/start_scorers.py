@@ -6,7 +6,6 @@ import asyncio
 import functools
 from dataclasses import dataclass
 
-from grmpipe.config.judging import key_of_model
 from grmpipe.config.roles import option_key_of
 from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.meta_rm import MetaRm
@@ -108,7 +107,7 @@ def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
     return ScorerRole(
         name=name,
         path=one.model.path,
-        dtype=config.models_by_role[name].dtype,
+        dtype=config.models[name].dtype,
         device=prepared.roles[name].device,
         max_batch_tokens=max(judge.scalar.max_batch_tokens for judge in asking),
         max_replacements=config.health.max_replacements,
@@ -120,10 +119,10 @@ def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -
     name, endpoint = one.model.name, one.engine.endpoint
     assert endpoint is not None
     limits = RateLimits(requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute)
-    model, key = prepared.config.models_by_role[name], key_of_model(name)
+    model = prepared.config.models[name]
     use = EndpointUse(
-        model_key=key,
-        option_key=option_key_of(key, model, one.engine),
+        model_key=model.key,
+        option_key=option_key_of(model, one.engine),
         limits=limits,
         requests=requests(name),
     )

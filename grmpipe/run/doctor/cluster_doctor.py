@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from grmpipe.config.judging import POLICY
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
 from grmpipe.validate.sections import section
@@ -85,7 +85,7 @@ async def examined(
         versions=versions(),
         folder=folder,
         checkpoints_gb=checkpoint_gb(config),
-        models={role: config.models_by_role[role].path for role in (POLICY, *config.judging.local_roles)},
+        models={role: config.models[role].path for role in (POLICY, *config.judging.local_roles)},
         isolation=config.env.isolation if config.places_envs else None,
     )
     by_address = {node.address: node for node in nodes}
@@ -109,7 +109,7 @@ def checkpoint_gb(config: RunConfig) -> float:
     """Space of the checkpoints that a run keeps and of the one that it writes: float32 weights and two moments of all
     that learns. A model whose size isn't declared counts 0.
     """
-    models = [config.models_by_role[role] for role, learner in config.learners.items() if learner in config.roles]
+    models = [config.models[role] for role, learner in config.learners.items() if learner in config.roles]
     learning = [(model.shape, model.lora) for model in models]
     if "critic" in config.roles and config.critic.path is None:
         learning.append((config.policy.shape, LoraConfig()))

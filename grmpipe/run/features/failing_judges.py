@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import key_of_judge
 from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Metrics
@@ -54,12 +53,12 @@ class FailingJudges(RunFeature):
         return seen >= max(1, judge.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
 
     def _text(self, name: str) -> str:
-        latest = self._latest(name)
+        judge, latest = self._judges[name], self._latest(name)
         seen, failed = num_verdicts(latest), latest.failed_verdicts
         why = ", ".join(f"{count} {cause}" for cause, count in latest.failed.most_common())
         return (
             f"The judge {name} fails: {failed} of its last {seen} verdicts ({failed / seen:.0%}; "
-            f"{key_of_judge(name)}.max_failure_rate={self._judges[name].max_failure_rate:g}), its judgements by cause: "
+            f"{judge.key}.max_failure_rate={judge.max_failure_rate:g}), its judgements by cause: "
             f"{why or 'none asked'}; the reward goes on without it where it can"
         )
 

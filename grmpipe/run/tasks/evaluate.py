@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from grmpipe.config.judging import POLICY
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
@@ -72,7 +72,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     @property
     def _judge_metrics(self) -> Metrics:
-        return {} if self._judge is None else metrics_of(self._judge, self._config.judging.first)
+        return {} if self._judge is None else metrics_of(self._judge, self._config.judging.main)
 
     def summary(self, status: Status, failure: str | None) -> Summary:
         evaluated = self._judge is not None or bool(self._policies)

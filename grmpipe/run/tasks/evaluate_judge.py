@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grmpipe.config.entry_names import GRM
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.judging import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
@@ -40,9 +40,9 @@ async def evaluate_judge(
         )
     for report in (report for one in judged for report in one.reports):
         counters.report(report)
-    result = evaluate(judged, config.first_judge.scale, recount_of(config))
+    result = evaluate(judged, config.main_judge.scale, recount_of(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-    write_files(run_dir, judged, result, config.first_judge.scale, scales)
+    write_files(run_dir, judged, result, config.main_judge.scale, scales)
     show(result, MAX_SUBSETS)
     return result
 

@@ -126,7 +126,7 @@ class RetrainRun(Run[PreparedRetraining]):
         step = self._steps_done
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
-        group_metrics |= truth_metrics(groups, rule_of(self._config.judge))
+        group_metrics |= truth_metrics(groups, rule_of(self._config.truth))
         self._observers.trackers.log(step, group_metrics | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from grmpipe.config.judging import POLICY
+from grmpipe.config.entry_names import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.isolation.seat_counts import SeatCounts

@@ -106,7 +106,7 @@ class TrainingRun(Run[Prepared]):
         numbers = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        whole = config.reward_tree.varies_by_group()
+        whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)

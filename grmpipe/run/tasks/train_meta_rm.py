@@ -56,7 +56,7 @@ class MetaRmRun(Run[MetaRmTraining]):
         return "completed"
 
     async def _sample(self) -> None:
-        prepared, judge = self._prepared, self._config.judge
+        prepared, judge = self._prepared, self._config.main_judge
         num_items = sum(map(len, prepared.judging_tasks.values()))
         self._observers.note(f"the GRM judges {num_items} items, {judge.num_judgements} times each")
         async with self._cluster(prepared.sampling) as cluster:
@@ -107,7 +107,7 @@ class MetaRmRun(Run[MetaRmTraining]):
                 ends = batch.sequence_lengths_S.cumsum() - 1
                 for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
                     probabilities[i] = sigmoid(float(logit))
-        self._evaluations.append(measure(examples, probabilities, self._config.judge.k_meta))
+        self._evaluations.append(measure(examples, probabilities, self._config.main_judge.k_meta))
         self._observers.trackers.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {metrics_text}")

@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.judging import check_names
+from grmpipe.config.entry_names import check_names
 from grmpipe.config.key_errors import explain
 from grmpipe.config.resume_rules import changed_keys, changes_on_resume, free_on_resume
 from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from scheduler.placement import place
 
@@ -71,7 +71,7 @@ def test_a_model_that_judges_may_be_called_teacher() -> None:
 
 def test_a_model_without_an_engine_of_its_own_has_that_of_all() -> None:
     config = built(*TWO_MODELS, *MIXED, "engine=vllm", "grm.engine=embedded")
-    assert {role: model.engine for role, model in config.models_by_role.items()} == {
+    assert {role: model.engine for role, model in config.models.items()} == {
         "policy": "vllm", "grm": "embedded", "weak": "vllm",
     }  # fmt: skip
 
@@ -149,8 +149,7 @@ def test_a_pool_that_does_not_exist_is_named_by_the_role() -> None:
 
 
 def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
-    config = from_values(
-        RunConfig,
+    config = config_of(
         {
             "models": {"weak": {"path": "tiny://weak_grm"}},
             "judges": {"second": {"model": "weak"}},
@@ -222,7 +221,7 @@ def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judge
 def test_a_composition_in_vain_is_refused_in_a_run_and_not_where_one_of_them_is_measured() -> None:
     unused = (*TWO_MODELS, *MIXED, "+reward@rewards.style=jury", "rewards.style.members=[judge]")
     assert refused(*unused).startswith("rewards.style: the reward doesn't use it")
-    assert built(*unused, "task=evaluate").rewards.keys() == {"style"}
+    assert built(*unused, "task=evaluate").rewards.entries.keys() == {"reward", "style"}
 
 
 @pytest.mark.parametrize(

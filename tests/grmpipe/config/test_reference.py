@@ -14,12 +14,12 @@ import pytest
 from grmpipe.config.capacity import PlanConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reference import PAGE, KeyEntry, page, sections_of
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import RunSections
 from scheduler.devices import DeviceSpec
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
 # A run in which every map of named members has one.
-FULL = RunConfig(
+FULL = RunSections(
     placement=PlacementConfig(pools={"<name>": PoolConfig()}, roles={"learner": RoleConfig(pool="<name>")}),
     judge_monitor=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
     plan=PlanConfig(devices={"<name>": DeviceSpec(80, 2000, {"bfloat16": 1.0})}),
@@ -130,7 +130,7 @@ def test_a_key_without_one_sentence_is_refused(cls: type, message: str) -> None:
 
 
 def test_a_default_of_a_run_is_that_of_its_section_where_the_section_has_others() -> None:
-    found = entries_of(RunConfig)
+    found = entries_of(RunSections)
     assert (found["policy.path"].default, found["grm.path"].default) == ("`tiny://policy`", "`tiny://grm`")
     assert found["train.dtype"].default == "`auto`"  # what a user types, not what a placement makes of it
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from configs import run_config
 
 from grmpipe.config.resume_rules import (
     FREE_ON_RESUME,
@@ -17,7 +18,7 @@ from grmpipe.config.resume_rules import (
     changes_on_resume,
     free_on_resume,
 )
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import RunSections
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
 
@@ -59,14 +60,14 @@ def test_what_changes_a_sample_a_verdict_or_its_use_may_not(key: str) -> None:
 
 
 def test_every_free_key_is_a_key() -> None:
-    assert set(FREE_ON_RESUME) <= set(keys_of(RunConfig()))
+    assert set(FREE_ON_RESUME) <= set(keys_of(RunSections()))
 
 
 def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None:
     page = (Path(__file__).parents[3] / "docs" / "running.md").read_text()
     rows = page.partition("| may change | keys |")[2].partition("\n\n")[0]
     named = {key.removesuffix("*") for key in re.findall(r"`([\w.*]+)`", rows)} - {"engine_options"}  # of any role
-    known = set(keys_of(RunConfig()))
+    known = set(keys_of(RunSections()))
     assert {key for key in named if not any(other.startswith(key) for other in known)} == set()
     assert {key for key in named if not key.endswith("_") and not free_on_resume(key)} == set()
     shown = {free for free in FREE_ON_RESUME if any(free.startswith(key) for key in named)}
@@ -74,7 +75,7 @@ def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None
 
 
 def test_a_change_is_told_without_secrets_and_how_the_run_is_called_is_none() -> None:
-    old = RunConfig()
+    old = run_config()
     tags = TrackingConfig(wandb=WandbConfig(tags=["a"], project="p"))
     new = dataclasses.replace(old, resume="auto", run_dir="x", tracking=tags)
     told = changes_on_resume(old, new)

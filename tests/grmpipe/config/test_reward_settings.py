@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import (
     REWARD_KINDS,
     RewardConfig,
@@ -30,7 +31,7 @@ CASCADE: dict[str, Any] = {"kind": "cascade", "first": "short", "then": "judge",
 
 def check(reward: dict[str, Any], group_baseline: bool = True, **rewards: dict[str, Any]) -> None:
     made = {name: RewardConfig(**values) for name, values in rewards.items()}
-    check_rewards(RewardTree(RewardConfig(**reward), made), JUDGES, group_baseline=group_baseline)
+    check_rewards(RewardTree.of(RewardConfig(**reward), made), JUDGES, group_baseline=group_baseline)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +113,18 @@ def test_a_single_bad_value_is_refused(values: dict[str, Any], message: str) -> 
 def test_compositions_nest_by_name_and_each_judge_is_named_once() -> None:
     style = RewardConfig(kind="jury", members=["safety", "short"])
     outer = RewardConfig(kind="mix", mix={"style": 1.0, "judge": 1.0, "safety": 1.0})
-    check_rewards(RewardTree(outer, {"style": style}), JUDGES, group_baseline=True)
-    assert RewardTree(outer, {"style": style}).judges() == ("safety", "short", "judge")
-    assert RewardTree(RewardConfig(), {"style": style}).judges() == ("judge",)
+    check_rewards(RewardTree.of(outer, {"style": style}), JUDGES, group_baseline=True)
+    assert RewardTree.of(outer, {"style": style}).judges() == ("safety", "short", "judge")
+    assert RewardTree.of(RewardConfig(), {"style": style}).judges() == ("judge",)
 
 
 def test_a_route_sends_a_prompt_to_the_judges_of_its_source_only() -> None:
     route = RewardConfig(kind="route", route={"math": "both", "code": "short"})
     both = RewardConfig(kind="mix", mix={"judge": 1.0, "safety": 1.0})
-    assert RewardTree(route, {"both": both}).judges("math") == ("judge", "safety")
-    assert RewardTree(route, {"both": both}).judges("code") == ("short",)
-    assert RewardTree(route, {"both": both}).judges("chat") == ()
-    by_name = RewardTree(RewardConfig(judge="route"), {"route": route, "both": both})
+    assert RewardTree.of(route, {"both": both}).judges("math") == ("judge", "safety")
+    assert RewardTree.of(route, {"both": both}).judges("code") == ("short",)
+    assert RewardTree.of(route, {"both": both}).judges("chat") == ()
+    by_name = RewardTree.of(RewardConfig(judge="route"), {"route": route, "both": both})
     assert by_name.judges() == (
         "judge",
         "safety",
@@ -132,12 +133,12 @@ def test_a_route_sends_a_prompt_to_the_judges_of_its_source_only() -> None:
 
 
 def test_what_depends_on_the_order_of_arrival_is_known() -> None:
-    (said,) = arrival_orders(RewardTree(RewardConfig(**CASCADE)))
+    (said,) = arrival_orders(RewardTree.of(RewardConfig(**CASCADE)))
     assert said.startswith("reward.share=0.25 ") and said.endswith("; type reward.share=1")
     jury = RewardConfig(kind="jury", members=["judge"], vote="accuracy")
-    (said,) = arrival_orders(RewardTree(RewardConfig(judge="jury"), {"jury": jury}))
+    (said,) = arrival_orders(RewardTree.of(RewardConfig(judge="jury"), {"jury": jury}))
     assert said.endswith("; type rewards.jury.vote=mean")
-    assert list(arrival_orders(RewardTree(RewardConfig(**{**CASCADE, "share": 1.0}), {"jury": jury}))) == []
+    assert list(arrival_orders(RewardTree.of(RewardConfig(**{**CASCADE, "share": 1.0}), {"jury": jury}))) == []
 
 
 def test_an_error_of_a_nested_composition_names_its_key() -> None:
@@ -170,9 +171,9 @@ def test_an_error_of_a_nested_composition_names_its_key() -> None:
 def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
     cascade: dict[str, Any], first: dict[str, Any], message: str
 ) -> None:
-    judges = {"judge": JudgeConfig(), "short": JudgeConfig(**{"num_judgements": 4, **first})}
+    judges = {"judge": JudgeConfig(), "short": JudgeEntry.of(JudgeConfig(**{"num_judgements": 4, **first}), "short")}
     with pytest.raises(ValueError, match=message):
-        check_doubts(RewardTree(RewardConfig(**{**CASCADE, **cascade})), judges)
+        check_doubts(RewardTree.of(RewardConfig(**{**CASCADE, **cascade})), judges)
 
 
 @pytest.mark.parametrize(
@@ -185,18 +186,19 @@ def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
     ],
 )
 def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any], key: str) -> None:
-    judges = {"judge": JudgeConfig(), "safety": JudgeConfig(kind="function", function="mine.reward")}
+    function = JudgeEntry.of(JudgeConfig(kind="function", function="mine.reward"), "safety")
+    judges = {"judge": JudgeConfig(), "safety": function}
     with pytest.raises(ValueError, match=rf"^reward\.{key}: .*safety .*'judges\.safety\.score_range=\[0, 1\]'"):
-        check_scales(RewardTree(RewardConfig(**reward)), judges)
-    on_scale = JudgeConfig(kind="function", function="mine.reward", score_range=[0, 5])
-    check_scales(RewardTree(RewardConfig(**reward)), judges | {"safety": on_scale})
-    check_scales(RewardTree(RewardConfig(judge="safety")), judges)
-    check_scales(RewardTree(RewardConfig(**MIX, normalise="group_std")), judges)
+        check_scales(RewardTree.of(RewardConfig(**reward)), judges)
+    on_scale = replace(function, score_range=[0, 5])
+    check_scales(RewardTree.of(RewardConfig(**reward)), judges | {"safety": on_scale})
+    check_scales(RewardTree.of(RewardConfig(judge="safety")), judges)
+    check_scales(RewardTree.of(RewardConfig(**MIX, normalise="group_std")), judges)
 
 
 def test_a_cascade_that_may_escalate_everything_takes_abstentions() -> None:
     judges = {"judge": JudgeConfig(), "short": JudgeConfig(num_judgements=4, abstain_above_std=2.0)}
-    check_doubts(RewardTree(RewardConfig(**{**CASCADE, "share": 1.0, "unsure_above_std": 0.1})), judges)
+    check_doubts(RewardTree.of(RewardConfig(**{**CASCADE, "share": 1.0, "unsure_above_std": 0.1})), judges)
 
 
 def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
@@ -226,8 +228,8 @@ def test_penalties_in_units_of_rewards_are_refused_beside_normalised_ones(
     style = {"style": RewardConfig(**MIX, normalise="group_std")}
     settings = AlgorithmConfig(kl_coefficient=0.1, **algorithm)
     with pytest.raises(ValueError, match=message):
-        check_normalised_units(RewardTree(RewardConfig(judge="style"), style), settings)
-    check_normalised_units(RewardTree(RewardConfig(), style), settings)
+        check_normalised_units(RewardTree.of(RewardConfig(judge="style"), style), settings)
+    check_normalised_units(RewardTree.of(RewardConfig(), style), settings)
 
 
 @pytest.mark.parametrize("inner", ["a", "b"])
@@ -265,39 +267,39 @@ def test_single_rollouts_are_escalated_where_no_baseline_compares_them() -> None
 
 def test_a_source_that_nobody_judges_is_refused() -> None:
     route = RewardConfig(kind="route", route={"math": "judge"})
-    check_sources(RewardTree(route), {"math"})
-    check_sources(RewardTree(RewardConfig(kind="route", route={"math": "judge"}, default="short")), {"math", "chat"})
+    check_sources(RewardTree.of(route), {"math"})
+    check_sources(RewardTree.of(RewardConfig(kind="route", route={"math": "judge"}, default="short")), {"math", "chat"})
     with pytest.raises(ValueError, match=r"^reward\.route: .* the source 'chat'; add it, or type reward\.default="):
-        check_sources(RewardTree(route), {"math", "chat"})
+        check_sources(RewardTree.of(route), {"math", "chat"})
     with pytest.raises(ValueError, match=r"^rewards\.by_source\.route: "):
-        check_sources(RewardTree(RewardConfig(judge="by_source"), {"by_source": route}), {"chat"})
-    check_sources(RewardTree(RewardConfig(), {"by_source": route}), {"chat"})
+        check_sources(RewardTree.of(RewardConfig(judge="by_source"), {"by_source": route}), {"chat"})
+    check_sources(RewardTree.of(RewardConfig(), {"by_source": route}), {"chat"})
 
 
 def test_a_routed_source_that_no_prompt_has_is_found() -> None:
     route = RewardConfig(kind="route", route={"math": "judge", "chta": "short"}, default="judge")
-    assert list(RewardTree(route).idle_routes({"math", "chat"})) == [("reward.route", "chta")]
-    by_name = RewardTree(RewardConfig(judge="by"), {"by": route})
+    assert list(RewardTree.of(route).idle_routes({"math", "chat"})) == [("reward.route", "chta")]
+    by_name = RewardTree.of(RewardConfig(judge="by"), {"by": route})
     assert list(by_name.idle_routes({"math"})) == [("rewards.by.route", "chta")]
-    assert list(RewardTree(RewardConfig(), {"by": route}).idle_routes({"math"})) == []
+    assert list(RewardTree.of(RewardConfig(), {"by": route}).idle_routes({"math"})) == []
 
 
 def test_a_source_that_looks_like_a_number_is_a_text() -> None:
     route = RewardConfig(kind="route", route={1: "judge", 2: "short"})
-    check_sources(RewardTree(route), {"1", "2"})
-    assert RewardTree(route).judges("2") == ("short",)
+    check_sources(RewardTree.of(route), {"1", "2"})
+    assert RewardTree.of(route).judges("2") == ("short",)
 
 
 def test_a_composition_that_the_reward_does_not_use_is_refused() -> None:
     style = RewardConfig(kind="jury", members=["judge", "short"])
-    check_rewards_used(RewardTree(RewardConfig(judge="style"), {"style": style}))
+    check_rewards_used(RewardTree.of(RewardConfig(judge="style"), {"style": style}))
     with pytest.raises(ValueError, match=r"^rewards\.style: the reward doesn't use it; type .*reward\.judge=style"):
-        check_rewards_used(RewardTree(RewardConfig(), {"style": style}))
+        check_rewards_used(RewardTree.of(RewardConfig(), {"style": style}))
 
 
 def shares(reward: dict[str, Any], sources: dict[str, float] | None = None, **rewards: dict[str, Any]) -> dict:
     made = {name: RewardConfig(**values) for name, values in rewards.items()}
-    return RewardTree(RewardConfig(**reward), made).asked_shares(sources or {"": 1.0})
+    return RewardTree.of(RewardConfig(**reward), made).asked_shares(sources or {"": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -334,21 +336,23 @@ def test_a_judge_of_nested_compositions_is_asked_once_about_a_rollout() -> None:
 
 def test_only_compositions_in_use_wait_for_siblings() -> None:
     cascade = RewardConfig(**CASCADE)
-    assert RewardTree(cascade).waits_for_siblings()
-    assert RewardTree(RewardConfig(judge="inner"), {"inner": cascade}).waits_for_siblings()
-    assert not RewardTree(RewardConfig(), {"inner": cascade}).waits_for_siblings()
-    assert not RewardTree(RewardConfig(**{**CASCADE, "escalate": "rollout"})).waits_for_siblings()
-    assert RewardTree(cascade).varies_by_group()
+    assert RewardTree.of(cascade).waits_for_siblings()
+    assert RewardTree.of(RewardConfig(judge="inner"), {"inner": cascade}).waits_for_siblings()
+    assert not RewardTree.of(RewardConfig(), {"inner": cascade}).waits_for_siblings()
+    assert not RewardTree.of(RewardConfig(**{**CASCADE, "escalate": "rollout"})).waits_for_siblings()
+    assert RewardTree.of(cascade).varies_by_group()
     jury = {"kind": "jury", "members": ["judge", "safety"]}
-    assert RewardTree(RewardConfig(judge="inner"), {"inner": RewardConfig(**jury, vote="accuracy")}).varies_by_group()
-    assert not RewardTree(RewardConfig(**jury)).varies_by_group()
+    assert RewardTree.of(
+        RewardConfig(judge="inner"), {"inner": RewardConfig(**jury, vote="accuracy")}
+    ).varies_by_group()
+    assert not RewardTree.of(RewardConfig(**jury)).varies_by_group()
 
 
 def test_the_alarms_limits_are_those_of_the_cascades_in_use() -> None:
     cascade = RewardConfig(**CASCADE, max_error=0.2)
-    assert RewardTree(cascade, {"unused": RewardConfig(**CASCADE)}).max_errors() == {"reward": 0.2}
-    assert RewardTree(RewardConfig(judge="both"), {"both": cascade}).max_errors() == {"both": 0.2}
-    assert RewardTree(RewardConfig(), {"unused": cascade}).max_errors() == {}
+    assert RewardTree.of(cascade, {"unused": RewardConfig(**CASCADE)}).max_errors() == {"reward": 0.2}
+    assert RewardTree.of(RewardConfig(judge="both"), {"both": cascade}).max_errors() == {"both": 0.2}
+    assert RewardTree.of(RewardConfig(), {"unused": cascade}).max_errors() == {}
 
 
 def test_every_key_belongs_to_a_kind() -> None:

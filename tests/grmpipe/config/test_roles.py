@@ -17,7 +17,7 @@ from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.yaml_io import config_of
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import find_model
@@ -41,7 +41,7 @@ def placement_of(resource: str = "cpu", slots: int = 1, **roles: dict) -> dict:
 
 def config(placement: dict | None = None, **sections: object) -> RunConfig:
     shared = {"cluster": {"kind": "inprocess"}, "placement": placement or placement_of()}
-    return from_values(RunConfig, {**shared, **sections})
+    return config_of({**shared, **sections})
 
 
 def roles_of(run: RunConfig) -> Roles:
@@ -364,7 +364,7 @@ def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, t
 def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, options: dict) -> None:
     def seated(task: str = "train", **algorithm: str) -> None:
         sections = {"policy": {"engine": engine}, "engine": {engine: options}, "algorithm": algorithm}
-        seat_roles(from_values(RunConfig, {"placement": placement_of(), "task": task, **sections}))
+        seat_roles(config_of({"placement": placement_of(), "task": task, **sections}))
 
     with pytest.raises(ConfigError, match=r"^algorithm\.correction: .*quantized.*type algorithm\.correction=tis or"):
         seated(correction="none")
@@ -376,9 +376,9 @@ def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, 
 
 def test_an_engine_that_quantizes_fused_layers_is_sent_whole_ones() -> None:
     sections = {"placement": placement_of(), "policy": {"engine": "vllm"}, "sync": {"delta": True}}
-    seat_roles(from_values(RunConfig, sections))
+    seat_roles(config_of(sections))
     with pytest.raises(ConfigError, match=r"^sync\.delta: .*policy quantizes.*type sync\.delta=false"):
-        seat_roles(from_values(RunConfig, sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
+        seat_roles(config_of(sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
 
 
 def test_one_key_says_how_vllm_quantizes() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from configs import run_config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
@@ -17,8 +18,8 @@ import launch as entry  # noqa: F401  registers the schema
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.key_errors import explain, known_keys, unknown_key
 from grmpipe.config.resume_rules import changed_keys
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import build, config_of, from_values, read_yaml, to_yaml
 from grmpipe.validate.deadlines import check_deadlines
 
 ROOT = Path(__file__).parents[3]
@@ -163,14 +164,13 @@ def test_the_nearest_key_is_named_across_sections() -> None:
 
 def test_an_error_of_a_section_gets_the_sections_key() -> None:
     with pytest.raises(ConfigError, match=r"^train\.schedule: unknown value 'step'"):
-        from_values(RunConfig, {"train": {"schedule": "step"}})
+        config_of({"train": {"schedule": "step"}})
     with pytest.raises(ConfigError, match=r"^placement\.pools\.a\.slots: must be at least 1"):
-        from_values(RunConfig, {"placement": {"pools": {"a": {"slots": 0}}}})
+        config_of({"placement": {"pools": {"a": {"slots": 0}}}})
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    config = from_values(
-        RunConfig,
+    config = config_of(
         {
             "train": {"lr": 1e-5, "optimizer": {"betas": [0.8, 0.9]}},
             "placement": {"pools": {"a": {"slots": 2}}},
@@ -187,14 +187,14 @@ def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: No
         chosen = f"judge={path.stem}" if kind == "judge" else f"+experiment={path.stem}"
         config = build(compose("config", [chosen, "data.path=prompts.jsonl", "judge.function=mine.reward"]))
         check_deadlines(config)
-        assert config.judge.timeout_s < config.rollout.group_deadline_s, path
+        assert config.main_judge.timeout_s < config.rollout.group_deadline_s, path
 
 
 def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
     slow = {"judge": {"timeout_s": 300.0}, "rollout": {"group_deadline_s": 300.0}}
     with pytest.raises(ConfigError, match=r"^judge\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"):
-        check_deadlines(from_values(RunConfig, slow))
-    check_deadlines(from_values(RunConfig, {**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
+        check_deadlines(config_of(slow))
+    check_deadlines(config_of({**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
 
 
 def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_deadline_of_a_group() -> None:
@@ -202,7 +202,7 @@ def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_
         judges = {"cheap": {}, "exact": {"kind": "rule"}}
         nested = {"both": {"kind": "mix", "mix": {"cheap": 1, "exact": 1}}}
         parts = {"judges": judges, "rewards": nested, "reward": kind, "rollout": {"group_deadline_s": deadline_s}}
-        check_deadlines(from_values(RunConfig, parts))
+        check_deadlines(config_of(parts))
 
     cascade = {"kind": "cascade", "first": "both", "then": "judge", "unsure_band": [0.3, 0.7]}
     check(cascade, 241.0)
@@ -224,26 +224,24 @@ def test_only_a_judge_that_writes_has_a_timeout_by_its_tokens() -> None:
 
 def test_a_run_of_other_deadlines_is_resumed() -> None:
     """It was begun with the deadlines of another release, for example."""
-    old = from_values(RunConfig, {"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
-    assert changed_keys(old, RunConfig()) == []
+    old = config_of({"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
+    assert changed_keys(old, run_config()) == []
 
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "/tmp", "", "../up"])
 def test_an_experiment_names_a_folder_under_runs_and_no_other(name: str) -> None:
     with pytest.raises(ValueError, match=r"^experiment_name: may hold letters"):
-        RunConfig(experiment_name=name)
-    assert RunConfig(experiment_name="v1.2-a_b").experiment_name == "v1.2-a_b"
+        run_config(experiment_name=name)
+    assert run_config(experiment_name="v1.2-a_b").experiment_name == "v1.2-a_b"
 
 
 def test_an_empty_run_dir_is_refused_and_not_the_current_directory() -> None:
     """As `run_dir=$DIR` is where the variable isn't set."""
     with pytest.raises(ValueError, match=r"^run_dir: is empty; give a directory, or type run_dir=null"):
-        RunConfig(run_dir="")
+        run_config(run_dir="")
 
 
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:
-    old = RunConfig()
-    assert changed_keys(old, from_values(RunConfig, {"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
-    assert changed_keys(old, from_values(RunConfig, {"rollout": {"temperature": 0.5}})) == [
-        "rollout.temperature: 1.0 -> 0.5"
-    ]
+    old = run_config()
+    assert changed_keys(old, config_of({"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
+    assert changed_keys(old, config_of({"rollout": {"temperature": 0.5}})) == ["rollout.temperature: 1.0 -> 0.5"]

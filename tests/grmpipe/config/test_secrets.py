@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 import launch as entry  # registers the schema
 from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.observe.logs import setup_logging
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def test_a_rotated_key_may_resume_and_another_value_may_not_and_neither_is_told(
 
 
 def with_server(given: str) -> RunConfig:
-    return from_values(RunConfig, {"env": {"kind": "tools", "mcp": {"notes": yaml.safe_load("{" + given + "}")}}})
+    return config_of({"env": {"kind": "tools", "mcp": {"notes": yaml.safe_load("{" + given + "}")}}})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_may_change_on_resume_stays_typed_and_what_may_not_is_compared(
 
 
 def test_no_text_of_our_own_keys_is_taken_for_a_secret(tmp_path: Path) -> None:
-    config = from_values(RunConfig, {"policy": {"lora": {"rank": 4}}, "rollout": {"max_new_tokens": 7}})
+    config = config_of({"policy": {"lora": {"rank": 4}}, "rollout": {"max_new_tokens": 7}})
     assert "sha256" not in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_yaml(tmp_path / "config.yaml") == config

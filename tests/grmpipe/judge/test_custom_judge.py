@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.types import Failed, JudgeReport, Verdict
@@ -142,7 +142,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def judged(bench: Any, target: str, what: str) -> JudgeReport:
-    judge = load_custom_judge(JudgeConfig(kind="custom", target=target, options={"what": what}), "judges.mine")
+    judge = load_custom_judge(JudgeEntry.of(JudgeConfig(kind="custom", target=target, options={"what": what}), "mine"))
     return bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12")))
 
 

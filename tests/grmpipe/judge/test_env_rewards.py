@@ -101,7 +101,7 @@ def test_beside_another_judge_it_is_a_component_by_its_name(bench: Any, by_turn:
     }
     configs = {"judge": JudgeConfig(kind="rule"), "task": JudgeConfig(kind="env")}
     mix = RewardConfig(kind="mix", mix={"judge": 1, "task": 3})
-    judge = compose_judge(RewardTree(mix), judges, configs, 0)
+    judge = compose_judge(RewardTree.of(mix), judges, configs, 0)
     verdict = bench.run(judge_alone(judge, bench.prompt(), episode(*GIVEN))).verdict
     assert verdict.breakdown == {"judge": 1.0, "task": 1.0}
     by_place = {(span.turn, span.start, span.end): span.value for span in verdict.rewards}

@@ -38,7 +38,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
         module = f"{HERE}_{tmp_path.name}_{next(numbers)}".replace("-", "_")
         (tmp_path / f"{module}.py").write_text(code)
         monkeypatch.syspath_prepend(str(tmp_path))
-        judge = FunctionJudge(JudgeConfig(kind="function", function=f"{module}.reward", **settings), "judge")
+        judge = FunctionJudge(JudgeConfig(kind="function", function=f"{module}.reward", **settings))
         return [report.verdict for report in asyncio.run(judge_together(judge, prompt, "g1", texts or ("42",)))]
 
     return verdicts
@@ -187,6 +187,6 @@ def test_a_function_of_groups_waits_for_all_siblings(tmp_path: Path, monkeypatch
     (tmp_path / "by_group.py").write_text("def reward(responses): return [1] * len(responses)")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = JudgeConfig(kind="function", function="by_group.reward", function_batch="group")
-    session = FunctionJudge(config, "judge").open(PROMPT, "g", 3)
+    session = FunctionJudge(config).open(PROMPT, "g", 3)
     tasks = [task for sibling in (0, 2) for task in session.add(rollout_of_text("g", sibling, "x"))]
     assert not tasks

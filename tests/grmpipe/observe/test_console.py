@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from configs import run_config
 from rich.console import Console
 
-from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
 from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
@@ -282,7 +282,7 @@ def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
 ) -> None:
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
+    observers = Observers.open(run_config(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished")
     prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
     for step in range(2):
@@ -321,7 +321,7 @@ def test_a_step_whose_groups_teach_nothing_says_so(terminal: bool) -> None:
 def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
     tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    observers = Observers.open(RunConfig(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
+    observers = Observers.open(run_config(tracking=TrackingConfig(trackers=[])), tmp_path, gauges=False)
     for step in (1, 2):
         observers.trackers.log(step, {"train/zero_advantage_share": step / 2})
     observers.close()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import RunSections
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.stall_times import StallTimes
 
@@ -83,7 +83,7 @@ def test_every_key_that_is_advised_exists() -> None:
         "engine.openai.requests_per_minute", "engine.openai.tokens_per_minute", "placement.roles",
     }  # fmt: skip
     for key in keys:
-        node: object = RunConfig()
+        node: object = RunSections()
         for name in key.split("."):
             node = getattr(node, name)
 

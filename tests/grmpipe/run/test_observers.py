@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from configs import run_config
 
-from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run.observers import Observers
@@ -56,7 +56,7 @@ def test_a_tracker_of_ones_own_gets_each_step_and_its_state_beside_one_that_rais
     (tmp_path / "my_trackers.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     run_dir, raises, mine = tmp_path / "run", "my_trackers.Raises", "my_trackers.Mine"
-    config = RunConfig(tracking=TrackingConfig(trackers=[raises, mine]))
+    config = run_config(tracking=TrackingConfig(trackers=[raises, mine]))
     states = {"other": {"id": "o"}}
     begun = RunState(pipeline_state=PipelineState(version=6), wall_s=1.0, totals={}, busy_s={}, trackers=states)
     for state in (None, begun):
@@ -87,7 +87,7 @@ def test_the_planted_secret_is_in_no_file_of_a_tracker(
     shipped = TrackingConfig().shipped
     names = [name for name, row in shipped.items() if not row.missing()]
     tracking = TrackingConfig(trackers=names, wandb=WandbConfig(mode="offline"), console=False)
-    config = RunConfig(experiment_name=PLANTED, engine=EngineConfig(openai=openai), tracking=tracking)
+    config = run_config(experiment_name=PLANTED, engine=EngineConfig(openai=openai), tracking=tracking)
     observers = Observers.open(config, tmp_path)
     observers.trackers.log(10, {"x": 1.0})
     leaky = SampleRow(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import run_config
 
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.tracking import TrackingConfig
@@ -52,7 +53,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def end_of(work: Callable[[], Any], run_dir: Path, **changes: Any) -> tuple[Summary, Prepared]:
-    config = RunConfig(tracking=TrackingConfig(trackers=[], console=False))
+    config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     prepared = Prepared(replace(config, **changes), work)
     return asyncio.run(run_session(Task, prepared, run_dir)), prepared
 
@@ -116,6 +117,6 @@ def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
             found.append(self._session)
             return await super().run()
 
-    config = RunConfig(tracking=TrackingConfig(trackers=[], console=False))
+    config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     asyncio.run(run_session(Looks, Prepared(config, nothing), run_dir))
     assert (found[0].run_dir, found[0].resumed, found[0].state) == (run_dir, None, None)

@@ -10,11 +10,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from configs import run_config, with_sections
 
 from grmpipe.config.data import DataConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
-from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
+from grmpipe.config.yaml_io import config_of, read_yaml, to_yaml
 from grmpipe.observe.changes import changes_of
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
@@ -24,7 +26,7 @@ from grmpipe.run_dir.identity import check_is_there, read_identity, run_id_of
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 
-CONFIG = RunConfig(experiment_name="x")
+CONFIG = run_config(experiment_name="x")
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,7 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     assert locate_run(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
-    changed = from_values(RunConfig, {"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    changed = config_of({"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
     Path("runs/x/1/policy").mkdir()
@@ -277,7 +279,7 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
 def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
     leave_run(Path("mine"), "failed")
     values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
-    config = from_values(RunConfig, {"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
+    config = config_of({"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
         with Claim(config) as claim:
             claim.open()
@@ -294,7 +296,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
     leave_run(Path("mine"), "completed")
     leave_checkpoint(Path("mine"), 80)
     config = dataclasses.replace(auto(), run_dir="mine")
-    longer, shorter = (dataclasses.replace(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
+    longer, shorter = (with_sections(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
     assert locate_run(config).complete
     assert not locate_run(longer).complete
     leave_checkpoint(Path("mine"), 80)
@@ -323,8 +325,8 @@ def rows(*prompts: str) -> str:
 def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     section: str, key: str, was: str, now: str
 ) -> None:
-    owner = dataclasses.replace(getattr(CONFIG, section), **{key: "file.jsonl"})
-    config = dataclasses.replace(CONFIG, run_dir="mine", **{section: owner})
+    owner = dataclasses.replace(getattr(RunSections(), section), **{key: "file.jsonl"})
+    config = with_sections(CONFIG, run_dir="mine", **{section: owner})
     Path("file.jsonl").write_text(was)
     with Claim(config) as claim:
         claim.open()

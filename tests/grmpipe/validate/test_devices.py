@@ -7,12 +7,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from configs import run_config
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build, from_values
+from grmpipe.config.yaml_io import build, config_of
 from grmpipe.validate.devices import device_notes
 from models.lm.footprint import footprint_of_shape
 from models.settings import ModelShape
@@ -36,7 +37,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def types_of(config: RunConfig) -> tuple[str, str, str, bool]:
-    return config.policy.dtype, config.grm.dtype, config.train.dtype, config.train.activations.recomputes
+    return config.policy.dtype, config.models["grm"].dtype, config.train.dtype, config.train.activations.recomputes
 
 
 def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
@@ -47,10 +48,10 @@ def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) -> None:
     config = composed(f"+experiment={name}", *(["data.path=p"] if name.startswith("qwen3") else []))
-    gpus = [role for role in config.roles if config.on_gpu(role)]
+    gpus = [role for role in config.roles if config.placement.on_gpu(role)]
     assert bool(gpus) == name.startswith("qwen3")
     for role in {"policy", "grm"} & set(gpus):
-        assert (config.models_by_role[role].engine, config.models_by_role[role].dtype) == ("vllm", "bfloat16")
+        assert (config.models[role].engine, config.models[role].dtype) == ("vllm", "bfloat16")
     if "learner" in gpus:
         assert config.train.dtype == "bfloat16" and config.train.activations.recomputes
         assert notes_of(config) == []
@@ -65,30 +66,30 @@ def test_the_readmes_own_command_computes_in_bfloat16_on_gpus() -> None:
 
 
 def test_types_follow_the_device_of_each_role() -> None:
-    assert types_of(RunConfig()) == ("float32", "float32", "float32", False)
-    assert types_of(from_values(RunConfig, {"placement": ON_A_GPU})) == ("bfloat16", "bfloat16", "bfloat16", True)
+    assert types_of(run_config()) == ("float32", "float32", "float32", False)
+    assert types_of(config_of({"placement": ON_A_GPU})) == ("bfloat16", "bfloat16", "bfloat16", True)
     apart = {
         "pools": {"all": {"resource": "gpu"}, "cores": {}},
         "roles": {**ON_A_GPU["roles"], "grm": {"pool": "cores"}},
     }
-    assert types_of(from_values(RunConfig, {"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
+    assert types_of(config_of({"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
 
 
 def test_what_is_set_stays() -> None:
     told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": "none"}}
-    config = from_values(RunConfig, {"placement": ON_A_GPU, **told})
+    config = config_of({"placement": ON_A_GPU, **told})
     assert types_of(config) == ("float32", "bfloat16", "float32", False)
 
 
 def test_float32_on_a_gpu_is_noted_by_key() -> None:
     told = {"policy": {"engine": "vllm", "dtype": "float32"}, "grm": {"engine": "vllm"}, "train": {"dtype": "float32"}}
-    notes = notes_of(from_values(RunConfig, {"placement": ON_A_GPU, **told}))
+    notes = notes_of(config_of({"placement": ON_A_GPU, **told}))
     assert [note.split(":")[0] for note in notes] == ["policy.dtype", "train.dtype"]
     assert all("float32 on a GPU" in note and "type " in note for note in notes)
 
 
 def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
-    config = from_values(RunConfig, {"placement": ON_A_GPU, "grm": {"engine": "vllm", "path": "tiny://grm"}})
+    config = config_of({"placement": ON_A_GPU, "grm": {"engine": "vllm", "path": "tiny://grm"}})
     (note,) = notes_of(config)
     assert note.startswith("policy.engine: the embedded engine serves 8.2 B") and "policy.engine=vllm" in note
     assert notes_of(config, None) == [], "of unknown size"
@@ -96,7 +97,7 @@ def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
 
 def test_a_large_model_whose_activations_are_all_held_is_noted() -> None:
     told = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "train": {"activation_checkpointing": "none"}}
-    (note,) = notes_of(from_values(RunConfig, {"placement": ON_A_GPU, **told}))
+    (note,) = notes_of(config_of({"placement": ON_A_GPU, **told}))
     assert note.startswith("train.activation_checkpointing: ")
 
 

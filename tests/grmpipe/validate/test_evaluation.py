@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import run_config
 
 from grmpipe.config.data import DataConfig
 from grmpipe.config.evaluation import EvaluateConfig
@@ -22,7 +23,7 @@ RULE = JudgeConfig(kind="rule")
 
 def evaluation(prompts: Mapping[str, str] | None = None, **sections: Any) -> RunConfig:
     evaluate = EvaluateConfig(what="policy", prompts=prompts)
-    return RunConfig(**{"task": "evaluate", "judge": RULE, "evaluate": evaluate, **sections})
+    return run_config(**{"task": "evaluate", "judge": RULE, "evaluate": evaluate, **sections})
 
 
 def written(path: Path, *rows: dict[str, Any]) -> str:

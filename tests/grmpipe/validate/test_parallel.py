@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.parallel import check_divides, check_experts, check_shares_no_samples
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
@@ -27,8 +27,7 @@ def config(ranks: int, **parallel: int) -> RunConfig:
         "pools": {"all": {"slots": ranks}},
         "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all", "replicas": ranks}},
     }
-    return from_values(
-        RunConfig,
+    return config_of(
         {
             "cluster": {"kind": "ray"},
             "placement": placement,
@@ -67,8 +66,7 @@ def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> 
         "pools": {"all": {"slots": ranks}},
         "roles": roles | {"grm_learner": {"pool": "all", "replicas": ranks}},
     }
-    return from_values(
-        RunConfig,
+    return config_of(
         {
             "cluster": {"kind": base.cluster.kind},
             "placement": placement,
@@ -99,10 +97,10 @@ def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> No
 
 def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Path) -> None:
     Qwen3Config(**SMALL).save_pretrained(tmp_path)
-    shared = from_values(RunConfig, {"critic": {"parallel": {"cp": 4}}})
+    shared = config_of({"critic": {"parallel": {"cp": 4}}})
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.cp: 4 .* 2 query heads of critic\.path .*cp=2$"):
         check_divides(shared, "critic", "critic", str(tmp_path))
-    divided = from_values(RunConfig, {"critic": {"parallel": {"ep": 2}}})
+    divided = config_of({"critic": {"parallel": {"ep": 2}}})
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.ep: a 'qwen3' model .* type 1$"):
         check_experts(divided, str(tmp_path), "critic")
     check_experts(divided, str(tmp_path))
@@ -119,7 +117,7 @@ def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:
 
 
 def divided(ep: int) -> RunConfig:
-    return from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
+    return config_of({"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
 
 
 def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:

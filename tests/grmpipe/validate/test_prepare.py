@@ -12,7 +12,7 @@ import pytest
 from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.models import Progress, find_model
@@ -29,7 +29,7 @@ WITH_GRM_LEARNER = {**PLACES, "roles": {**PLACES["roles"], "grm_learner": {"pool
 
 
 def config(**sections: object) -> RunConfig:
-    return from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
+    return config_of({"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
 
 
 def no_progress(what: str, share: float) -> None:

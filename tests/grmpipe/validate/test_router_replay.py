@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.roles import resolve_roles
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.router_replay import check_engine
 from scheduler.placement import place
 
@@ -18,7 +18,7 @@ def check(engine: str, resource: str, **options: bool) -> None:
     placement = {"pools": pools, "roles": {role: {"pool": role} for role in ROLES}}
     policy = {"engine": engine, "engine_options": options}
     values = {"cluster": {"kind": "inprocess"}, "placement": placement, "policy": policy}
-    config = from_values(RunConfig, values | {"algorithm": {"router_replay": "rollout"}})
+    config = config_of(values | {"algorithm": {"router_replay": "rollout"}})
     check_engine(resolve_roles(config, place(config.placement, config.roles)).served["policy"])
 
 

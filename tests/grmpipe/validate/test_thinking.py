@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.prepare import Prepared, prepare
 
 ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}
@@ -23,7 +23,7 @@ def prepared(grm: dict[str, object], **judge: object) -> Prepared:
             "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}},
         }
     judge = {"thinking_tokens": 40, **judge}
-    config = from_values(RunConfig, {**values, "grm": {"path": "tiny://grm", **grm}, "judge": judge})
+    config = config_of({**values, "grm": {"path": "tiny://grm", **grm}, "judge": judge})
     return prepare(config, lambda what, share: None)
 
 
@@ -50,7 +50,7 @@ def test_a_template_that_thinks_no_thoughts_is_told_how_to_think() -> None:
 
 def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "grmpipe.validate.thinking")
-    judge = prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None).config.judge
+    judge = prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None).config.main_judge
     assert f"judge: grm may think for {judge.max_new_tokens // 2} tokens before its verdict" in caplog.text
     budget = judge.thinking_budget(thinks=True)
     assert budget is not None and budget.num_tokens == judge.max_new_tokens // 2

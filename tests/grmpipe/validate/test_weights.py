@@ -8,15 +8,15 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from grmpipe.config.roles import Model, resolve_roles
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import from_values
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.weights import check_weight_names
 from models.lm import checkpoint_names
 from scheduler.placement import Placement
 
 
 def check(path: Path, engine: str) -> None:
-    config = from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
+    config = config_of({"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
     role = resolve_roles(config, Placement(pools={}, seats={})).served["policy"]
     # type: ignore[arg-type]
     check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), role)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.config.judging import key_of_model
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.parse import parser_named
@@ -75,7 +74,7 @@ class CoTraining:
         config, role = prepared.config, grm.model.name
         self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
-        self._cotrain, self._judge = config.trained_grms[role], config.judge_training(role)
+        self._cotrain, self._judge = config.trained_grms[role], config.judging.training(role)
         self._health = health
         self._config = config
         self._grm = grm
@@ -219,16 +218,16 @@ class CoTraining:
 def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
     config = prepared.config
     cotrain = config.trained_grms[role]
-    pass_reward = config.first_judge.scale.reward_of(config.labels.pass_score)
+    pass_reward = config.main_judge.scale.reward_of(config.labels.pass_score)
     return JudgingTaskStream(
-        JudgingTasks.under(config.judge_training(role), config.labels),
-        rule_named(config.judge.rule),
+        JudgingTasks.under(config.judging.training(role), config.labels),
+        rule_named(config.truth.rule),
         prepared.judging_tasks[role],
         rollout_share=cotrain.rollout_share,
         window=ROLLOUT_WINDOW,
         seed=config.seed,
         pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
-        key=f"{key_of_model(role)}.train",
+        key=f"{config.models[role].key}.train",
     )
 
 

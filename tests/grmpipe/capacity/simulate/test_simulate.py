@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
+from configs import with_sections
 from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, SPEED, always, seats, workload
 
@@ -107,7 +108,7 @@ def test_no_few_steps_beat_their_bound_with_judgements_of_other_steps(staleness:
 
 
 def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
-    config = replace(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
+    config = with_sections(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
     off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
     slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
     cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
@@ -217,7 +218,7 @@ def of_several(second: JudgeConfig = SECOND, reward: RewardConfig = BOTH, **chan
     models = (
         {} if second.model in ("grm", "policy") else {second.model: GrmConfig(path="tiny://grm", engine="embedded")}
     )
-    config = replace(load.config, models=models, judges={"safety": second}, reward=reward)
+    config = with_sections(load.config, models=models, judges={"safety": second}, reward=reward)
     return replace(
         load,
         config=config,

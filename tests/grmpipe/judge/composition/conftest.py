@@ -188,7 +188,7 @@ def composed(
     }
     nested = {name: RewardConfig(**values) for name, values in (rewards or {}).items()}
     root = RewardConfig(**reward)
-    tree = RewardTree(root, nested)
+    tree = RewardTree.of(root, nested)
     check_rewards(tree, made, group_baseline=False)
     configs.setdefault("judge", JudgeConfig())
     return Table(judges=made, judge=compose_judge(tree, as_judges, configs, seed, skill, min_group_std))

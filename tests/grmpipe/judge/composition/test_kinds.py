@@ -41,10 +41,10 @@ def verdict_of(report: Any) -> Verdict:
 def test_a_single_judge_is_the_judge_itself() -> None:
     judges = {"judge": PointwiseAdapter(RuleJudge("exact_answer")), "other": PointwiseAdapter(RuleJudge("math_verify"))}
     configs = dict.fromkeys(judges, JudgeConfig(kind="rule"))
-    assert compose_judge(RewardTree(RewardConfig()), judges, configs, 0) is judges["judge"]
-    assert compose_judge(RewardTree(RewardConfig(judge="other")), judges, configs, 0) is judges["other"]
+    assert compose_judge(RewardTree.of(RewardConfig()), judges, configs, 0) is judges["judge"]
+    assert compose_judge(RewardTree.of(RewardConfig(judge="other")), judges, configs, 0) is judges["other"]
     named = {"alias": RewardConfig(judge="other")}
-    assert compose_judge(RewardTree(RewardConfig(judge="alias"), named), judges, configs, 0) is judges["other"]
+    assert compose_judge(RewardTree.of(RewardConfig(judge="alias"), named), judges, configs, 0) is judges["other"]
 
 
 # -- mix -------------------------------------------------------------------------------------------------------------

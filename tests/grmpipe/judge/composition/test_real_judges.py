@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grmpipe.algorithm.rewards import rewards_of
-from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.combine import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
@@ -25,7 +25,7 @@ MIX = {"judge": 3, "exact": 1}
 
 def mixed_with_rule(grm: Judge, config: JudgeConfig | None = None) -> Judge:
     configs = {"judge": config or JudgeConfig(), "exact": JudgeConfig(kind="rule")}
-    return compose_judge(RewardTree(RewardConfig(kind="mix", mix=MIX)), {"judge": grm, "exact": RULE}, configs, 0)
+    return compose_judge(RewardTree.of(RewardConfig(kind="mix", mix=MIX)), {"judge": grm, "exact": RULE}, configs, 0)
 
 
 def test_a_grm_beside_a_rule(bench: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_comparing_judge_behind_a_gate_judges_the_whole_group_once(bench: Any,
     grm, engine = bench.generative(lambda prompt, context: bench.answer(f"\\boxed{{{scores}}}"), **asks)
     gate = RewardConfig(kind="gate", gate="exact", inner="judge")
     configs = {"judge": JudgeConfig(**asks), "exact": JudgeConfig(kind="rule")}
-    judge = compose_judge(RewardTree(gate), {"judge": grm, "exact": RULE}, configs, 0)
+    judge = compose_judge(RewardTree.of(gate), {"judge": grm, "exact": RULE}, configs, 0)
     reports = bench.run(judge_together(judge, bench.prompt(), "g1", ["12", "13", "Answer: 12"]))
     assert reports[1].verdict.outcome == 0.0
     assert all("judge" in reports[sibling].by_judge for sibling in (0, 2))
@@ -81,10 +81,10 @@ def test_a_comparing_judge_behind_a_gate_judges_the_whole_group_once(bench: Any,
 
 def test_judges_that_share_a_model_draw_differently_and_never_share_a_request(bench: Any) -> None:
     grm, engine = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
-    second = GenerativeJudge(grm._context.client.grm, JudgeConfig(), 11, name="second")
+    second = GenerativeJudge(grm._context.client.grm, JudgeEntry.of(JudgeConfig(), "second"), 11)
     configs = {"judge": JudgeConfig(), "second": JudgeConfig()}
     jury = RewardConfig(kind="jury", members=["judge", "second"])
-    judge = compose_judge(RewardTree(jury), {"judge": grm, "second": second}, configs, 0)
+    judge = compose_judge(RewardTree.of(jury), {"judge": grm, "second": second}, configs, 0)
     bench.run(judge_alone(judge, bench.prompt(), bench.rollout("12")))
     (first, one), (other, two) = engine.asked
     assert sorted([first.request_id, other.request_id]) == ["g7/0/j0.0", "g7/0/j0.0@second"]

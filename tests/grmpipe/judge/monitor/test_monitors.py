@@ -25,7 +25,7 @@ ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),)
 
 def composed(judges: dict[str, ByLength], reward: RewardConfig) -> ComposedJudge:
     adapted = {name: PointwiseAdapter(judge) for name, judge in judges.items()}
-    judge = compose_judge(RewardTree(reward), adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
+    judge = compose_judge(RewardTree.of(reward), adapted, dict.fromkeys(judges, JudgeConfig()), seed=0)
     assert isinstance(judge, ComposedJudge)
     return judge
 

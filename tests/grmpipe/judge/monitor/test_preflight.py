@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, members_of
 from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
@@ -52,9 +52,9 @@ def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: A
 def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_own_keys(bench: Any) -> None:
     gate, _ = bench.generative(lambda prompt, context: bench.answer("Score: 1"))
     late, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
-    configs = {"judge": JudgeConfig(), "second": JudgeConfig()}
+    configs = {"judge": JudgeConfig(), "second": JudgeEntry.of(JudgeConfig(), "second")}
     composed = compose_judge(
-        RewardTree(RewardConfig(kind="gate", gate="judge", inner="second")),
+        RewardTree.of(RewardConfig(kind="gate", gate="judge", inner="second")),
         {"judge": gate, "second": late},
         configs,
         seed=0,

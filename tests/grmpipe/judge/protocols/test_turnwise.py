@@ -242,7 +242,7 @@ def test_a_judge_of_whole_rollouts_waits_for_their_end(bench: Any) -> None:
 def beside_a_rule(grm: Judge, **reward: Any) -> Judge:
     configs = {"judge": JudgeConfig(**TURNS), "exact": JudgeConfig(kind="rule")}
     judges = {"judge": grm, "exact": PointwiseAdapter(RuleJudge("exact_answer"))}
-    return compose_judge(RewardTree(RewardConfig(**reward)), judges, configs, 0)
+    return compose_judge(RewardTree.of(RewardConfig(**reward)), judges, configs, 0)
 
 
 @pytest.mark.parametrize("delay_s", [0.1, 10.0])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+from configs import run_config
+
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import Learners, compose, compose_health
@@ -41,7 +42,7 @@ def composed(**learners: Any) -> PipelineComponents:
     given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
 
     async def compose_it() -> PipelineComponents:
-        return compose(RunConfig(), Learners(**given), too_long=lambda prompt: False, events=NoEvents(), **parts)
+        return compose(run_config(), Learners(**given), too_long=lambda prompt: False, events=NoEvents(), **parts)
 
     return asyncio.run(compose_it())
 
@@ -61,7 +62,7 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
 
 def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
     exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
-    health = compose_health(RunConfig(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
+    health = compose_health(run_config(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
 
     async def fail() -> None:
         health.record(Failed(stage="judge", cause="died", attempts=1, detail=""))

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+from configs import run_config
 
-from grmpipe.config.judge import JudgeConfig, LabelConfig
-from grmpipe.config.reward import RewardConfig, RewardTree
+from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
+from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
@@ -23,9 +24,9 @@ SUM = JudgeConfig(num_judgements=4, vote="sum")
 def judged_by(reward: RewardConfig, **judges: JudgeConfig) -> tuple[RunConfig, Judge]:
     """A run's settings and its judge, without any model behind it."""
     first = judges.pop("judge", JudgeConfig())
-    config = RunConfig(judge=first, judges=judges, reward=reward)
-    made = {name: PointwiseAdapter(RuleJudge("exact_answer")) for name in config.all_judges}
-    return config, compose_judge(RewardTree(reward), made, config.all_judges, seed=0)
+    config = run_config(judge=first, judges=judges, reward=reward)
+    made = {name: PointwiseAdapter(RuleJudge("exact_answer")) for name in config.judges}
+    return config, compose_judge(config.rewards, made, config.judges, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     """Not on that of the section `judge`, which asks nothing in such a run."""
     five = JudgeConfig(score_max=5)
     config, _ = judged_by(RewardConfig(judge="five"), five=five)
-    assert (config.first_judge, config.judging.by_model) == (five, True)
+    assert (config.main_judge, config.judging.by_model) == (JudgeEntry.of(five, "five"), True)
     assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
     labels = LabelConfig(pass_score=4)
     assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from configs import run_config
 
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.env import EnvConfig
@@ -101,7 +102,7 @@ def findings_of(
         group = Played(*nodes)
         try:
             on_gpus = group if gpus else None
-            return await examined(config or RunConfig(), str(folder), capacities(gpus), group, on_gpus)
+            return await examined(config or run_config(), str(folder), capacities(gpus), group, on_gpus)
         finally:
             await group.close()
 
@@ -129,7 +130,7 @@ def test_where_environments_have_hosts_each_machine_says_what_isolation_they_wou
             return super().examine(expected, has_gpus)
 
     monkeypatch.setattr(node_examiner, "describe_isolation", lambda: "process")
-    config = RunConfig(
+    config = run_config(
         env=EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools"),
         placement=PlacementConfig(pools={"tools": PoolConfig()}, roles={"env": RoleConfig(pool="tools")}),
     )
@@ -208,7 +209,7 @@ def test_a_machine_without_cores_is_reported_and_not_examined(tmp_path: Path) ->
     assert placement_on(nodes).pools["nodes"].slots == 2
 
     async def run() -> list[Finding]:
-        return await examined(RunConfig(), str(tmp_path), nodes, Played(PlayedNode(0), PlayedNode(1)), None)
+        return await examined(run_config(), str(tmp_path), nodes, Played(PlayedNode(0), PlayedNode(1)), None)
 
     last = asyncio.run(run())[-1]
     assert (last.node, last.check, last.ok) == ("bare", "cores", False)
@@ -256,15 +257,15 @@ SHAPE_8B = ModelShape(
 
 
 def test_room_for_checkpoints_follows_from_the_model_and_its_optimizer() -> None:
-    config = replace(RunConfig(), policy=ModelConfig(shape=SHAPE_8B))
+    config = run_config(policy=ModelConfig(shape=SHAPE_8B))
     assert checkpoint_gb(config) == pytest.approx(3 * 12 * 8.19, rel=0.01), "two are kept, one is written"
     compact = replace(config, train=replace(config.train, optimizer=OptimizerConfig(state_dtype="bfloat16")))
     assert checkpoint_gb(compact) == pytest.approx(3 * 8 * 8.19, rel=0.01)
-    assert checkpoint_gb(RunConfig()) == 0
+    assert checkpoint_gb(run_config()) == 0
 
 
 def test_a_checkpoint_of_adapters_has_nothing_of_the_frozen_model() -> None:
-    config = replace(RunConfig(), policy=ModelConfig(shape=SHAPE_8B, lora=LoraConfig(rank=32)))
+    config = run_config(policy=ModelConfig(shape=SHAPE_8B, lora=LoraConfig(rank=32)))
     values = 32 * footprint_of_shape(SHAPE_8B).adapter_parameters(1, [])
     assert checkpoint_gb(config) == pytest.approx(3 * 12 * values / 1e9) and values < 8.19e9 / 50
 
@@ -274,10 +275,10 @@ def test_critics_and_judges_that_learn_are_in_the_checkpoints_too() -> None:
     grm = GrmConfig(shape=SHAPE_8B, train=GrmTrainConfig(enabled=True))
     seats = {role: RoleConfig(pool="train") for role in ("policy", "learner", "grm", "grm_learner", "critic")}
     placement = PlacementConfig(pools={"train": PoolConfig(slots=5)}, roles=seats)
-    config = RunConfig(policy=model, grm=grm, placement=placement)
+    config = run_config(policy=model, grm=grm, placement=placement)
     assert checkpoint_gb(config) == pytest.approx(2 * 3 * 12 * 8.19, rel=0.01)
     ppo = AlgorithmConfig(estimator="gae")
-    config = RunConfig(policy=model, critic=CriticConfig(enabled=True), algorithm=ppo, placement=placement)
+    config = run_config(policy=model, critic=CriticConfig(enabled=True), algorithm=ppo, placement=placement)
     assert checkpoint_gb(config) == pytest.approx(2 * 3 * 12 * 8.19, rel=0.01)
 
 

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.run.features.failing_judges import FailingJudges
 from grmpipe.types import Failed, JudgeReport
 
-FAR = JudgeConfig(max_failure_rate=0.5, failure_window=16)
+FAR = JudgeEntry.of(JudgeConfig(max_failure_rate=0.5, failure_window=16), "far")
 
 
 def step(verdicts: int, failed: int) -> dict[str, JudgeCounts]:

@@ -67,7 +67,7 @@ class Scene:
         judge: Judge = PointwiseAdapter(self.judge)
         if self.second is not None:
             judges = {"judge": judge, "second": PointwiseAdapter(self.second)}
-            judge = compose_judge(RewardTree(self.reward), judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
+            judge = compose_judge(RewardTree.of(self.reward), judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
             judge=judge,
             members=members_of(judge),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from configs import run_config
 
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import to_yaml
@@ -16,7 +17,7 @@ from grmpipe.run.tasks.report_task import make_report
 def run_of(run_dir: Path) -> RunConfig:
     """A killed run: a configuration, steps that mostly waited for verdicts, no summary."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    config = RunConfig(run_dir=str(run_dir), task="report")
+    config = run_config(run_dir=str(run_dir), task="report")
     (run_dir / "config.yaml").write_text(to_yaml(config))
     steps = ({"step": step, "time/step_s": 2.0, "stall/verdicts_s": 1.5} for step in (1, 2, 3))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
@@ -45,12 +46,12 @@ def test_a_configuration_of_another_version_leaves_out_only_the_sentence(tmp_pat
 def test_without_a_run_dir_it_is_the_latest_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_of(Path("runs/mine/latest"))
-    assert make_report(RunConfig(experiment_name="mine", task="report")) == "runs/mine/latest/report.html"
+    assert make_report(run_config(experiment_name="mine", task="report")) == "runs/mine/latest/report.html"
 
 
 def test_where_no_run_is_it_says_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run; type run_dir=runs/<experiment_name>/latest"):
-        make_report(RunConfig(run_dir=str(tmp_path), task="report"))
+        make_report(run_config(run_dir=str(tmp_path), task="report"))
 
 
 def test_a_page_that_cannot_be_written_is_a_failure_here(tmp_path: Path) -> None:
