@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from grmpipe.config.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
@@ -29,7 +27,6 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
         super().__init__(prepared, session)
-        self._began_s = time.monotonic()
         self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
@@ -74,18 +71,15 @@ class EvaluationRun(Run[PreparedEvaluation]):
     def _judge_metrics(self) -> Metrics:
         return {} if self._judge is None else metrics_of(self._judge, self._config.judging.main)
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         evaluated = self._judge is not None or bool(self._policies)
         roles = (*((POLICY,) if self._policies else ()), *self._config.judging.roles)
         return Summary(
-            status=status,
             steps=0,
             versions=dict.fromkeys(roles, 0) if evaluated else {},
-            wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary(
                 final=self._judge_metrics, by_prompts={name: one.metrics() for name, one in self._policies.items()}
             ),
             judging=judging(self._counters),
             envs=env_summary(self._counters.envs),
-            failure=failure,
         )

@@ -380,6 +380,11 @@ def test_a_second_judges_model_is_simulated_under_its_name(tmp_path: Path) -> No
     assert "busy      safety" in text
 
 
+def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
+        run_task(tmp_path, "simulate.unparseable_share=1")
+
+
 def test_a_run_keeps_its_files(tmp_path: Path) -> None:
     (tmp_path / "simulated").mkdir()
     (tmp_path / "simulated" / "config.yaml").write_text("task: train\n")
