@@ -29,9 +29,10 @@ from quickstart import busy_share_of_cores, commit_date, machine, quiet
 from grmpipe.config.yaml_io import read_yaml
 from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
-from models.tiny.evaluate import measure_policy
+from models.tiny.quality import policy_quality
 from models.tiny.recipes import RECIPES
 from models.tiny.resolve import directory_of
+from models.tiny.speaker import Speaker
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "against_trl.md"
@@ -79,7 +80,8 @@ def run_ours(folder: Path, seed: int) -> Run:
     command = [
         sys.executable, "launch.py", "+experiment=quickstart", "tracking=none", "judge_monitor.every=0", f"seed={seed}",
         f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", f"train.group_size={GROUP_SIZE}",
-        f"data.num_eval_prompts={HELD_OUT}", f"judge.anchors={HELD_OUT}", f"judge.anchor_every={LOOK_EVERY}",
+        f"data.num_eval_prompts={HELD_OUT}", f"judge_monitor.anchors={HELD_OUT}",
+        f"judge_monitor.anchor_every={LOOK_EVERY}",
         "train.checkpoint_every=0", f"run_dir={run_dir}",
     ]  # fmt: skip
     busy = measured_alone(command, os.environ | {"OMP_NUM_THREADS": "1"})
@@ -111,8 +113,8 @@ def measured_alone(command: Sequence[str], env: Mapping[str, str]) -> float:
 
 
 def finals(policy: Path) -> dict[str, float]:
-    quality = measure_policy(policy)
-    return {"final": quality.true_accuracy, "final_greedy": quality.true_accuracy_greedy}
+    quality = policy_quality("policy", Speaker(policy))
+    return {"final": quality["true_accuracy"], "final_greedy": quality["true_accuracy_greedy"]}
 
 
 def run_stages(folder: Path) -> dict[str, float]:

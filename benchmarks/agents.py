@@ -21,11 +21,10 @@ from typing import Any
 from several_judges import launch
 
 from grmpipe.observe.journal import read_journal
-from models.tiny.episode_quality import calculator_accuracy, walk_accuracy
-from models.tiny.evaluate import Speaker
-from models.tiny.problems import LARGE, make_problems
+from models.tiny.quality import accuracy as accuracy_on
 from models.tiny.resolve import resolve_model
-from models.tiny.walks import make_walks
+from models.tiny.speaker import Speaker
+from models.tiny.tasks import CALLS, WALKS
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "agents.md"
@@ -111,12 +110,8 @@ def evaluations(run_dir: Path) -> dict[int, float]:
 def accuracy(task: str, policy: Path, known: Path) -> float:
     """The policy's true accuracy at T = 1, remembered in the file `known`."""
     if not known.exists():
-        speaker = Speaker(policy)
-        if task == "tools":
-            problems = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED, LARGE)
-            found = calculator_accuracy(speaker, problems, greedy=False)
-        else:
-            found = walk_accuracy(speaker, make_walks("held_out", NUM_PROBLEMS, HELD_OUT_SEED), greedy=False)
+        asked = CALLS if task == "tools" else WALKS
+        found = accuracy_on(asked, Speaker(policy), asked.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED))
         known.write_text(json.dumps({"true_accuracy": found}) + "\n", encoding="utf-8")
     return float(json.loads(known.read_text(encoding="utf-8"))["true_accuracy"])
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from models.tiny.evaluate import MAX_CRITIQUE_TOKENS, Speaker, score_of
-from models.tiny.problems import judge_prompt
+from models.tiny.problems import judge_prompt, score_of
+from models.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
 
 Record = Mapping[str, Any]
 FIRST, THEN = "cheap", "judge"

@@ -1,6 +1,6 @@
 """A server of the Model Context Protocol, whose tools the policy calls. Any server will do, at a URL too.
 
-python launch.py +experiment=quickstart env=tools rollout.max_turns=4 judge.truncation=middle \
+python launch.py +experiment=quickstart env=tools rollout.max_turns=4 judge.format.truncation=middle \
     "+env.mcp.stock={command: [python, examples/mcp_server.py], shared: true}"
 """
 

@@ -1,7 +1,7 @@
 """Typed functions as tools. Each public function is one; its docstring is what the policy reads of it.
 
 PYTHONPATH=examples python launch.py +experiment=quickstart env=tools env.functions=unit_tools rollout.max_turns=4 \
-    judge.truncation=middle
+    judge.format.truncation=middle
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An agent on the package openai, which only gets another client: what it asks are the policy's turns.
 
 PYTHONPATH=examples python launch.py +experiment=quickstart env=workflow env.target=workflow_openai.solve \
-    rollout.max_turns=2 judge.truncation=middle
+    rollout.max_turns=2 judge.format.truncation=middle
 """
 
 from __future__ import annotations

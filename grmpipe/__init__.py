@@ -1,0 +1,50 @@
+"""The names that users import. Imports neither torch nor Hydra before one of them is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(_ROOT))  # `models` and `scheduler` are common names: ours are found before all others
+try:
+    import models
+    import scheduler
+finally:
+    sys.path.remove(str(_ROOT))
+for _found in (models, scheduler):
+    if (_theirs := Path(_found.__file__ or _found.__path__[0])).resolve().parents[1] != _ROOT.resolve():
+        raise ImportError(
+            f"grmpipe has a package {_found.__name__} ({_ROOT / _found.__name__}), and another one was imported before "
+            f"it ({_theirs}); rename that"
+        )
+
+from models.import_path import put_working_folder_last  # noqa: E402
+
+if TYPE_CHECKING:
+    from grmpipe.cli import compose
+    from grmpipe.config.run_config import ConfigError, RunConfig
+    from grmpipe.launching import StartedRun, Step, launch, start
+    from grmpipe.run.errors import RunFailed, RunInterrupted
+    from grmpipe.run_reader import RunReader, RunTable, read_run
+
+__version__ = "0.1.0"
+__all__ = [
+    "ConfigError", "RunConfig", "RunFailed", "RunInterrupted", "RunReader", "RunTable", "StartedRun", "Step",
+    "compose", "launch", "read_run", "start",
+]  # fmt: skip
+_MODULES = {
+    "ConfigError": "config.run_config", "RunConfig": "config.run_config", "RunFailed": "run.errors",
+    "RunInterrupted": "run.errors", "RunReader": "run_reader", "RunTable": "run_reader", "read_run": "run_reader",
+    "StartedRun": "launching", "Step": "launching", "launch": "launching", "start": "launching", "compose": "cli",
+}  # fmt: skip
+
+put_working_folder_last()
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"grmpipe has no {name}")
+    return vars(importlib.import_module(f"grmpipe.{_MODULES[name]}"))[name]

@@ -17,6 +17,7 @@ from rich.progress import Progress as ProgressBars
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
@@ -51,21 +52,26 @@ class RunTask(Generic[P]):
     continued: str = "continue with resume=auto run_dir={run_dir}"
 
 
-def run_task(config: RunConfig) -> float | None:
-    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted."""
+def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
+    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted.
+
+    watcher: acts between the steps of a training run, and learns the directory of any run.
+    """
+    watcher = watcher or RunWatcher()
     if config.data.retrain_from is not None:
-        return run(config, retraining())
+        return run(config, retraining(), watcher)
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     if config.task == "evaluate":  # it leaves nothing to resume
         config = replace(config, resume="never")
-    return run(config, RUNS[config.task]())
+    return run(config, RUNS[config.task](), watcher)
 
 
-def run(config: RunConfig, task: RunTask[P]) -> float | None:
+def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | None:
     """Claim a directory, refuse what can't run, and run the rest to its end."""
     with Claim(config) as claim:
         if claim.place.complete:
+            watcher.opened(claim.place.run_dir)
             return objective_of_complete(claim.place.run_dir)
         if missing := config.tracking.missing():
             raise ConfigError(missing)
@@ -73,8 +79,8 @@ def run(config: RunConfig, task: RunTask[P]) -> float | None:
             prepared = task.prepare(config, progress)
         for line in (*claim.place.notes, *task.notes(prepared)):
             print(f"grmpipe: note: {line}", file=sys.stderr)
-        run_dir = claim.open()
-        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
+        watcher.opened(run_dir := claim.open())
+        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place), watcher))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":

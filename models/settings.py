@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from models.bounds import Bounded, above, above_0_to_1, at_least
 from models.tool_calls import AUTO_PARSER, check_tool_parser
 
 DTYPES = ("float32", "bfloat16")
@@ -23,7 +24,7 @@ CHAT_MARKUP = (
     r"<(?:start|end)_of_[a-z]+>", r"<unused\d+>", r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[g?MASK\]",
     r"<[se]op>", r"\[UNUSED_TOKEN_\d+\]", r"<seed:[a-z_]+>", r"\]~!?b[\[\]]", r"\[e~\[",
 )  # fmt: skip
-INSTALL_PEFT = 'pip install -e ".[lora]"'
+INSTALL_PEFT = 'pip install "grmpipe[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 # engine.vllm.quantization -> vLLM's name of it. Its own `fp8` is for checkpoints in fp8.
@@ -77,24 +78,21 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Bounded):
     """Adapters that are trained instead of the model's weights (LoRA, arXiv 2106.09685): W + alpha / rank * B A.
 
     There is no dropout: it would change the ratio of two policies.
     """
 
-    rank: int = 0  # Rank of the adapters; 0: no adapters, all weights are trained.
-    alpha: float = 32.0  # The adapters' change of a weight is multiplied by alpha / rank.
+    rank: int = at_least(0, 0)  # Rank of the adapters; 0: no adapters, all weights are trained.
+    alpha: float = above(0, 32.0)  # The adapters' change of a weight is multiplied by alpha / rank.
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
     # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
     sync: str = "merged"
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"rank: must be 0 (no adapters) or more, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha: must be above 0, got {self.alpha}")
+        super().__post_init__()
         if self.sync not in LORA_SYNCS:
             raise ValueError(f"sync: unknown value {self.sync!r}; known: {', '.join(LORA_SYNCS)}")
 
@@ -201,22 +199,17 @@ KEEP_ALL = Activations()
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Bounded):
     """How the ranks of a learner share one model. Whatever these numbers leave over is FSDP2: shards of the weights.
 
     `dp_replicate` divides the ranks; `cp` and `ep` divide the ranks of one copy.
     """
 
     # Copies of the sharded model (HSDP): layers are gathered within a copy, gradients are averaged over copies.
-    dp_replicate: int = 1
+    dp_replicate: int = at_least(1, 1)
     # Ranks that share each sample (context parallelism by Ulysses, arXiv 2309.14509); divides the query heads.
-    cp: int = 1
-    ep: int = 1  # Ranks that divide the experts of each layer (expert parallelism); divides their number.
-
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate", "cp", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+    cp: int = at_least(1, 1)
+    ep: int = at_least(1, 1)  # Ranks that divide the experts of each layer (expert parallelism); divides their number.
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ValueError if these ranks can't be grouped like this."""
@@ -234,13 +227,13 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class EmbeddedConfig:
+class EmbeddedConfig(Bounded):
     """The embedded engine, in torch: in the driver's process or an actor."""
 
-    max_batch_rows: int = 256  # [requests] Requests that decode at once; the others wait.
-    max_context_tokens: int = 0  # Prompt and new tokens of a request; 0: the model's own window.
+    max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once; the others wait.
+    max_context_tokens: int = at_least(0, 0)  # Prompt and new tokens of a request; 0: the model's own window.
     # [tokens] Prompt tokens prefilled in one step; further requests wait for the next step.
-    prefill_tokens_per_step: int = 8192
+    prefill_tokens_per_step: int = at_least(1, 8192)
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
     # Tokens and log-probs of a request are the same to the last bit, whatever other requests decode; set by
@@ -250,28 +243,23 @@ class EmbeddedConfig:
     quantize: str = "none"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.quantize not in QUANTIZATIONS:
             raise ValueError(f"quantize: unknown value {self.quantize!r}; known: {', '.join(QUANTIZATIONS)}")
-        if self.max_batch_rows < 1:
-            raise ValueError(f"max_batch_rows: must be at least 1, got {self.max_batch_rows}")
-        if self.max_context_tokens < 0:
-            raise ValueError(f"max_context_tokens: must be 0 or more, got {self.max_context_tokens}")
-        if self.prefill_tokens_per_step < 1:
-            raise ValueError(f"prefill_tokens_per_step: must be at least 1, got {self.prefill_tokens_per_step}")
 
 
 @dataclass(frozen=True)
-class VllmConfig:
+class VllmConfig(Bounded):
     """vLLM's AsyncLLM in its own actor. Other settings are passed in `options`."""
 
-    max_batch_rows: int = 256  # [requests] Requests that decode at once (vLLM's max_num_seqs).
+    max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once (vLLM's max_num_seqs).
     # Prompt and new tokens of a request (vLLM's max_model_len); 0: the model's own window.
-    max_context_tokens: int = 0
+    max_context_tokens: int = at_least(0, 0)
     # Memory for keys and values; 0: what gpu_memory_utilization leaves on a GPU, 256 MiB on a CPU.
-    kv_cache_mb: int = 0
+    kv_cache_mb: int = at_least(0, 0)
     # [share] Part of the GPU's memory for weights and cache; null: 0.85, or on a shared GPU a part of what the others
     # leave.
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: float | None = above_0_to_1(None)
     # Decode without CUDA graphs, which starts sooner and decodes slower; on a CPU always.
     enforce_eager: bool = False
     prefix_caching: bool = True  # Requests that begin with the same tokens share their keys and values.
@@ -282,10 +270,11 @@ class VllmConfig:
     # Weights of linear layers that vLLM rounds itself, at its start and at every push: fp8 (per output channel),
     # fp8_per_block (of 128 x 128) or fp8_per_tensor; a policy that learns from them needs algorithm.correction.
     quantization: str = "none"
-    cpu_threads: int = 1  # [threads] Threads of an engine on a CPU.
+    cpu_threads: int = at_least(1, 1)  # [threads] Threads of an engine on a CPU.
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.quantization not in VLLM_QUANTIZATIONS:
             raise ValueError(
                 f"quantization: unknown value {self.quantization!r}; known: {', '.join(VLLM_QUANTIZATIONS)}"
@@ -295,15 +284,6 @@ class VllmConfig:
                 f"options.quantization: {self.options['quantization']!r} and quantization={self.quantization} exclude "
                 "each other; type one of them"
             )
-        for key in ("max_batch_rows", "cpu_threads"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        for key in ("max_context_tokens", "kv_cache_mb"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {share}")
 
     @property
     def memory_share(self) -> float:
@@ -312,7 +292,7 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
-class SglangConfig:
+class SglangConfig(Bounded):
     """SGLang servers, started by grmpipe from their own environment, or joined by URL."""
 
     python: str = ""  # Interpreter of SGLang's environment; empty: the one that runs grmpipe.
@@ -320,9 +300,9 @@ class SglangConfig:
     urls: list[str] = field(default_factory=list)
     # Environment variable with the key of joined servers; started servers get a new key.
     api_key_env: str = "SGLANG_API_KEY"
-    max_batch_rows: int = 256  # [requests] Requests that decode at once (SGLang's max-running-requests).
+    max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once (SGLang's max-running-requests).
     # Prompt and new tokens of a request (SGLang's context-length); 0: the model's own window.
-    max_context_tokens: int = 0
+    max_context_tokens: int = at_least(0, 0)
     mem_fraction: float = 0.8  # [share] Part of the GPU's memory for weights and cache (SGLang's mem-fraction-static).
     # Sample a request by its own seed, whatever decodes beside it (SGLang's enable-deterministic-inference); null: on a
     # CPU only, because on GPUs it costs 25 to 45 % of the speed.
@@ -332,36 +312,31 @@ class SglangConfig:
     recompute_kv_on_sync: bool = False
     # Allow the engine to free its GPU memory for a learner or another engine (SGLang's enable-memory-saver).
     sleep_mode: bool = False
-    start_timeout_s: float = 300.0  # Limit for the start of a server.
+    start_timeout_s: float = above(0, 300.0)  # Limit for the start of a server.
     # Other flags of SGLang's server, without the dashes.
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_batch_rows < 1:
-            raise ValueError(f"max_batch_rows: must be at least 1, got {self.max_batch_rows}")
-        if self.max_context_tokens < 0:
-            raise ValueError(f"max_context_tokens: must be 0 or more, got {self.max_context_tokens}")
+        super().__post_init__()
         if not 0 < self.mem_fraction < 1:
             raise ValueError(f"mem_fraction: must be between 0 and 1, got {self.mem_fraction}")
         for url in self.urls:
             _refuse_userinfo("urls", url)
-        if not self.start_timeout_s > 0:
-            raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
 
 
 @dataclass(frozen=True)
-class OpenAIConfig:
+class OpenAIConfig(Bounded):
     """A judge behind an OpenAI-compatible endpoint; `grm.path` is the model's name there."""
 
     base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
     # Environment variable with the endpoint's key; empty: the endpoint needs none.
     api_key_env: str = "OPENAI_API_KEY"
     # The model's context window there; 0: unknown, and the endpoint refuses what doesn't fit.
-    max_context_tokens: int = 0
-    max_retries: int = 4  # [retries] Retries of a call that gets no answer, or a 429 or 5xx.
-    max_connections: int = 64  # [calls] Most calls in flight.
-    requests_per_minute: int = 0  # [calls/min] Most calls, including retries; 0: no limit here.
-    tokens_per_minute: int = 0  # [tokens/min] Most tokens of prompts and answers; 0: no limit here.
+    max_context_tokens: int = at_least(0, 0)
+    max_retries: int = at_least(0, 4)  # [retries] Retries of a call that gets no answer, or a 429 or 5xx.
+    max_connections: int = at_least(1, 64)  # [calls] Most calls in flight.
+    requests_per_minute: int = at_least(0, 0)  # [calls/min] Most calls, including retries; 0: no limit here.
+    tokens_per_minute: int = at_least(0, 0)  # [tokens/min] Most tokens of prompts and answers; 0: no limit here.
     extra_body: dict[str, Any] = field(default_factory=dict)  # Further fields of each request.
     # For a scalar reward model: the route of its scores, vLLM's /classify (classify) or SGLang's /v1/embeddings
     # (embeddings).
@@ -372,16 +347,12 @@ class OpenAIConfig:
     chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for pattern in self.chat_markup:
             _check_markup(pattern)
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
         _refuse_userinfo("base_url", self.base_url)
-        for key in ("max_context_tokens", "max_retries", "requests_per_minute", "tokens_per_minute"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if self.max_connections < 1:
-            raise ValueError(f"max_connections: must be at least 1, got {self.max_connections}")
         if self.scores not in (CLASSIFY, EMBEDDINGS):
             raise ValueError(f"scores: unknown value {self.scores!r}; known: {CLASSIFY}, {EMBEDDINGS}")
 

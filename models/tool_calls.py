@@ -6,7 +6,6 @@ call that can't be read is an error in the turn. Whether a tool exists and its a
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import re
@@ -14,6 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from models.import_path import imported
 from models.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
 from models.pythonic_tool_calls import parse_pythonic
 from models.types import ParsedTurn, ToolSpec
@@ -83,13 +83,7 @@ def parser_named(name: str) -> ToolParser:
             f"tool_parser: unknown value {name!r}; known: {', '.join((AUTO_PARSER, *FORMATS))}; or the dotted path of "
             "a function of yours, as my_module.my_parser"
         )
-    try:
-        found = vars(importlib.import_module(module_name)).get(own)
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise ValueError(
-            f"tool_parser: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its "
-            "folder on PYTHONPATH"
-        ) from error
+    found = vars(imported(module_name, "tool_parser")).get(own)
     if not callable(found) or not _takes_two(found):
         raise ValueError(f"tool_parser: {name} must be a function that takes (text, tools)")
     return _own(name, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 RESOLUTION_S = 1e-6  # a shorter sleep may not advance the clock
 
@@ -73,6 +73,29 @@ class ActiveClock:
             if left < RESOLUTION_S:
                 return
             await asyncio.sleep(left)
+
+
+class Standstill:
+    """Clocks that stand still together, while something lasts."""
+
+    def __init__(self) -> None:
+        self._clocks: list[ActiveClock] = []
+        self._stopped: ExitStack | None = None
+
+    def add(self, clock: ActiveClock) -> None:
+        self._clocks.append(clock)
+        if self._stopped is not None:
+            self._stopped.enter_context(clock.paused())
+
+    def set(self, stopped: bool) -> None:
+        """Stop the clocks, or let them go on."""
+        if stopped and self._stopped is None:
+            self._stopped = ExitStack()
+            for clock in self._clocks:
+                self._stopped.enter_context(clock.paused())
+        elif not stopped and self._stopped is not None:
+            self._stopped.close()
+            self._stopped = None
 
 
 class PauseGate:

@@ -3,11 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.resolve_config import resolve_config, typed_sections
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import RunSections
+from grmpipe.config.yaml_io import from_values
+
+BLOCKS = {
+    "thinking_tokens": "thinking.max_tokens",
+    "answer_start": "thinking.answer_start",
+    "structured": "format.structured",
+    "show_thoughts": "format.show_thoughts",
+    "truncation": "format.truncation",
+    "score_min": "scale.low",
+    "score_max": "scale.high",
+    "k_meta": "votes.k_meta",
+    "abstain_above_std": "votes.abstain_above_std",
+    "pairs": "split.pairs",
+    "step_end": "split.step_end",
+    "max_steps": "split.max_steps",
+    "principles_template": "principles.template",
+    "principles_max_new_tokens": "principles.max_new_tokens",
+    "max_retries": "limits.max_retries",
+    "timeout_s": "limits.timeout_s",
+    "min_tokens_per_s": "limits.min_tokens_per_s",
+    "failure_window": "limits.failure_window",
+    "max_concurrency": "limits.max_concurrency",
+    "function_batch": "function_call.batch",
+    "score_range": "function_call.score_range",
+    "target": "custom.target",
+    "options": "custom.options",
+    "principles": "principles.kind",
+}
+
+
+def judge_config(**settings: Any) -> JudgeConfig:
+    """A judge from settings without their blocks."""
+    return from_values(JudgeConfig, in_blocks(settings))
+
+
+def in_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A judge's settings in their blocks: timeout_s is limits.timeout_s, principles is principles.kind."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        block, _, key = BLOCKS.get(name, name).partition(".")
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        if key and not (block == name and isinstance(value, Mapping)):
+            nested.setdefault(block, {})[key] = value
+        else:
+            nested[block] = value
+    return nested
 
 
 def run_config(**sections: Any) -> RunConfig:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from configs import run_config
+from configs import judge_config, run_config
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import Lengths
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.config.capacity import SimulateConfig
 from grmpipe.config.data import RolloutConfig
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Prompt
@@ -33,7 +32,7 @@ def workload(
     config = run_config(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
         rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
-        judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
+        judge=judge_config(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
         simulate=SimulateConfig(**simulated),  # type: ignore[arg-type]
     )
     question = Message(role="user", content="how many apples are left? " * 4)

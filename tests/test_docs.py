@@ -20,11 +20,11 @@ COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor")  # sweeps; a director
 
 
 def commands() -> list[str]:
-    """Every `python launch.py ...` of the pages, except those with placeholders."""
+    """Every `python launch.py ...` and `grmpipe ...` of the pages, except those with placeholders."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"(?:^|`)(python launch\.py [^`\n]*)", text, re.MULTILINE):
+        for line in re.findall(r"(?:^|`)((?:python launch\.py|grmpipe(?= [+\w.@]+=)) [^`\n]*)", text, re.MULTILINE):
             words = line.split("#")[0].strip()
             if not re.search(r"=<|experiment=X|experiment=$", words):
                 found.append(words)
@@ -33,7 +33,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_pages_composes(command: str) -> None:
-    overrides = [word.replace("...", "anything") for word in shlex.split(command)[2:]]
+    overrides = [word.replace("...", "anything") for word in shlex.split(command.removeprefix("python "))[1:]]
     if not overrides or "[overrides]" in overrides or any(word in COMPOSED_ELSEWHERE for word in overrides):
         return
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -27,7 +27,6 @@ ORDER = [
     "scheduler/routing",
     "scheduler/weights",
     "scheduler/slots",
-    "grmpipe/__init__.py",
     "grmpipe/types.py",
     "grmpipe/counts.py",
     "grmpipe/trackers",
@@ -63,9 +62,18 @@ ORDER = [
     "grmpipe/capacity/plan",
     "grmpipe/capacity/simulate",
     "grmpipe/tasks.py",
+    "grmpipe/cli.py",
+    "grmpipe/run_reader.py",
+    "grmpipe/launching.py",
+    "grmpipe/__init__.py",
 ]
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
-SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py", "models/version_spans.py"}
+SCHEDULER_SEES = {
+    "models/types.py",
+    "models/priority_gate.py",
+    "models/version_spans.py",
+    "models/import_path.py",
+}
 LIBRARIES = {
     "ray": "scheduler/processes/",
     "vllm": "models/engines/vllm/",
@@ -80,7 +88,7 @@ LIBRARIES = {
     "wandb": "grmpipe/trackers/wandb_tracker.py",
     "tensorboard": "grmpipe/trackers/tensorboard_tracker.py",
     "omegaconf": "grmpipe/config/yaml_io.py",
-    "hydra": "launch.py",
+    "hydra": "grmpipe/cli.py",
 }
 
 

@@ -28,6 +28,7 @@ OfGroup = list[np.ndarray]  # one [N] per sibling
 Advantages = list[OfGroup]  # one per group
 EstimateGroup = Callable[[Group, AlgorithmConfig], OfGroup]  # need=group
 EstimateBatch = Callable[[Sequence[Group], AlgorithmConfig], Advantages]  # need=batch
+Targets = Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]]
 
 
 # -- one reward for a rollout, compared within its group -------------------------------------------------------------
@@ -233,14 +234,16 @@ def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
 # -- by name ---------------------------------------------------------------------------------------------------------
 
 
+KEY = "algorithm.estimator"
+
+
 @functools.cache
 def estimator_of(name: str) -> EstimateBatch:
     """The estimator that `algorithm.estimator` names, for several groups. Raises ValueError if it can't be imported
     here.
     """
-    key = "algorithm.estimator"
-    kind = estimator_named(name, key)
-    function = found_at(kind.function, key)
+    kind = estimator_named(name, KEY)
+    function = found_at(kind.function, KEY)
     if kind.need == "batch":
         return cast(EstimateBatch, function)
     of_group = cast(EstimateGroup, function)
@@ -250,18 +253,13 @@ def estimator_of(name: str) -> EstimateBatch:
 @functools.cache
 def owner_of(name: str) -> str:
     """The function of an estimator, in the words of errors."""
-    key = "algorithm.estimator"
-    return f"{key}: {described(found_at(estimator_named(name, key).function, key))}"
+    return f"{KEY}: {described(found_at(estimator_named(name, KEY).function, KEY))}"
 
 
 @functools.cache
-def targets_of(name: str) -> Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]]:
+def targets_of(name: str) -> Targets:
     """Advantages and returns of one rollout, as the estimator that `algorithm.estimator` names has them."""
-    key = "algorithm.estimator"
-    return cast(
-        Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]],
-        found_at(estimator_named(name, key).targets, key),
-    )
+    return cast(Targets, found_at(estimator_named(name, KEY).targets, KEY))
 
 
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:

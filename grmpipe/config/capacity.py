@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grmpipe.config.bounds import Bounded, at_least, between_0_and_1
+from models.bounds import Bounded, at_least, between_0_and_1
 from scheduler.devices import DeviceSpec
 
 

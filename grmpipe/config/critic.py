@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from grmpipe.config.bounds import Bounded, above, at_least
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from models.bounds import Bounded, above, at_least
 from models.settings import ParallelConfig
 
 

@@ -184,10 +184,10 @@ def check_labels(config: RunConfig) -> None:
         labelled.append(config.main_judge)
     for judge in labelled:
         key = judge.key
-        if not judge.score_min < config.labels.pass_score <= judge.score_max:
+        if not judge.scale.low < config.labels.pass_score <= judge.scale.high:
             raise ValueError(
-                f"labels.pass_score: must be above {key}.score_min = {judge.score_min} and at most "
-                f"{key}.score_max = {judge.score_max}, got {config.labels.pass_score}; type the lowest of its scores "
+                f"labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
+                f"{key}.scale.high = {judge.scale.high}, got {config.labels.pass_score}; type the lowest of its scores "
                 "that passes an answer"
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grmpipe.config.bounds import Bounded, above, above_0_to_1, at_least
+from models.bounds import Bounded, above, above_0_to_1, at_least
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
+
+from models.import_path import hidden_by_ours, imported
 
 
 def is_dotted(path: str) -> bool:
@@ -17,15 +18,9 @@ def found_at(path: str, key: str) -> object:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
-    try:
-        names = vars(importlib.import_module(module_name))
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise ValueError(
-            f"{key}: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
-            "on PYTHONPATH"
-        ) from error
+    names = vars(imported(module_name, key))
     if name not in names:
-        raise ValueError(f"{key}: the module {module_name} has no {name}")
+        raise ValueError(f"{key}: the module {module_name} has no {name}{hidden_by_ours(module_name)}")
     return names[name]
 
 

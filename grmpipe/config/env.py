@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from grmpipe.config.bounds import Bounded, above_0_to_1, at_least
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
+from models.bounds import Bounded, above_0_to_1, at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ DEFAULT_PLACE = "inprocess"
 WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
     DEFAULT_PLACE: WorkflowPlace(path="grmpipe.workflows.in_process.InProcess", by_url=False),
     "process": WorkflowPlace(path="grmpipe.workflows.worker_pool.WorkerPool"),
-    "command": WorkflowPlace(path="grmpipe.workflows.command.Command", needs="command"),
+    "command": WorkflowPlace(path="grmpipe.workflows.program.Program", needs="command"),
 }
 WAYS_OUT = {
     "target": "type env.target=my_package.my_module.MyEnv",
@@ -69,7 +69,7 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
+class ToolCallLimits:
     """Limits on the calls of tools in a turn.
 
     call_s: [seconds] of each, from its start. turn_s: of all of them together.
@@ -283,10 +283,10 @@ class EnvConfig(Bounded):
         return given | {"limits": self._call_limits} if self.env_kind.has_tools else given
 
     @property
-    def _call_limits(self) -> CallLimits:
+    def _call_limits(self) -> ToolCallLimits:
         turn_s = CALLS_SHARE * self.step_s
         call_s = turn_s if self.call_s is None else self.call_s
-        return CallLimits(call_s=call_s, turn_s=max(call_s, turn_s), max_parallel_calls=self.max_parallel_calls)
+        return ToolCallLimits(call_s=call_s, turn_s=max(call_s, turn_s), max_parallel_calls=self.max_parallel_calls)
 
     @property
     def path(self) -> str:

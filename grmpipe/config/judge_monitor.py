@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from models.bounds import Bounded, at_least
+
 ACTIONS = ("warn", "pause", "stop")
 
 
@@ -15,8 +17,8 @@ class LimitConfig:
     metric: str = ""  # Name of the metric, such as judge/score_length_correlation.
     above: float | None = None  # Largest value without an alarm; null: no upper bound.
     below: float | None = None  # Smallest value without an alarm; null: no lower bound.
-    # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for judge.pause_s, and ends the run if it
-    # soon fires again (pause); or the end of the run (stop).
+    # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for judge_monitor.pause_s, and ends the
+    # run if it soon fires again (pause); or the end of the run (stop).
     action: str = "warn"
 
     def __post_init__(self) -> None:
@@ -38,21 +40,20 @@ LIMITS_OF_COMPARING = {
 
 
 @dataclass(frozen=True)
-class JudgeMonitorConfig:
+class JudgeMonitorConfig(Bounded):
     """Monitoring of the judge during a run. These judgements enter no training and no count of judgements."""
 
+    pause_s: float = at_least(0, 30.0)  # Length of a pause of judging.
+    # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
+    anchors: int = at_least(1, 64)
+    anchor_every: int = at_least(1, 10)  # [steps] Interval between evaluations on held-out prompts.
     # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
-    every: int = 20
-    canaries: int = 16  # [responses] Fixed responses that are judged at each check, under the same seeds.
+    every: int = at_least(0, 20)
+    canaries: int = at_least(0, 16)  # [responses] Fixed responses that are judged at each check, under the same seeds.
     # File of labelled judgements to take canaries from, which a comparing judge needs; null: responses of the first
     # held-out evaluation.
     canaries_path: str | None = None
-    adversarial_prompts: int = 2  # [prompts] Prompts whose ten replies without content are judged at each check.
+    adversarial_prompts: int = at_least(
+        0, 2
+    )  # [prompts] Prompts whose ten replies without content are judged at each check.
     limits: dict[str, LimitConfig] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key, count in (
-            ("every", self.every), ("canaries", self.canaries), ("adversarial_prompts", self.adversarial_prompts)
-        ):  # fmt: skip
-            if count < 0:
-                raise ValueError(f"{key}: must be 0 (none) or more, got {count}")

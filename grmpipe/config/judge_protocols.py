@@ -60,7 +60,7 @@ class JudgeProtocol:
 
     def subjects(self, size: int, pairs: str) -> int:
         """The number of responses, pairs or groups that are judged in a group of `size` siblings. `pairs`:
-        judge.pairs.
+        judge.split.pairs.
         """
         num_pairs = size * (size - 1) // 2
         if pairs == "ring":

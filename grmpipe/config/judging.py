@@ -91,7 +91,7 @@ class Judging:
     @property
     def max_concurrency(self) -> int:
         """Most judge tasks in flight."""
-        return sum(judge.max_concurrency for judge in self.judges.values())
+        return sum(judge.limits.max_concurrency for judge in self.judges.values())
 
     @property
     def weighted(self) -> dict[str, JudgeConfig]:
@@ -164,10 +164,11 @@ def check_scalar(judging: Judging) -> None:
 def check_engine(judge: JudgeConfig, judging: Judging) -> None:
     """Check that the engine of a judge's model can do what the judge asks."""
     key, engine, model = judge.key, judging.engine_kind_of(judge.model), judging.models[judge.model]
-    if judge.structured and not engine.grammar:
+    if judge.format.structured and not engine.grammar:
         able = " or ".join(engines_that(lambda kind: kind.grammar))
         raise ValueError(
-            f"{key}.structured: {model.engine} can't constrain a judgement by a grammar; type {key}.structured=false, "
+            f"{key}.format.structured: {model.engine} can't constrain a judgement by a grammar; type "
+            f"{key}.format.structured=false, "
             f"or {model.key}.engine={able}"
         )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:

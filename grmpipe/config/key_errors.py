@@ -24,6 +24,19 @@ MOVED = {
     "algorithm.high_level_gamma": "algorithm.gae_turns.high_level_gamma",
     "algorithm.step_advantage_w": "algorithm.gigpo.step_advantage_w",
     "algorithm.turn_advantage_coef": "algorithm.mt_grpo.turn_advantage_coef",
+    "judge.thinking_tokens": "judge.thinking.max_tokens", "judge.answer_start": "judge.thinking.answer_start",
+    "judge.structured": "judge.format.structured", "judge.show_thoughts": "judge.format.show_thoughts",
+    "judge.truncation": "judge.format.truncation", "judge.score_min": "judge.scale.low",
+    "judge.score_max": "judge.scale.high", "judge.k_meta": "judge.votes.k_meta",
+    "judge.abstain_above_std": "judge.votes.abstain_above_std", "judge.pairs": "judge.split.pairs",
+    "judge.step_end": "judge.split.step_end", "judge.max_steps": "judge.split.max_steps",
+    "judge.max_retries": "judge.limits.max_retries", "judge.timeout_s": "judge.limits.timeout_s",
+    "judge.min_tokens_per_s": "judge.limits.min_tokens_per_s",
+    "judge.failure_window": "judge.limits.failure_window", "judge.max_concurrency": "judge.limits.max_concurrency",
+    "judge.function_batch": "judge.function_call.batch", "judge.score_range": "judge.function_call.score_range",
+    "judge.target": "judge.custom.target", "judge.options": "judge.custom.options",
+    "judge.pause_s": "judge_monitor.pause_s", "judge.anchors": "judge_monitor.anchors",
+    "judge.anchor_every": "judge_monitor.anchor_every",
 }  # fmt: skip
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
@@ -70,6 +83,10 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 def moved(key: str) -> str:
     """What to type instead of a key of an earlier version, also behind the @ of a choice; empty for other keys."""
     group, at, path = key.rpartition("@")
+    section, _, rest = path.partition(".")
+    name, _, leaf = rest.partition(".")
+    if leaf and (first := FIRST.get(section)) and (new := moved(f"{first}.{leaf}")):
+        return re.sub(rf"^{first}\.", f"{section}.{name}.", new)
     for old, new in MOVED.items():
         if f"{path}.".startswith(f"{old}."):
             rest = path[len(old) + 1 :]

@@ -30,11 +30,8 @@ FREE_ON_RESUME = (
     "critic.micro_batch_tokens",
     "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
-    "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",
-    "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.pause_s",
+    "judge.limits", "judge.max_failure_rate", "rollout.max_failure_rate", "rollout.pause_s",
     "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.max_concurrency",
-    # The inputs of the alarm.
-    "judge.anchors", "judge.anchor_every",
     # Sizes that only task=plan reads.
     "policy.shape", "grm.shape",
 )  # fmt: skip

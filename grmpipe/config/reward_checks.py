@@ -96,7 +96,8 @@ def check_scales(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
             if not judge.has_scale:
                 raise ValueError(
                     f"{one.key}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {judge.name} gives them on no "
-                    f"scale; type '{judge.key}.score_range=[0, 1]', with the lowest and the highest number of its "
+                    f"scale; type '{judge.key}.function_call.score_range=[0, 1]', with the lowest and the "
+                    f"highest number of its "
                     "function"
                 )
 
@@ -110,11 +111,12 @@ def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
             continue
         for name in tree.judges_of(one.first or ""):
             judge, key = judges[name], judges[name].key
-            if judge.abstain_above_std is not None and one.share < 1:
+            if judge.votes.abstain_above_std is not None and one.share < 1:
                 raise ValueError(
-                    f"{key}.abstain_above_std: beyond {one.key}.share={one.share:g} the rollouts on which {name} "
-                    f"abstains would have no verdict; type {key}.abstain_above_std=null and {one.key}.unsure_above_std="
-                    f"{judge.abstain_above_std / (judge.score_max - judge.score_min):.3g}, or {one.key}.share=1"
+                    f"{key}.votes.abstain_above_std: beyond {one.key}.share={one.share:g} the rollouts on which {name} "
+                    f"abstains would have no verdict; type {key}.votes.abstain_above_std=null and "
+                    f"{one.key}.unsure_above_std="
+                    f"{judge.votes.abstain_above_std / (judge.scale.high - judge.scale.low):.3g}, or {one.key}.share=1"
                 )
             if one.unsure_above_std is not None and name == one.first and judge.gives_one_score:
                 raise ValueError(

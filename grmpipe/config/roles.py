@@ -77,12 +77,12 @@ class ServedRole(ResolvedRole):
     @property
     def sleeps(self) -> bool:
         """Whether its engines can free some memory while others need it."""
-        return self.engine.sleeps(self.device)
+        return self.engine.memory.sleeps(self.device)
 
     @property
     def frees_device(self) -> bool:
         """Whether its engines can free a device's memory, including the weights."""
-        return self.engine.frees_device(self.device)
+        return self.engine.memory.frees_device(self.device)
 
     @property
     def is_time_shared(self) -> bool:
@@ -245,7 +245,7 @@ def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
         return swap == "weights"
     first = engines[0]
     alike = first.swaps_weights and all(type(other) is type(first) for other in engines)
-    return alike and device == "cuda" and not all(engine.sleep_mode for engine in engines)
+    return alike and device == "cuda" and not all(engine.memory.sleep_mode for engine in engines)
 
 
 def sync_of(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:

@@ -21,7 +21,7 @@ class TrackingConfig:
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
     table_rows: int = 8  # [rows] Rollouts of a table.
-    console: bool = True  # Show progress: a live panel in a terminal, a line per step elsewhere.
+    console: bool = True  # Show progress: a line per step.
     # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
 
     wandb: WandbConfig = field(default_factory=WandbConfig)

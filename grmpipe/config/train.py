@@ -16,8 +16,8 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
-from grmpipe.config.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
 from grmpipe.config.path_table import PathTable
+from models.bounds import Bounded, above, at_least, between_0_and_1
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
@@ -47,15 +47,6 @@ class ReplayBufferConfig(Bounded):
     # [groups] Those that each batch trains again, none older than train.max_staleness; 0: none.
     groups: int = at_least(0, 0)
     uses: int = at_least(1, 1)  # [batches] Most further batches in which a group is trained again.
-
-
-@dataclass(frozen=True)
-class ResetConfig(Bounded):
-    """The resets of the policy towards its initial weights."""
-
-    every: int = at_least(0, 0)  # [batches] Interval between two resets; 0: none.
-    # Share of the way to the initial weights that a reset goes; it also clears the optimizer's moments.
-    share: float = above_0_to_1(0.2)
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,6 @@ class AlgorithmConfig(KindSettings, Bounded):
     # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
     updates_per_batch: int = at_least(1, 1)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    reset: ResetConfig = field(default_factory=ResetConfig)
 
     def __post_init__(self) -> None:
         self._check_names()

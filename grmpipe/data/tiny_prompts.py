@@ -35,7 +35,7 @@ def tiny_prompts(path: str, count: int, seed: int = 0) -> tuple[Prompt, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TinyTask:
     """A generated task. `kind` is its source in a set of several kinds, and empty in all others."""
 
     question: str
@@ -44,28 +44,28 @@ class Row:
     kind: str = ""
 
 
-Make = Callable[[Split, int, int], Iterator[Row]]
+Make = Callable[[Split, int, int], Iterator[TinyTask]]
 
 
-def small_sums(split: Split, count: int, seed: int) -> Iterator[Row]:
+def small_sums(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     from models.tiny.problems import make_problems  # imported only if used, as below
 
-    yield from (Row(question=one.question, answer=one.answer) for one in make_problems(split, count, seed))
+    yield from (TinyTask(question=one.question, answer=one.answer) for one in make_problems(split, count, seed))
 
 
-def large_sums(split: Split, count: int, seed: int) -> Iterator[Row]:
+def large_sums(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     from models.tiny.problems import LARGE, make_problems
 
-    yield from (Row(question=one.question, answer=one.answer) for one in make_problems(split, count, seed, LARGE))
+    yield from (TinyTask(question=one.question, answer=one.answer) for one in make_problems(split, count, seed, LARGE))
 
 
-def comparisons(split: Split, count: int, seed: int) -> Iterator[Row]:
+def comparisons(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     from models.tiny.comparisons import make_comparisons
 
-    yield from (Row(question=one.question, answer=one.answer) for one in make_comparisons(split, count, seed))
+    yield from (TinyTask(question=one.question, answer=one.answer) for one in make_comparisons(split, count, seed))
 
 
-def two_kinds(split: Split, count: int, seed: int) -> Iterator[Row]:
+def two_kinds(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     """Sums and comparisons in turn; of an odd count there is one sum more."""
     sums, compared = small_sums(split, (count + 1) // 2, seed), comparisons(split, count // 2, seed)
     for arithmetic, comparison in zip_longest(sums, compared):
@@ -74,12 +74,12 @@ def two_kinds(split: Split, count: int, seed: int) -> Iterator[Row]:
             yield replace(comparison, kind="comparison")
 
 
-def walks(split: Split, count: int, seed: int) -> Iterator[Row]:
+def walks(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     from models.tiny.walks import make_walks, shown
 
     for walk in make_walks(split, count, seed):
         store = {name: shown(name, entries) for name, entries in walk.graph.items()}
-        yield Row(question=walk.question, answer=walk.answer, info={"store": store, "path": list(walk.path)})
+        yield TinyTask(question=walk.question, answer=walk.answer, info={"store": store, "path": list(walk.path)})
 
 
 SETS: Mapping[str, tuple[Make, Split]] = {

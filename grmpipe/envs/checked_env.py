@@ -13,6 +13,7 @@ import msgspec
 from grmpipe.config.user_code import called, described, number_of, plain_text, scalar_of, shown
 from grmpipe.envs.blame import FaultRules, blaming, fault_of
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
+from grmpipe.envs.opened_envs import OpenedEnvs
 from models.types import Message, ToolSpec
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -21,14 +22,21 @@ T = TypeVar("T")
 
 
 class CheckedEnv:
-    """An environment of the user's class, which `open` makes. Raises only PolicyFault and EnvFault."""
+    """An environment of the user's class, which `open` makes. Raises only PolicyFault and EnvFault.
 
-    def __init__(self, make: Callable[[], Env], rules: FaultRules = NO_RULES) -> None:
+    counts: get what becomes of it.
+    """
+
+    def __init__(self, make: Callable[[], Env], rules: FaultRules = NO_RULES, counts: OpenedEnvs | None = None) -> None:
         self._make = make
         self._rules = rules
+        self._counts = counts or OpenedEnvs()
+        self._is_open = False
         self._env: Env | None = None
 
     async def open(self, episode: Episode) -> Opening:
+        self._counts.opened += 1
+        self._is_open = True
         try:
             self._env = env = self._make()
         except BaseException as error:
@@ -48,9 +56,15 @@ class CheckedEnv:
 
     async def close(self) -> None:
         """Raises UserCodeError."""
-        if self._env is not None:
-            with called(described(self._env.close)):
-                await self._env.close()
+        is_closed = False
+        try:
+            if self._env is not None:
+                with called(described(self._env.close)):
+                    await self._env.close()
+            is_closed = True
+        finally:
+            self._counts.closed += self._is_open and is_closed
+            self._counts.killed += self._is_open and not is_closed
 
 
 def checked_opening(opening: Opening, owner: str = "open") -> Opening:

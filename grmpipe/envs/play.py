@@ -78,6 +78,16 @@ class RolloutRequest:
         """Names the episode, in the ids of its requests."""
         return f"{self.group_id}/{self.sibling}" + (f"/a{self.attempt}" if self.attempt else "")
 
+    def context(self, turn: int, *, has_more: bool) -> RequestContext:
+        """The request of a turn, from 0. has_more: whether the episode may have further ones."""
+        return RequestContext(
+            request_id=f"{self.trajectory_id}/t{turn}",
+            group_id=self.group_id,
+            role="policy",
+            priority=self.priority,
+            trajectory_id=self.trajectory_id if has_more else "",
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
@@ -215,13 +225,7 @@ class _Episode:
 
     async def _sampled(self, prompt_ids: tuple[int, ...], room: int) -> Completion:
         number, request = len(self.turns), self.request
-        context = RequestContext(
-            request_id=f"{request.trajectory_id}/t{number}",
-            group_id=request.group_id,
-            role="policy",
-            priority=request.priority,
-            trajectory_id=request.trajectory_id if self.limits.max_turns > 1 else "",
-        )
+        context = request.context(number, has_more=self.limits.max_turns > 1)
         params = replace(self.params, seed=request.seed + number, max_new_tokens=room)
         completion = await self.policy.generate(prompt_ids, params, context, self.on_first_token)
         if completion.finish_reason == "abort":

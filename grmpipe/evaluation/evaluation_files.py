@@ -15,6 +15,7 @@ from rich.table import Table
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
+from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Failed
 
 WIDTH = 400  # columns, more than any table has
@@ -70,23 +71,25 @@ def of_judge(name: str) -> dict[str, str]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: JudgeEvaluation, max_subsets: int) -> None:
-    """Print the results. max_subsets: subsets sampled for each smaller k."""
-    console = Console()
-    print_tables(
-        table_of(result),
-        *([meta_rm_table_of(result)] if result.overall.with_meta_rm else []),
-        *([judges_table_of(result)] if result.by_judge else []),
-    )
-    for line in notes_on(result, max_subsets):
-        console.print(line, highlight=False, markup=False)
+def show(result: JudgeEvaluation, max_subsets: int, run_dir: Path) -> None:
+    """Show the results. max_subsets: subsets sampled for each smaller k."""
+    tables = [table_of(result)]
+    tables += [meta_rm_table_of(result)] if result.overall.with_meta_rm else []
+    tables += [judges_table_of(result)] if result.by_judge else []
+    show_figures(run_dir, tables, notes_on(result, max_subsets))
 
 
-def print_tables(*tables: Table) -> None:
-    """Print tables as wide as they are: no number is cut off, whatever the width of the terminal."""
-    wide = Console(width=WIDTH)
+def show_figures(run_dir: Path, tables: Sequence[Table], notes: Iterable[str]) -> None:
+    """Print tables as wide as they are: no number is cut off, whatever the width of the terminal. Then notes. The
+    report shows the same text.
+    """
+    console = Console(width=WIDTH, record=True)
     for one in tables:
-        wide.print(one)
+        console.print(one)
+    for line in notes:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = (line.rstrip() for line in console.export_text().splitlines())
+    (run_dir / FIGURES).write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def table_of(result: JudgeEvaluation) -> Table:

@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from grmpipe.evaluation.evaluation_files import causes, percent, print_tables, table
+from grmpipe.evaluation.evaluation_files import causes, percent, show_figures, table
 from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
 from grmpipe.observe.plain_json import plain
-from grmpipe.observe.records import Record, encode_prompt, encode_report, encode_rollout
+from grmpipe.observe.records import Record, encode, encode_report, encode_rollout
 
 RESULTS, ANSWERS = "policy_evaluation.json", "eval_rollouts.jsonl"
 BY_RULE = "true_"  # begins the figures by the rule, beside a judge
@@ -36,23 +35,21 @@ def record_of(prompts: str, answer: JudgedRollout) -> Record:
         "reward": answer.reward,
         "right": answer.right,
         **encode_rollout(answer.rollout),
-        "prompt": encode_prompt(answer.prompt),
+        "prompt": encode(answer.prompt),
         **encode_report(answer.report),
     }
 
 
-def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int) -> None:
-    """Print the figures. pass_score: the lowest score of an answer that passes."""
-    console = Console()
+def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int, run_dir: Path) -> None:
+    """Show the figures. pass_score: the lowest score of an answer that passes."""
     names = [name for one in policies.values() for name in one.overall.figures]
     by_judge = list(dict.fromkeys(name for name in names if not name.startswith(BY_RULE)))
     by_rule = list(dict.fromkeys(name for name in names if name.startswith(BY_RULE)))
     title = "the policy's answers, in percent, with 95 % intervals over prompts"
-    print_tables(policy_table(title, by_judge, policies))
+    tables = [policy_table(title, by_judge, policies)]
     if by_rule:
-        print_tables(policy_table("the same answers, by the rule that knows the reference", by_rule, policies))
-    for line in policy_notes(policies, scoring, pass_score):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        tables.append(policy_table("the same answers, by the rule that knows the reference", by_rule, policies))
+    show_figures(run_dir, tables, policy_notes(policies, scoring, pass_score))
 
 
 def policy_table(title: str, figures: list[str], policies: Mapping[str, PolicyEvaluation]) -> Table:

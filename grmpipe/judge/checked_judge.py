@@ -82,8 +82,6 @@ class CheckedJudge:
                 f"{self._owner} returned {shown(session)}; return a JudgeSession, with the methods begin, add and "
                 "judge (grmpipe/types.py)"
             )
-        if isinstance(session, TurnwiseJudgeSession):
-            return CheckedTurnwiseSession(session, self._key)
         return CheckedSession(session, self._key)
 
 
@@ -101,6 +99,11 @@ class CheckedSession:
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
         return self._tasks(self._session.add, rollout)
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        """The tasks of a session that judges turns while the rollout goes on; none of any other."""
+        session = self._session
+        return self._tasks(session.add_turn, so_far) if isinstance(session, TurnwiseJudgeSession) else ()
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         owner = f"{self._key}: {described(self._session.judge)}"
@@ -121,17 +124,6 @@ class CheckedSession:
         if not all(isinstance(one, JudgeTask) for one in tasks):
             raise ValueError(f"{owner} returned {shown(found)}; return a tuple of JudgeTask, or () for none")
         return tasks
-
-
-class CheckedTurnwiseSession(CheckedSession):
-    """A session of the user's that judges turns while the rollout goes on."""
-
-    def __init__(self, session: TurnwiseJudgeSession, key: str) -> None:
-        super().__init__(session, key)
-        self._add_turn = session.add_turn
-
-    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
-        return self._tasks(self._add_turn, so_far)
 
 
 def checked_report(report: object, owner: str, rollout: Rollout) -> JudgeReport:

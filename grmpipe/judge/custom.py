@@ -1,4 +1,4 @@
-"""A judge that the user wrote: a class by its dotted path, made with `judge.options`."""
+"""A judge that the user wrote: a class by its dotted path, made with `judge.custom.options`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from grmpipe.types import Judge
 
 
 def load_custom_judge(config: JudgeConfig) -> Judge:
-    """An instance of `judge.target` behind its door: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
+    """An instance of `judge.custom.target` behind its door: a Judge, which has `open`, or a RolloutJudge, which has
+    `judge`.
 
     Raises ValueError if the class can't be imported, can't be constructed, or is neither.
     """
-    made = found_at(config.target, "target")
+    made = found_at(config.custom.target, "custom.target")
     if not inspect.isclass(made):
-        raise ValueError(f"target: {config.target} is not a class")
+        raise ValueError(f"custom.target: {config.custom.target} is not a class")
     try:
-        judge = made(**config.options)
+        judge = made(**config.custom.options)
     except (Exception, SystemExit) as error:  # importing or constructing the user's class may raise anything
         raise ValueError(
-            f"options: {config.target} can't be constructed with {config.options}: {type(error).__name__}: {error}"
+            f"custom.options: {config.custom.target} can't be constructed with {config.custom.options}: "
+            f"{type(error).__name__}: {error}"
         ) from error
-    key = f"{config.key}.target"
+    key = f"{config.key}.custom.target"
     if isinstance(judge, PointwiseAdapter):
         return PointwiseAdapter(CheckedRolloutJudge(judge.judge, key))
     if isinstance(judge, Judge):
@@ -33,6 +35,7 @@ def load_custom_judge(config: JudgeConfig) -> Judge:
     if isinstance(judge, RolloutJudge):
         return PointwiseAdapter(CheckedRolloutJudge(judge, key))
     raise ValueError(
-        f"target: {config.target} is not a judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
+        f"custom.target: {config.custom.target} is not a judge: it needs `async def judge(self, prompt, "
+        f"rollout, priority=0)` that "
         "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a JudgeSession"
     )

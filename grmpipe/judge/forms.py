@@ -115,61 +115,6 @@ JSON_ENDS = ("}\n```", "}", "```")  # the longest first
 JSON_VALUE = r'(?:"(?:[^"\\\n]|\\[^\n])*"|-?[0-9]+(?:\.[0-9]+)?|true|false|null)'
 
 
-def bracketed(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[[7]]`."""
-    return rf"\[\[{number}\]\]{QUOTED_TAIL}"
-
-
-def bracketed_letter(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[[A]]` or `[[B]]`."""
-    return rf"\[\[([AB])\]\]{QUOTED_TAIL}"
-
-
-def bracketed_letter_or_tie(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[[A]]`, `[[B]]`, or `[[C]]` for a tie."""
-    return rf"\[\[([ABC])\]\]{QUOTED_TAIL}"
-
-
-def answer_letter(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `<answer>[[A]]</answer>` or `<answer>[[B]]</answer>`."""
-    return rf"<answer>{GAP}\[\[([AB])\]\]{GAP}</answer>"
-
-
-def answer_scores(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `<answer>3</answer><answer>5</answer>`, one answer for each score."""
-    return GAP.join([rf"<answer>{GAP}{number}{GAP}</answer>"] * num_scores)
-
-
-def result(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[RESULT] 4` or `[RESULT] (4)`."""
-    return rf"{RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}"
-
-
-def result_letter(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `[RESULT] A` or `[RESULT] (B)`."""
-    return rf"{RESULT_LABEL}\(?([AB]){CLOSED_TAIL}"
-
-
-def bold_result(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `**Result:** 4`."""
-    return rf"{BOLD_RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}"
-
-
-def bold_result_letter(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of `**Result:** A` or `**Result:** B`."""
-    return rf"{BOLD_RESULT_LABEL}\(?([AB]){CLOSED_TAIL}"
-
-
-def choice_field(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of the JSON field `"Choice": "Model A"`."""
-    return json_field("Choice", r'"\[?Model ([AB])\]?"')
-
-
-def ranking_field(number: str, scale: Scale, num_scores: int) -> str:
-    """The pattern of the JSON field `"ranking": 2`."""
-    return json_field("ranking", number)
-
-
 def json_field(key: str, value: str) -> str:
     """The pattern of a field of a JSON object, whose braces may be missing: the only one of this key."""
     other = rf'"{other_than(key)}"{GAP}:{GAP}{JSON_VALUE}'
@@ -183,14 +128,9 @@ def other_than(key: str) -> str:
     return f"(?:{'|'.join(leaves)}|{key}{rest}+)"
 
 
-def boxed_score(number: str, scale: Scale, num_scores: int) -> str:
+def boxed_score(number: str) -> str:
     r"""The pattern of `\boxed{7}`."""
     return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
-
-
-def overall_boxed(number: str, scale: Scale, num_scores: int) -> str:
-    r"""The pattern of `Overall score: $\boxed{7.5}$`, in any words: boxes of single criteria stand before it."""
-    return rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{boxed_score(number, scale, num_scores)}"
 
 
 def by_letter(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
@@ -204,21 +144,57 @@ def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return (scale.low + scale.high - ranking, ranking)
 
 
-RATING = Form(line=bracketed, lead=PROSE_WITHOUT_BRACKETS, num_scores=1, decimals=True, scores_of=decimals)
-LETTER = Form(line=bracketed_letter, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
-LETTER_OR_TIE = Form(line=bracketed_letter_or_tie, lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
-ANSWER_LETTER = Form(line=answer_letter, most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter)
-ANSWER_SCORES = Form(
-    line=answer_scores, most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True,
-    scores_of=decimals,
+RATING = Form(  # [[7]]
+    line=lambda number, scale, num_scores: rf"\[\[{number}\]\]{QUOTED_TAIL}",
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=1, decimals=True, scores_of=decimals,
 )  # fmt: skip
-RESULT = Form(line=result, most_lines=2, lead=PROSE, num_scores=1)
-RESULT_LETTER = Form(line=result_letter, most_lines=2, lead=PROSE, num_scores=2, scores_of=by_letter)
-BOLD_RESULT = Form(line=bold_result, most_lines=2, num_scores=1)
-BOLD_RESULT_LETTER = Form(line=bold_result_letter, most_lines=2, num_scores=2, scores_of=by_letter)
-CHOICE_FIELD = Form(line=choice_field, most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, scores_of=by_letter)
-RANKING_FIELD = Form(
-    line=ranking_field, most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, decimals=True, scores_of=by_ranking
-)
-RANKING_BOX = Form(line=boxed_score, closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking)
-OVERALL_BOXED = Form(line=overall_boxed, num_scores=1, halves=True, scores_of=decimals)
+LETTER = Form(  # [[A]] or [[B]]
+    line=lambda number, scale, num_scores: rf"\[\[([AB])\]\]{QUOTED_TAIL}",
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+LETTER_OR_TIE = Form(  # [[A]], [[B]], or [[C]] for a tie
+    line=lambda number, scale, num_scores: rf"\[\[([ABC])\]\]{QUOTED_TAIL}",
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+ANSWER_LETTER = Form(  # <answer>[[A]]</answer> or <answer>[[B]]</answer>
+    line=lambda number, scale, num_scores: rf"<answer>{GAP}\[\[([AB])\]\]{GAP}</answer>",
+    most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+ANSWER_SCORES = Form(  # <answer>3</answer><answer>5</answer>, one answer for each score
+    line=lambda number, scale, num_scores: GAP.join([rf"<answer>{GAP}{number}{GAP}</answer>"] * num_scores),
+    most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True, scores_of=decimals,
+)  # fmt: skip
+RESULT = Form(  # [RESULT] 4 or [RESULT] (4)
+    line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}",
+    most_lines=2, lead=PROSE, num_scores=1,
+)  # fmt: skip
+RESULT_LETTER = Form(  # [RESULT] A or [RESULT] (B)
+    line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
+    most_lines=2, lead=PROSE, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+BOLD_RESULT = Form(  # **Result:** 4
+    line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}",
+    most_lines=2, num_scores=1,
+)  # fmt: skip
+BOLD_RESULT_LETTER = Form(  # **Result:** A or **Result:** B
+    line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
+    most_lines=2, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+CHOICE_FIELD = Form(  # the JSON field "Choice": "Model A"
+    line=lambda number, scale, num_scores: json_field("Choice", r'"\[?Model ([AB])\]?"'),
+    most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, scores_of=by_letter,
+)  # fmt: skip
+RANKING_FIELD = Form(  # the JSON field "ranking": 2
+    line=lambda number, scale, num_scores: json_field("ranking", number),
+    most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, decimals=True, scores_of=by_ranking,
+)  # fmt: skip
+RANKING_BOX = Form(  # \boxed{2}
+    line=lambda number, scale, num_scores: boxed_score(number),
+    closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking,
+)  # fmt: skip
+OVERALL_BOXED = Form(  # Overall score: $\boxed{7.5}$, in any words: boxes of single criteria stand before it
+    line=lambda number, scale, num_scores: (
+        rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{boxed_score(number)}"
+    ),
+    num_scores=1, halves=True, scores_of=decimals,
+)  # fmt: skip

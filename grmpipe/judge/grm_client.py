@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
@@ -34,9 +36,11 @@ class GrmQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmRequest:
-    """One call. A repeated id samples the same answer."""
+    """One question to a GRM. Its request ids are `<name>.<attempt>`, with the judge's mark; a repeated id samples the
+    same answer.
+    """
 
-    request_id: str
+    name: str
     group_id: str
     priority: int
     prompt: GrmPrompt
@@ -45,9 +49,13 @@ class GrmRequest:
     thinking: ThinkingBudget | None
 
 
+T = TypeVar("T")
+Read = Callable[[Completion, int], T | FailedJudgement]  # an answer, the attempt counted from 1 -> its result
+
+
 class GrmClient:
-    """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
-    engine.
+    """Sends at most `judge.limits.max_concurrency` requests at once. The lowest priority number goes first, here and
+    in the engine.
 
     seed: makes every answer repeatable by its request_id, without the suffix of a group that is sampled again.
     Judges that share a model ask it about the same siblings: the ids of requests name the judge, if it has a name.
@@ -60,17 +68,12 @@ class GrmClient:
         self._mark = "" if config.name == JUDGE else f"@{config.name}"
         self._scale = config.scale
         self._parser = parser_named(config.parser)
-        self._places = PrioritySemaphore(config.max_concurrency)
+        self._places = PrioritySemaphore(config.limits.max_concurrency)
 
     @property
     def is_greedy(self) -> bool:
         """Whether a repeated request would get the same answer."""
         return self._config.temperature == 0
-
-    @property
-    def _most_attempts(self) -> int:
-        """For an unusable answer."""
-        return 1 if self.is_greedy else 1 + self._config.max_retries
 
     @property
     def room(self) -> int | None:
@@ -80,54 +83,55 @@ class GrmClient:
     @property
     def room_for_principles(self) -> int | None:
         """The tokens that a prompt for principles may have. None if the context window is unknown."""
-        return self.grm.context_tokens - self._config.principles_max_new_tokens if self.grm.context_tokens else None
+        return self.grm.context_tokens - self._config.principles.max_new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, with retries while the answer is unusable, unless it is greedy. The router retries a dead
-        engine.
-        """
-        config = self._config
-        pattern, budget = self._pattern(question.num_scores), self._budget(question.num_scores)
-        results: list[Judgement | Failed] = []
-        for attempt in range(self._most_attempts):
-            request = GrmRequest(
-                request_id=f"{question.name}/j{index}.{attempt}{self._mark}",
-                group_id=question.group_id,
-                priority=priority,
-                prompt=question.prompt,
-                max_new_tokens=config.max_new_tokens,
-                pattern=pattern,
-                thinking=budget,
-            )
+        """One judgement, after the failures before it."""
+        request = GrmRequest(
+            name=f"{question.name}/j{index}",
+            group_id=question.group_id,
+            priority=priority,
+            prompt=question.prompt,
+            max_new_tokens=self._config.max_new_tokens,
+            pattern=self._pattern(question.num_scores),
+            thinking=self._budget(question.num_scores),
+        )
+        return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
+
+    async def text(self, name: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
+        """A free text that isn't truncated: the principles of a group."""
+        request = GrmRequest(
+            name=name,
+            group_id=group_id,
+            priority=priority,
+            prompt=prompt,
+            max_new_tokens=self._config.principles.max_new_tokens,
+            pattern=None,
+            thinking=self._budget(),
+        )
+
+        def read(answer: Completion, attempts: int) -> Completion | FailedJudgement:
+            if answer.finish_reason != "length" and answer.answer.strip():
+                return answer
+            cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
+            return failed_judgement(cause, attempts, "the principles are truncated or empty", prompt, answer)
+
+        *_, last = await self._sample(request, read)
+        return last
+
+    async def _sample(self, request: GrmRequest, read: Read[T]) -> list[T | Failed]:
+        """Ask with retries while the answer is unusable, unless it is greedy. The router retries a dead engine."""
+        results: list[T | Failed] = []
+        for attempt in range(1 if self.is_greedy else 1 + self._config.limits.max_retries):
             answer = await self._answer(request, attempt)
-            results.append(answer if isinstance(answer, Failed) else self._read(question, answer, attempt))
+            results.append(answer if isinstance(answer, Failed) else read(answer, attempt + 1))
             if not isinstance(results[-1], FailedJudgement):
                 break
         return results
 
-    async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
-        """A free text that isn't truncated: the principles of a group. Retried like a judgement."""
-        result: Completion | Failed
-        for attempt in range(self._most_attempts):
-            request = GrmRequest(
-                request_id=f"{request_id}.{attempt}{self._mark}",
-                group_id=group_id,
-                priority=priority,
-                prompt=prompt,
-                max_new_tokens=self._config.principles_max_new_tokens,
-                pattern=None,
-                thinking=self._budget(),
-            )
-            answer = await self._answer(request, attempt)
-            if isinstance(answer, Failed) or (answer.finish_reason != "length" and answer.answer.strip()):
-                return answer
-            cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
-            result = failed_judgement(cause, attempt, "the principles are truncated or empty", prompt, answer)
-        return result
-
     def _pattern(self, num_scores: int) -> str | None:
         """The pattern of a whole judgement. None if it is free."""
-        if not self._config.structured:
+        if not self._config.format.structured:
             return None
         return judgement_pattern(self._config.parser, self._scale, num_scores, self.grm.thinking)
 
@@ -138,13 +142,14 @@ class GrmClient:
             return None
         if num_scores is None:
             return replace(budget, answer_start="")
-        if not config.structured:
+        if not config.format.structured:
             return budget
         return replace(budget, pattern=answer_pattern(config.parser, self._scale, num_scores))
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
+        request_id = f"{request.name}.{attempt}{self._mark}"
         context = RequestContext(
-            request_id=request.request_id,
+            request_id=request_id,
             group_id=request.group_id,
             role=self.grm.name,
             priority=request.priority,
@@ -153,15 +158,15 @@ class GrmClient:
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,
             temperature=self._config.temperature,
-            seed=derive_seed(self._seed, first_name(request.request_id)),
+            seed=derive_seed(self._seed, first_name(request_id)),
             pattern=request.pattern,
             thinking=request.thinking,
         )
         try:
-            async with self._places.enter(request.priority), self.grm.time_limit(self._config.timeout_s):
+            async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
                 completion = await self.grm.ask(request.prompt, params, context)
         except TimeoutError:
-            return failed("timeout", f"no answer within {self._config.timeout_s:g} s", attempt + 1)
+            return failed("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
             return failed("refused", str(error), attempt + 1)
         except EngineDied as error:
@@ -170,11 +175,11 @@ class GrmClient:
             return failed("died", "the request was aborted", attempt + 1)
         return completion
 
-    def _read(self, question: GrmQuestion, completion: Completion, attempt: int) -> Judgement | Failed:
+    def _read(self, question: GrmQuestion, completion: Completion, attempts: int) -> Judgement | FailedJudgement:
         scores = scores_of(completion, self._parser, question.num_scores, self._scale)
         if isinstance(scores, str):
             detail = f"it ends with {completion.text[-80:]!r}"
-            return failed_judgement(scores, attempt, detail, question.prompt, completion)
+            return failed_judgement(scores, attempts, detail, question.prompt, completion)
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
@@ -187,12 +192,12 @@ class GrmClient:
 
 
 def failed_judgement(
-    cause: Cause, attempt: int, detail: str, prompt: GrmPrompt, completion: Completion
+    cause: Cause, attempts: int, detail: str, prompt: GrmPrompt, completion: Completion
 ) -> FailedJudgement:
     return FailedJudgement(
         stage="judge",
         cause=cause,
-        attempts=attempt + 1,
+        attempts=attempts,
         detail=detail,
         prompt_ids=prompt.token_ids,
         completion=completion,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+import msgspec
 
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.labels import judged_right, num_scores
@@ -18,8 +19,7 @@ from scheduler.supervise import raising_first
 Split = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledJudgement:
+class LabelledJudgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parsed judgement, and whether it agrees with the label of what it judged.
 
     label: of the item, in the format of grmpipe/judge/labels.py.
@@ -119,43 +119,24 @@ def batches(
 
 def write_examples(path: Path, examples: Sequence[LabelledJudgement]) -> None:
     """Write one example per line."""
-    lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_bytes(msgspec.json.Encoder().encode_lines(examples))
 
 
 def read_examples(path: Path) -> tuple[LabelledJudgement, ...]:
     """Read what `write_examples` wrote. ValueError names the line and the field."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
         raise ValueError(f"{path} can't be read: {error}") from error
-    examples = tuple(read_example(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1))
+    examples: list[LabelledJudgement] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            examples.append(msgspec.json.decode(line, type=LabelledJudgement))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from error
     for split in get_args(Split):
         if not any(example.split == split for example in examples):
             raise ValueError(f'{path}: holds no judgement whose "split" is "{split}"')
-    return examples
-
-
-def read_example(line: str, where: str) -> LabelledJudgement:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    known = {spec.name for spec in fields(LabelledJudgement)}
-    if not isinstance(row, dict) or set(row) != known:
-        raise ValueError(f"{where}: expected an object with exactly the fields {', '.join(sorted(known))}")
-    if row["split"] not in get_args(Split) or not isinstance(row["right"], bool):
-        raise ValueError(f"{where}: split must be {' or '.join(get_args(Split))}, right must be true or false")
-    if not all(isinstance(token_id, int) for name in ("prompt_ids", "sampled_ids") for token_id in row[name]):
-        raise ValueError(f"{where}: prompt_ids and sampled_ids must be token ids")
-    return LabelledJudgement(
-        split=row["split"],
-        item_id=row["item_id"],
-        subset=row["subset"],
-        label=row["label"],
-        scores=tuple(row["scores"]),
-        right=row["right"],
-        text=row["text"],
-        prompt_ids=tuple(row["prompt_ids"]),
-        sampled_ids=tuple(row["sampled_ids"]),
-    )
+    return tuple(examples)

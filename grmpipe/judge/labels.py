@@ -45,12 +45,16 @@ class JudgingTasks:
                 f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
                 f"type judge.protocol={' or '.join(known)}"
             )
-        if judge.principles == "shared":
+        if judge.principles.kind == "shared":
             raise ValueError(
-                "principles: a judging task is one judgement that includes its principles; type judge.principles=inline"
+                "principles.kind: a judging task is one judgement that includes its principles; type "
+                "judge.principles.kind=inline"
             )
         return JudgingTasks(
-            template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels, show_thoughts=judge.show_thoughts
+            template=JudgePrompt.of(judge),
+            protocol=judge.protocol,
+            labels=labels,
+            show_thoughts=judge.format.show_thoughts,
         )
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
-INSTALL = 'pip install -e ".[math]"'
+INSTALL = 'pip install "grmpipe[math]"'
 TIMEOUT_S = 1  # per step of the library; a tower of powers would never end
 
 

@@ -86,8 +86,8 @@ def scores_of(form: Form, scale: Scale) -> str:
     """The pattern of all scores of a scale, as a form writes numbers. ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
-            f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
-            "type judge.structured=false, or a smaller scale (judge.score_min, judge.score_max)"
+            f"format.structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
+            "type judge.format.structured=false, or a smaller scale (judge.scale.low, judge.scale.high)"
         )
     numbers = (f"{score}{decimals_of(form, score, scale)}" for score in range(scale.low, scale.high + 1))
     return f"(?:{'|'.join(numbers)})"

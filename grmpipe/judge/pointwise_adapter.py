@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -26,15 +26,20 @@ class PointwiseAdapter:
     judge: RolloutJudge
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return PointwiseAdapterSession(self.judge, prompt)
+        async def judge(rollouts: Sequence[Rollout], priority: int) -> Sequence[JudgeReport]:
+            return [await self.judge.judge(prompt, rollout, priority) for rollout in rollouts]
+
+        return HandOver(judge, 1)
 
 
-class PointwiseAdapterSession:
-    """Judges each rollout as soon as it has ended."""
+class HandOver:
+    """A judge session that hands over `size` rollouts at a time: each as soon as it has ended, or a whole group."""
 
-    def __init__(self, judge: RolloutJudge, prompt: Prompt) -> None:
+    def __init__(self, judge: Callable[[Sequence[Rollout], int], Awaitable[Sequence[JudgeReport]]], size: int) -> None:
+        """judge: (rollouts, priority) -> their reports, in their order."""
         self._judge = judge
-        self._prompt = prompt
+        self._size = size
+        self._waiting: list[int] = []
         self._rollouts: dict[int, Rollout] = {}
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -42,11 +47,15 @@ class PointwiseAdapterSession:
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
-        return (JudgeTask(members=(rollout.sibling,)),)
+        self._waiting.append(rollout.sibling)
+        if len(self._waiting) < self._size:
+            return ()
+        members, self._waiting = tuple(sorted(self._waiting)), []
+        return (JudgeTask(members=members),)
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        (sibling,) = judge_task.members
-        return {sibling: await self._judge.judge(self._prompt, self._rollouts[sibling], priority)}
+        rollouts = [self._rollouts[sibling] for sibling in judge_task.members]
+        return dict(zip(judge_task.members, await self._judge(rollouts, priority), strict=True))
 
 
 async def judge_group(

@@ -85,7 +85,7 @@ class JudgePrompt:
 
     @classmethod
     def of(cls, config: JudgeConfig) -> JudgePrompt:
-        ahead = config.principles == "shared"
+        ahead = config.principles.kind == "shared"
         return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
 
     @property
@@ -160,8 +160,8 @@ class PrinciplesPrompt:
     FIELDS = ("question", "messages", "reference", "criteria")
 
     def __init__(self, template: str) -> None:
-        path = path_of("principles_template", template)
-        self._label, text = f"principles_template {path}", path.read_text(encoding="utf-8")
+        path = path_of("principles.template", template)
+        self._label, text = f"principles.template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
         self._guard = TextGuard.of(self._label, self._template.markers)
         refuse_unknown(self._label, self._template.tree, self.FIELDS)

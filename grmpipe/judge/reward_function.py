@@ -28,7 +28,7 @@ RETURN = "return a number, True or False, None for no verdict, or a dict with `r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class GivenReward:
     """What a function says of a response. reward: None for no verdict. metrics: its further numbers, by name."""
 
     reward: float | None
@@ -89,7 +89,7 @@ class RewardFunction:
             return prompt.columns[name]
         return ROW_FIELDS[name](prompt) if name in ROW_FIELDS else None
 
-    def read(self, given: object, count: int) -> list[Scored]:
+    def read(self, given: object, count: int) -> list[GivenReward]:
         """One result for each of `count` responses. Raises BadValueError."""
         if not self.is_batch:
             return [scored(given)]
@@ -141,18 +141,18 @@ def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> Rewa
     )
 
 
-def scored(given: object) -> Scored:
+def scored(given: object) -> GivenReward:
     """What a function returned for a response. Raises BadValueError for what is no reward."""
     if given is None:
-        return Scored(reward=None)
+        return GivenReward(reward=None)
     if not isinstance(given, Mapping):
-        return Scored(reward=reward_in(given))
+        return GivenReward(reward=reward_in(given))
     key = next((key for key in REWARD_KEYS if key in given), None)
     if key is None:
         raise BadValueError(f"returned {shown(given)}, a dict without {' or '.join(REWARD_KEYS)}; {RETURN}")
     numbers = {str(name): number_of(value) for name, value in given.items() if name != key}
     metrics = {name: number for name, number in numbers.items() if number is not None}
-    return Scored(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics)
+    return GivenReward(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics)
 
 
 def reward_in(value: object) -> float:

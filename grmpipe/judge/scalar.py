@@ -41,16 +41,16 @@ class ScalarModel:
 
 
 class ScalarJudge:
-    """Judges a rollout by the raw score of its conversation. Sends at most `judge.max_concurrency` at once."""
+    """Judges a rollout by the raw score of its conversation. Sends at most `judge.limits.max_concurrency` at once."""
 
     def __init__(self, model: ScalarModel, config: JudgeConfig) -> None:
         self._model = model
         self._config = config
-        self._places = PrioritySemaphore(config.max_concurrency)
+        self._places = PrioritySemaphore(config.limits.max_concurrency)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            messages = tuple(conversation(prompt, rollout, thoughts=self._config.show_thoughts))
+            messages = tuple(conversation(prompt, rollout, thoughts=self._config.format.show_thoughts))
             token_ids = await off_loop_if_long(chars_of(messages), partial(self._model.renderer.render_whole, messages))
         except ValueError as error:  # a template may refuse some order of roles
             return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
@@ -62,10 +62,10 @@ class ScalarJudge:
 
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
-            async with self._places.enter(priority), asyncio.timeout(self._config.timeout_s):
+            async with self._places.enter(priority), asyncio.timeout(self._config.limits.timeout_s):
                 raw_score = await self._model.scorer.score(token_ids, priority)
         except TimeoutError:
-            return failed("timeout", f"no score within {self._config.timeout_s:g} s", 1)
+            return failed("timeout", f"no score within {self._config.limits.timeout_s:g} s", 1)
         except EngineRefused as error:
             return failed("refused", str(error), 1)
         except EngineDied as error:

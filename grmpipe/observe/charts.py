@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 WIDTH, HEIGHT = 560, 210
-MARGINS = LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
 MAX_POINTS = 300  # of a curve: more than a screen can show
 MAX_DOTS = 40  # a curve with fewer points shows each as a dot
 NUM_TICKS = 4
@@ -26,14 +25,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    at: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A series on the canvas. `dots`: x, y and label of each. value: the last value as text; for an area its mean."""
+    """A series on the canvas. `dots`: x, y and label of each. value: the last value as text."""
 
     name: str
     path: str
@@ -47,10 +40,9 @@ class Chart:
     title: str
     note: str
     curves: Sequence[Curve]
-    x_ticks: Sequence[Tick]
-    y_ticks: Sequence[Tick]
+    x_ticks: Sequence[tuple[float, str]]  # place, label
+    y_ticks: Sequence[tuple[float, str]]
     bands: Sequence[tuple[float, float]] = ()  # x, width: steps that are marked
-    filled: bool = False  # curves are the upper edges of areas, the topmost first
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -63,18 +55,13 @@ class Frame:
     x_high: float
     y_low: float
     y_high: float
-    width: int = WIDTH
-    height: int = HEIGHT
-    margins: tuple[int, int, int, int] = MARGINS
 
     def x(self, value: float) -> float:
-        left, right, _, _ = self.margins
-        return left + (value - self.x_low) / (self.x_high - self.x_low) * (self.width - left - right)
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        _, _, top, bottom = self.margins
         share = (value - self.y_low) / (self.y_high - self.y_low)
-        return self.height - bottom - share * (self.height - top - bottom)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
 def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Iterable[float] = ()) -> Chart | None:
@@ -83,100 +70,39 @@ def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Itera
     if not drawn:
         return None
     frame = framed([point for one in drawn for point in one.points])
-    curves = [curve(one, frame) for one in drawn]
-    return on_axes(title, note, frame, curves, bands=bands(sorted(set(marked)), frame))
-
-
-def stacked(title: str, layers: Sequence[Series], *, note: str = "") -> Chart | None:
-    """A chart of areas on top of each other, the first at the bottom. All layers have the same x. None for fewer than
-    two points.
-    """
-    if not layers or len(layers[0].points) < 2:
-        return None
-    xs = [x for x, _ in layers[0].points]
-    heights = [list(accumulate(ys)) for ys in zip(*([y for _, y in layer.points] for layer in layers), strict=True)]
-    edges = [thinned([*zip(xs, edge, strict=True)]) for edge in zip(*heights, strict=True)]
-    frame = framed([(xs[0], 0.0), *(point for edge in edges for point in edge)])
-    floor = f"V{rounded(frame.y(0.0))}H{rounded(frame.x(edges[0][0][0]))}Z"
-    areas = [
-        Curve(
-            name=layer.name,
-            path=path_of(edge, frame) + floor,
-            quiet=False,
-            value=short(sum(y for _, y in layer.points) / len(layer.points)),
-        )
-        for edge, layer in zip(edges, layers, strict=True)
-    ]
-    return on_axes(title, note, frame, areas[::-1], filled=True)
-
-
-def on_axes(
-    title: str,
-    note: str,
-    frame: Frame,
-    curves: Sequence[Curve],
-    *,
-    bands: Sequence[tuple[float, float]] = (),
-    filled: bool = False,
-) -> Chart:
     return Chart(
         title=title,
         note=note,
-        curves=curves,
-        x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
-        y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
-        bands=bands,
-        filled=filled,
+        curves=[curve(one, frame) for one in drawn],
+        x_ticks=[(rounded(frame.x(value)), short(value)) for value in whole_ticks(frame)],
+        y_ticks=[(rounded(frame.y(value)), short(value)) for value in ticks(frame.y_low, frame.y_high)],
+        bands=bands(sorted(set(marked)), frame),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spark:
-    """A curve the size of a word."""
-
-    name: str
-    path: str
-    first: str
-    last: str
-
-
-SPARK_WIDTH, SPARK_HEIGHT = 120, 24
-
-
-def spark(name: str, points: Sequence[Point]) -> Spark:
-    points = thinned(points, SPARK_WIDTH)
-    frame = framed(points, SPARK_WIDTH, SPARK_HEIGHT, (1, 1, 2, 2))
-    return Spark(name=name, path=path_of(points, frame), first=short(points[0][1]), last=short(points[-1][1]))
 
 
 # -- geometry --------------------------------------------------------------------------------------------------------
 
 
-def framed(
-    points: Sequence[Point],
-    width: int = WIDTH,
-    height: int = HEIGHT,
-    margins: tuple[int, int, int, int] = MARGINS,
-) -> Frame:
+def framed(points: Sequence[Point]) -> Frame:
     """The frame around all points. A constant series also gets some height."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_low, x_high = widened(min(xs), max(xs))
-    y_low, y_high = widened(min(ys), max(ys))
-    return Frame(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high, width=width, height=height, margins=margins)
+    x_low, x_high = widened([x for x, _ in points])
+    y_low, y_high = widened([y for _, y in points])
+    return Frame(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high)
 
 
-def widened(low: float, high: float) -> Point:
+def widened(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
     if high > low:
         return low, high
     room = abs(low) / 2
     return (low - room, high + room) if room else (0.0, 1.0)
 
 
-def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
     """Points reduced to means of neighbours if there are too many; the last point is kept."""
-    if len(points) <= most:
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = math.ceil(len(points) / most)
+    size = math.ceil(len(points) / MAX_POINTS)
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
     return [*means[:-1], points[-1]]

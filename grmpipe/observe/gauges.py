@@ -15,15 +15,12 @@ PASS_AT = re.compile(r"eval/(true_)?pass_at_(\d+)")
 OF_PART = re.compile(r"(judge|cascade)/(\w+)/(\w+)")  # area, name of the judge or cascade, metric
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gauge:
-    """A shown metric. `brief`: its name in a line per step; `title`: in the panel. `width`: of the value, so that lines
-    align.
-    """
+    """A shown metric: its name in a line per step, and its format. width: of the value, so that lines align."""
 
     metric: str
-    title: str
-    brief: str
+    name: str
     decimals: int
     width: int
     unit: str = ""
@@ -34,66 +31,47 @@ class Gauge:
         return shown.rjust(self.width)
 
 
-ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4)
-SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", decimals=1, width=4)
-REWARD = Gauge(metric="train/reward", title="reward", brief="reward", decimals=2, width=4)
-PACE = (
-    Gauge(metric="time/step_s", title="step", brief="took", decimals=1, width=6, unit="s"),
-    Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", decimals=0, width=7),
-    Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", decimals=0, width=7),
-    Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", decimals=0, width=2),
-    Gauge(metric="learner/tokens_per_s", title="learner tokens/s", brief="learner tok/s", decimals=0, width=7),
-)
-WAITS = (
-    Gauge(metric="time/train_s", title="learner worked", brief="learner works", decimals=1, width=6, unit="s"),
-    Gauge(
-        metric="stall/groups_s", title="learner waited for groups", brief="learner waits",
-        decimals=1, width=6, unit="s",
-    ),
-    Gauge(
-        metric="stall/engines_idle_s", title="engines waited for learner", brief="engines wait",
-        decimals=1, width=6, unit="s",
-    ),
-    Gauge(metric="sync/push_s", title="weight sync", brief="sync", decimals=2, width=6, unit="s"),
-    Gauge(metric="perf/mfu", title="learner MFU", brief="mfu", decimals=2, width=4),
-)  # fmt: skip
+SCORE = Gauge("train/grm_score", "score", 1, 4)
+REWARD = Gauge("train/reward", "reward", 2, 4)
 HELD_OUT = (
-    Gauge(metric="eval/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4),
-    Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", decimals=2, width=4),
-    Gauge(metric="eval/grm_score", title="GRM score", brief="score", decimals=1, width=4),
+    Gauge("eval/true_accuracy", "true", 2, 4),
+    Gauge("eval/true_accuracy_greedy", "greedy", 2, 4),
+    Gauge("eval/grm_score", "score", 1, 4),
 )
 HELD_OUT_REWARD = (
     *HELD_OUT[:2],
-    Gauge(metric="eval/reward", title="reward", brief="reward", decimals=2, width=4),
-    Gauge(metric="eval/grm_score", title="score by the first judge", brief="first judge", decimals=1, width=4),
+    Gauge("eval/reward", "reward", 2, 4),
+    Gauge("eval/grm_score", "first judge", 1, 4),
 )
 ZERO_ADVANTAGE = "train/zero_advantage_share"
 MANY = 0.5  # above this share of groups without a signal a step, or a run, says so
-TURNS = Gauge(metric="env/turns_mean", title="turns", brief="turns", decimals=1, width=4)  # of an episode
-LINE = (PACE[0], ACCURACY, SCORE, TURNS, PACE[1], PACE[4], WAITS[4], PACE[3], *WAITS[1:4])  # of a step, without a panel
-OF_JUDGE = (
-    Gauge(metric="score_mean", title="score", brief="score", decimals=1, width=4),
-    Gauge(metric="tokens_per_s", title="tokens/s", brief="tok/s", decimals=0, width=5),
+LINE = (
+    Gauge("time/step_s", "took", 1, 6, "s"),
+    Gauge("train/true_accuracy", "true", 2, 4),
+    SCORE,
+    Gauge("env/turns_mean", "turns", 1, 4),  # of an episode
+    Gauge("rollout/tokens_per_s", "tok/s", 0, 7),
+    Gauge("learner/tokens_per_s", "learner tok/s", 0, 7),
+    Gauge("perf/mfu", "mfu", 2, 4),
+    Gauge("staleness/max", "stale", 0, 2),
+    Gauge("stall/groups_s", "learner waits", 1, 6, "s"),
+    Gauge("stall/engines_idle_s", "engines wait", 1, 6, "s"),
+    Gauge("sync/push_s", "sync", 2, 6, "s"),
 )
-OF_CASCADE = (
-    Gauge(metric="escalated_share", title="escalated", brief="escalated", decimals=2, width=4),
-    Gauge(metric="audit_error", title="error where it is sure", brief="audit error", decimals=2, width=4),
-)
+OF_JUDGE = (Gauge("score_mean", "score", 1, 4), Gauge("tokens_per_s", "tok/s", 0, 5))
+OF_CASCADE = (Gauge("escalated_share", "escalated", 2, 4), Gauge("audit_error", "audit error", 2, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaugeSet:
     """The gauges of a run. With several judges the reward is theirs together, and no score is."""
 
-    score: Gauge
     line: Sequence[Gauge]
     held_out: Sequence[Gauge]
 
 
-ONE_JUDGE = GaugeSet(score=SCORE, line=LINE, held_out=HELD_OUT)
-SEVERAL_JUDGES = GaugeSet(
-    score=REWARD, line=[REWARD if gauge is SCORE else gauge for gauge in LINE], held_out=HELD_OUT_REWARD
-)
+ONE_JUDGE = GaugeSet(line=LINE, held_out=HELD_OUT)
+SEVERAL_JUDGES = GaugeSet(line=[REWARD if gauge is SCORE else gauge for gauge in LINE], held_out=HELD_OUT_REWARD)
 
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:
@@ -163,7 +141,7 @@ def failures_text(failures: Mapping[str, int]) -> str:
 
 
 def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ONE_JUDGE) -> Iterator[str]:
-    """The lines of a step without a panel: one for its batch, one for several judges, one for an evaluation on held-out
+    """The lines of a step: one for its batch, one for several judges, one for an evaluation on held-out
     prompts. Empty if it has none of them.
     """
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
@@ -185,16 +163,13 @@ def held_out_texts(shown: GaugeSet, metrics: Metrics) -> list[str]:
     """The gauges of an evaluation on held-out prompts, with pass@k where several answers are sampled."""
     ks = {(bool(found[1]), int(found[2])) for name in metrics if (found := PASS_AT.fullmatch(name))}
     passes = [
-        Gauge(
-            metric=f"eval/{'true_' * by_rule}pass_at_{k}", title=f"pass@{k}", brief=f"{'true ' * by_rule}pass@{k}",
-            decimals=2, width=4,
-        )
+        Gauge(f"eval/{'true_' * by_rule}pass_at_{k}", f"{'true ' * by_rule}pass@{k}", 2, 4)
         for by_rule, k in sorted(ks)
         if k > 1
-    ]  # fmt: skip
+    ]
     return written([*shown.held_out, *passes], metrics)
 
 
 def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
     """The gauges that this run measures: a replay has no engines, prompts may have no reference."""
-    return [f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges if gauge.metric in metrics]
+    return [f"{gauge.name} {gauge.text(metrics)}" for gauge in gauges if gauge.metric in metrics]

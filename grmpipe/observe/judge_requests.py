@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grmpipe.counts import Counts
 from grmpipe.judge.purpose import PURPOSES, current_purpose
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
@@ -21,7 +22,7 @@ JUDGE_REQUESTS = "judge_requests.jsonl"
 
 
 @dataclass(slots=True)
-class RequestCounts:
+class RequestCounts(Counts):
     """Requests and their tokens. unknown: requests without a count of tokens: in flight at a kill, cancelled, cut off,
     or answered without one.
     """
@@ -33,22 +34,42 @@ class RequestCounts:
     sampled_tokens: int = 0
     unknown: int = 0
 
-    def add(self, other: RequestCounts) -> None:
-        for spec in fields(self):
-            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
-
 
 ByPurpose = dict[str, RequestCounts]
 
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Totals of requests. counts: model -> purpose -> its counts."""
+    """Totals of requests, from lines in their order.
+
+    counts: model -> purpose -> its counts. last: the highest number of a request.
+    """
 
     counts: dict[str, ByPurpose] = field(default_factory=dict)
+    last: int = 0
+    _open: dict[int, tuple[RequestCounts, bool]] = field(default_factory=dict)  # number -> its counts, is it a retry
 
     def of(self, model: str, purpose: str) -> RequestCounts:
         return self.counts.setdefault(model, {}).setdefault(purpose, RequestCounts())
+
+    def count(self, record: Mapping[str, Any]) -> None:
+        number = record["n"]
+        if "model" in record:
+            counts, retry = self.of(record["model"], record["purpose"]), "retry" in record
+            self._open[number], self.last = (counts, retry), number
+            counts.requests += 1
+            counts.retries += retry
+            counts.unknown += 1
+            return
+        counts, retry = self._open.pop(number)
+        counts.unknown -= 1
+        if "unsent" in record:
+            counts.requests -= 1
+            counts.retries -= retry
+            return
+        counts.prompt_tokens += record["prompt"]
+        counts.cached_tokens += record["cached"]
+        counts.sampled_tokens += record["sampled"]
 
     @property
     def by_model(self) -> dict[str, ByPurpose]:
@@ -61,7 +82,7 @@ class RequestTotals:
         totals: ByPurpose = {}
         for own in self.counts.values():
             for purpose, counts in own.items():
-                totals.setdefault(purpose, RequestCounts()).add(counts)
+                totals[purpose] = totals.get(purpose, RequestCounts()) + counts
         return {name: totals[name] for name in PURPOSES if name in totals}
 
     @property
@@ -72,9 +93,7 @@ class RequestTotals:
 
 def requests_text(model: str, by_purpose: Mapping[str, RequestCounts]) -> str:
     """The requests to one model in words: all of them, then each purpose."""
-    total = RequestCounts()
-    for counts in by_purpose.values():
-        total.add(counts)
+    total = sum(by_purpose.values(), RequestCounts())
     purposes = ", ".join(
         f"{purpose.replace('_', '-')} {counts.requests:,}" for purpose, counts in by_purpose.items() if counts.requests
     )
@@ -96,25 +115,17 @@ class RequestJournal:
         self._journal = Journal(run_dir / JUDGE_REQUESTS, checked=False)
         self._guard = Guard()
         self.failures = self._guard.failures
-        self._tally = Tally()
+        self.totals = RequestTotals()
         with self._guard.watch(JUDGE_REQUESTS):
-            self._tally.read(read_what_can_be(self._journal.path))
-
-    @property
-    def totals(self) -> RequestTotals:
-        return self._tally.totals
+            self.totals = read_totals(run_dir)
 
     def of_model(self, model: str) -> RequestLog:
         return ModelRequests(self, model)
 
     def note(self, record: Mapping[str, object]) -> None:
-        self._tally.count(record)
+        self.totals.count(record)
         with self._guard.watch(JUDGE_REQUESTS):
             self._journal.append(record)
-
-    @property
-    def next_number(self) -> int:
-        return self._tally.last + 1
 
     def close(self) -> None:
         with self._guard.watch(JUDGE_REQUESTS):
@@ -129,7 +140,7 @@ class ModelRequests:
         self._model = model
 
     def sending(self, *, retry: bool) -> int:
-        number = self._journal.next_number
+        number = self._journal.totals.last + 1
         record = {"n": number, "model": self._model, "purpose": current_purpose()}
         self._journal.note(record | {"retry": True} if retry else record)
         return number
@@ -142,42 +153,10 @@ class ModelRequests:
         self._journal.note({"n": number, "unsent": True})
 
 
-class Tally:
-    """The totals of lines, in their order."""
-
-    def __init__(self) -> None:
-        self.totals = RequestTotals()
-        self.last = 0
-        self._open: dict[int, tuple[RequestCounts, bool]] = {}  # number -> its counts, whether it is a retry
-
-    def read(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Count the lines of a file. Of another writer's, or a damaged file's, what can be read counts."""
-        for record in records:
-            with suppress(KeyError, TypeError):
-                self.count(record)
-
-    def count(self, record: Mapping[str, Any]) -> None:
-        number = record["n"]
-        if "model" in record:
-            counts, retry = self.totals.of(record["model"], record["purpose"]), "retry" in record
-            self._open[number], self.last = (counts, retry), number
-            counts.requests += 1
-            counts.retries += retry
-            counts.unknown += 1
-            return
-        counts, retry = self._open.pop(number)
-        counts.unknown -= 1
-        if "unsent" in record:
-            counts.requests -= 1
-            counts.retries -= retry
-            return
-        counts.prompt_tokens += record["prompt"]
-        counts.cached_tokens += record["cached"]
-        counts.sampled_tokens += record["sampled"]
-
-
 def read_totals(run_dir: Path) -> RequestTotals:
-    """The totals of a run's file, for a run without a summary."""
-    tally = Tally()
-    tally.read(read_what_can_be(run_dir / JUDGE_REQUESTS))
-    return tally.totals
+    """The totals of a run's file. Of another writer's, or a damaged one, what can be read counts."""
+    totals = RequestTotals()
+    for record in read_what_can_be(run_dir / JUDGE_REQUESTS):
+        with suppress(KeyError, TypeError):
+            totals.count(record)
+    return totals

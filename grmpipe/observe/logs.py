@@ -25,7 +25,7 @@ def setup_logging(run_dir: Path, console: Console | None = None, trackers: Seque
     """Send the root logger, including Python warnings, to run_dir/run.log. May be called again: the last call counts.
 
     Call it (again) after importing the noisy libraries, which install their own console handlers.
-    console:  the one that draws the live panel, so that a warning doesn't tear it.
+    console:  the one that shows the steps.
     trackers: libraries of which run.log gets warnings only: they have files of their own, and log the whole
               configuration.
     """

@@ -13,7 +13,7 @@ from grmpipe.observe.records import (
     decode_prompt,
     decode_report,
     decode_rollout,
-    encode_prompt,
+    encode,
     encode_report,
     encode_rollout,
 )
@@ -66,7 +66,7 @@ class Recorder:
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
-            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode_prompt(prompt)})
+            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode(prompt)})
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):
@@ -102,20 +102,18 @@ class RecordedRollout:
     rollout: Rollout
 
 
-def load_rollouts(
-    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
-) -> Iterator[RecordedRollout]:
+def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
     """Rollouts in the order they ended, read lazily: a long run's journal exceeds the memory. Otherwise like
     `read_records`.
     """
-    return read_records(path, decode_recorded, run_id=run_id, since=since, until=until)
+    return read_records(path, decode_recorded, run_id=run_id, since=since)
 
 
 def load_verdicts(
-    path: Path, *, run_id: str = "", since: Mark | None = None, until: Mark | None = None
+    path: Path, *, run_id: str = "", since: Mark | None = None
 ) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
     """((group_id, sibling), report) for each verdict. A rollout may be judged again: the later report counts."""
-    return read_records(path, decode_judged, run_id=run_id, since=since, until=until)
+    return read_records(path, decode_judged, run_id=run_id, since=since)
 
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -12,26 +12,29 @@ import numpy as np
 from grmpipe.config.redact import environment_secrets, mask
 from grmpipe.types import (
     CascadeEvent,
-    Criterion,
     Failed,
     FailedJudgement,
     Judgement,
     JudgeReport,
     Prompt,
-    RewardSpan,
     Rollout,
     StopAudit,
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, ToolCall, VersionSpan
+from models.types import Completion, Message
 
 DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
-# Left out where they are empty.
-RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s")
-RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s")
-RARE_FIELDS = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "stop_text")  # of a completion; as above
+# Left out where they are empty: of a turn, of a rollout, of a completion, and of anything else.
+RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s", "tool_calls", "rewards")
+RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures")
+RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "stop_text")
+RARE: Mapping[type, tuple[str, ...]] = {
+    Message: ("tool_calls", "name", "tool_call_id"),
+    Prompt: ("rubric", "info"),
+    Verdict: ("absent", "normalised"),
+}
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
@@ -51,19 +54,27 @@ def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(np.asarray(values, dtype=np.float32).tolist())
 
 
-def encode_calls(calls: Sequence[ToolCall]) -> list[Record]:
-    return [{"name": call.name, "arguments": dict(call.arguments), "call_id": call.call_id} for call in calls]
+def encode(value: object) -> Any:
+    """A value of the flow as plain JSON: many times faster than dataclasses.asdict, which copies every token id. What a
+    server or a program said of a failure may hold a secret.
+    """
+    if isinstance(value, Completion):
+        return encode_completion(value)
+    if isinstance(value, Failed):
+        value = replace(value, detail=mask(value.detail, environment_secrets()))
+    if is_dataclass(value):
+        rare = RARE.get(type(value), ())
+        found = ((name, getattr(value, name)) for name in value.__dataclass_fields__ if name not in rare)
+        flat = {name: encode(own) for name, own in found if (name, own) != ("turn", None)}
+        return flat | encode_some(value, rare)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [encode(one) for one in value] if isinstance(value, tuple) and value and is_dataclass(value[0]) else value
 
 
-def encode_message(message: Message) -> Record:
-    record: Record = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        record["tool_calls"] = encode_calls(message.tool_calls)
-    return record | {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key))}
-
-
-def encode_messages(messages: Sequence[Message]) -> list[Record]:
-    return [encode_message(message) for message in messages]
+def encode_some(value: object, names: Sequence[str]) -> Record:
+    """These fields, as far as they aren't empty."""
+    return {name: encode(own) for name in names if (own := getattr(value, name))}
 
 
 def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
@@ -71,14 +82,13 @@ def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
 
 
 def encode_completion(completion: Completion) -> Record:
-    rare = {name: value for name in RARE_FIELDS if (value := getattr(completion, name))}
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
         "logprobs": encode_logprobs(completion.logprobs),
-        "versions": [encode_flat(span) for span in completion.versions],
-        **rare,
+        "versions": encode(completion.versions),
+        **encode_some(completion, RARE_IN_COMPLETION),
     }
 
 
@@ -91,40 +101,22 @@ def decode_completion(record: Record) -> Completion:
     return msgspec.convert(with_logprobs(record), Completion)
 
 
-def encode_prompt(prompt: Prompt) -> Record:
-    flat = encode_flat(prompt)
-    del flat["rubric"], flat["info"]
-    rubric = {"rubric": [encode_flat(criterion) for criterion in prompt.rubric]} if prompt.rubric else {}
-    info = {"info": dict(prompt.info)} if prompt.info else {}
-    return {**flat, "messages": encode_messages(prompt.messages), **rubric, **info}
-
-
 def decode_prompt(record: Record) -> Prompt:
     return msgspec.convert(record, Prompt)
 
 
 def encode_turn(turn: Turn) -> Record:
     """The record of a turn: what is new in it, so that a long episode takes no more room than its tokens."""
-    rare: Record = {name: value for name in RARE_IN_TURN if (value := getattr(turn, name))}
-    if turn.tool_calls:
-        rare["tool_calls"] = encode_calls(turn.tool_calls)
-    if turn.rewards:
-        rare["rewards"] = dict(turn.rewards)
-    replies = encode_messages(turn.replies)
-    return {**encode_completion(turn.completion), "new_ids": turn.new_ids, "replies": replies, **rare}
+    new = {"new_ids": turn.new_ids, "replies": encode(turn.replies)}
+    return {**encode_completion(turn.completion), **new, **encode_some(turn, RARE_IN_TURN)}
 
 
 def encode_rollout(rollout: Rollout) -> Record:
-    rare: Record = {name: value for name in RARE_IN_ROLLOUT if (value := getattr(rollout, name))}
-    if rollout.opening:
-        rare["opening"] = encode_messages(rollout.opening)
-    if rollout.env_failures:
-        rare["env_failures"] = [encode_failed(failed) for failed in rollout.env_failures]
     return {
         "group_id": rollout.group_id,
         "sibling": rollout.sibling,
         "status": rollout.status,
-        **rare,
+        **encode_some(rollout, RARE_IN_ROLLOUT),
         "turns": [encode_turn(turn) for turn in rollout.turns],
     }
 
@@ -134,45 +126,14 @@ def decode_rollout(record: Record) -> Rollout:
     return msgspec.convert({**record, "turns": turns}, Rollout)
 
 
-def encode_judgement(judgement: Judgement) -> Record:
-    return {**encode_about(judgement), "completion": encode_completion(judgement.completion)}
-
-
 def decode_judgement(record: Record) -> Judgement:
     return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, Judgement)
-
-
-def encode_failed(failed: Failed) -> Record:
-    if isinstance(failed, FailedJudgement):
-        return {**encode_about(failed), "completion": encode_completion(failed.completion)}
-    return encode_about(failed)
-
-
-def encode_about(value: Judgement | Failed) -> Record:
-    """The fields; the turn only if it is about one. What a server or a program said of a failure may hold a secret."""
-    flat = encode_flat(value)
-    if "detail" in flat:
-        flat["detail"] = mask(flat["detail"], environment_secrets())
-    if value.turn is None:
-        del flat["turn"]
-    return flat
 
 
 def decode_failed(record: Record) -> Failed:
     if "completion" not in record:
         return msgspec.convert(record, Failed)
     return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, FailedJudgement)
-
-
-def encode_verdict(verdict: Verdict) -> Record:
-    flat = encode_flat(verdict)
-    if not verdict.absent:
-        del flat["absent"]
-    spans = {"rewards": verdict.rewards, "normalised": verdict.normalised}
-    if not verdict.normalised:
-        del flat["normalised"], spans["normalised"]
-    encoded = {name: [encode_flat(span) for span in some] for name, some in spans.items()}
-    return {**flat, **encoded, "breakdown": dict(verdict.breakdown)}
 
 
 def decode_verdict(record: Record) -> Verdict:
@@ -189,13 +150,13 @@ def encode_report(report: JudgeReport) -> Record:
     named = report.own_reports.items()
     record = {
         **encode_own(report),
-        "judgements": [{**encode_judgement(one), **of_judge(name)} for name, own in named for one in own.judgements],
-        "failures": [{**encode_failed(one), **of_judge(name)} for name, own in named for one in own.failures],
+        "judgements": [{**encode(one), **of_judge(name)} for name, own in named for one in own.judgements],
+        "failures": [{**encode(one), **of_judge(name)} for name, own in named for one in own.failures],
     }
     if report.by_judge:
         record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
     if report.cascades:
-        record["cascades"] = [encode_flat(event) for event in report.cascades]
+        record["cascades"] = encode(report.cascades)
     return record
 
 
@@ -206,12 +167,12 @@ def of_judge(name: str) -> Record:
 def encode_own(report: JudgeReport) -> Record:
     """A report without its judgements and failures."""
     verdict = report.verdict
-    ended = {"failed": encode_failed(verdict)} if isinstance(verdict, Failed) else {"verdict": encode_verdict(verdict)}
+    ended = {"failed": encode(verdict)} if isinstance(verdict, Failed) else {"verdict": encode(verdict)}
     return {
         **ended,
-        **({} if report.principles is None else {"principles": encode_completion(report.principles)}),
+        **({} if report.principles is None else {"principles": encode(report.principles)}),
         **({"saved_tokens": report.saved_tokens} if report.saved_tokens else {}),
-        **({} if report.audit is None else {"audit": encode_flat(report.audit)}),
+        **({} if report.audit is None else {"audit": encode(report.audit)}),
     }
 
 
@@ -235,11 +196,3 @@ def decode_report(record: Record) -> JudgeReport:
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
         cascades=msgspec.convert(record.get("cascades", ()), tuple[CascadeEvent, ...]),
     )
-
-
-Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit | CascadeEvent
-
-
-def encode_flat(value: Flat) -> Record:
-    """The fields of a flat dataclass: many times faster than dataclasses.asdict, which copies every token id."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}

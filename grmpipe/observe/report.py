@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from grmpipe.observe.charts import SPARK_HEIGHT, SPARK_WIDTH, Chart, Series, Spark, chart, short, spark, stacked
+from grmpipe.observe.charts import Chart, Series, chart, short
 from grmpipe.observe.console import readable
 from grmpipe.observe.gauges import failures_text
 from grmpipe.observe.guard import Guard
@@ -95,11 +95,11 @@ def render(run: RunFiles) -> str:
     )
     environment.filters |= {"shown": shown_text, "short": short, "percent": percent, "failures": failures_text}
     template = environment.get_template("report.html.jinja")
-    return template.render(run=run, never_ended=NEVER_ENDED, spark=(SPARK_WIDTH, SPARK_HEIGHT), **parts_of(run))
+    return template.render(run=run, never_ended=NEVER_ENDED, **parts_of(run))
 
 
 def parts_of(run: RunFiles) -> dict[str, object]:
-    """What the template shows beside the run itself: charts, bars, tiles, and curves of all metrics by their area."""
+    """What the template shows beside the run itself: charts, bars, tiles, and charts of all metrics by their area."""
     ringing = [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     return {
         "tiles": [*tiles(run)],
@@ -126,7 +126,7 @@ def parts_of(run: RunFiles) -> dict[str, object]:
             ),
         ),
         "failures": failure_bars(run),
-        "time": present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
+        "time": present(chart("Seconds of each step", wait_series(run))),
         "waits": wait_bars(run),
         "busy": busy_bars(run),
         "age": present(
@@ -137,7 +137,7 @@ def parts_of(run: RunFiles) -> dict[str, object]:
             ),
             chart("Staleness", series_of(run, STALENESS), note="versions between a group's oldest token and its batch"),
         ),
-        "metrics": sparks(run),
+        "metrics": charts_by_area(run),
     }
 
 
@@ -247,24 +247,22 @@ def mismatch_series(run: RunFiles) -> list[Series]:
     return series_of(run, {f"age {age}": f"mismatch/age_{age}/mean_nats" for age in ages})
 
 
-def wait_layers(run: RunFiles) -> list[Series]:
+def wait_series(run: RunFiles) -> list[Series]:
     """The learner's states, which add up to the time of a step."""
     lines = [line for line in run.metrics if "time/step_s" in line]
-    layers = [
-        Series(name=title, points=[(line["step"], line.get(name, 0.0)) for line in lines]) for name, title in WAITS
+    rest = [
+        (line["step"], max(0.0, line["time/step_s"] - sum(line.get(name, 0.0) for name, _ in WAITS))) for line in lines
     ]
-    known = [sum(line.get(name, 0.0) for name, _ in WAITS) for line in lines]
-    rest = [(line["step"], max(0.0, line["time/step_s"] - wait)) for line, wait in zip(lines, known, strict=True)]
-    return [Series(name=REST, points=rest), *layers]
+    return [Series(name=REST, points=rest), *series_of(run, {title: name for name, title in WAITS})]
 
 
-def sparks(run: RunFiles) -> dict[str, list[Spark]]:
-    names = sorted({name for line in run.metrics for name in line} - {"step", "time"})
-    houses: dict[str, list[Spark]] = {}
-    for name in names:
-        house, _, inside = name.partition("/")
-        houses.setdefault(house, []).append(spark(inside or name, run.series(name)))
-    return houses
+def charts_by_area(run: RunFiles) -> dict[str, list[Chart]]:
+    """A chart of each metric, by the part of its name before the slash."""
+    areas: dict[str, list[Chart]] = {}
+    for name in sorted({name for line in run.metrics for name in line} - {"step", "time"}):
+        area, _, inside = name.partition("/")
+        areas.setdefault(area, []).extend(present(chart(inside or name, [Series(name="", points=run.series(name))])))
+    return areas
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,7 +21,6 @@ import msgspec
 from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.changes import changes_of
 from grmpipe.observe.charts import Point
-from grmpipe.observe.evaluation_tables import FigureTable, evaluation_tables
 from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
@@ -33,6 +32,7 @@ from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prom
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
 NEVER_ENDED = "no end recorded"
+FIGURES = "figures.txt"  # the tables of task=evaluate
 
 Record = dict[str, Any]  # a line of a journal or a part of the summary; used in this file only
 T = TypeVar("T")
@@ -75,33 +75,6 @@ class ShownTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A rollout with its judging. score: None if judging failed; the critiques then begin with the cause.
-
-    why:     the reason for showing it.
-    opening: what the environment began with, if it isn't the prompt.
-    turns:   of an episode; none if it is a single answer, which is then `answer`.
-    ended:   what truncated an episode, in words.
-    parts:   of several judges, the reward of each part of their composition.
-    """
-
-    why: str
-    group_id: str
-    sibling: int
-    version: int
-    question: str
-    reference: str | None
-    answer: str
-    opening: Sequence[ShownMessage]
-    turns: Sequence[ShownTurn]
-    ended: str
-    score: float | None
-    reward: float | None
-    parts: Mapping[str, float]
-    critiques: Sequence[Critique]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The files of a run. metrics: one mapping per line, in the order of the file, with its `step`."""
 
@@ -119,8 +92,8 @@ class RunFiles:
     busy_s: Metrics
     judging: JudgingSummary
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
-    figures: Sequence[FigureTable]  # of task=evaluate
-    shown: Sequence[Shown]
+    figures: str  # of task=evaluate
+    shown: Sequence[ShownRollout]
     config: str
     log_end: str
     present: Sequence[str]  # names of files
@@ -136,7 +109,7 @@ def read_run(run_dir: Path) -> RunFiles:
     summary = read_object(run_dir / "summary.json")
     lines = map(numbers_of, read_what_can_be(run_dir / "metrics.jsonl"))
     metrics = [line for line in lines if "step" in line]
-    evaluations = part(summary, "eval")
+    evaluations, seen = part(summary, "eval"), evaluations_in(metrics)
     secrets = environment_secrets()
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
     return RunFiles(
@@ -149,8 +122,8 @@ def read_run(run_dir: Path) -> RunFiles:
         wall_s=number(summary, "wall_s"),
         steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         metrics=metrics,
-        eval_initial=numbers_of(part(evaluations, "initial")) if summary else look_of(metrics[:1]),
-        eval_final=numbers_of(part(evaluations, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
+        eval_initial=numbers_of(part(evaluations, "initial")) if summary else (*seen, {})[0],
+        eval_final=numbers_of(part(evaluations, "final")) or ({}, *seen[1:])[-1],
         busy_s=numbers_of(part(summary, "busy_s")),
         judging=(
             read_as(JudgingSummary, summary["judging"])
@@ -158,7 +131,7 @@ def read_run(run_dir: Path) -> RunFiles:
             else with_requests(judging_so_far(metrics), read_totals(run_dir))
         ),
         groups=groups_of(summary, metrics),
-        figures=evaluation_tables(run_dir),
+        figures=text_of(read_bytes(run_dir / FIGURES)),
         shown=shown_of(run_dir) or answers_of(run_dir),
         config=config,
         log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
@@ -189,14 +162,10 @@ def number(record: Mapping[str, object], name: str) -> float | None:
         return None
 
 
-def look_of_line(line: Metrics) -> bool:
-    return any(name.startswith("eval/") for name in line)
-
-
-def look_of(lines: Sequence[Metrics]) -> dict[str, float]:
-    """The held-out metrics of the only line, by their names in the summary."""
-    found = [item for line in lines for item in line.items() if item[0].startswith("eval/")]
-    return {name.removeprefix("eval/"): value for name, value in found}
+def evaluations_in(metrics: Iterable[Metrics]) -> list[Metrics]:
+    """The evaluations on held-out prompts, with their metrics' names in the summary."""
+    found = ({name[5:]: value for name, value in line.items() if name.startswith("eval/")} for line in metrics)
+    return [evaluation for evaluation in found if evaluation]
 
 
 def failures_in(metrics: Iterable[Metrics]) -> dict[str, int]:
@@ -270,12 +239,13 @@ def groups_of(summary: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A rollout, and what became of it."""
+class ShownRollout:
+    """A rollout with its judging. why: the reason for showing it."""
 
     prompt: Prompt
     rollout: Rollout
     report: JudgeReport
+    why: str = ""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -289,95 +259,96 @@ class Pair:
     def spread(self) -> float:
         return self.verdict.score_std if self.verdict else 0.0
 
+    @property
+    def version(self) -> int:
+        return self.rollout.oldest_version if self.rollout.turns else 0
 
-def shown_of(run_dir: Path) -> list[Shown]:
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Of several judges, the reward of each part of their composition."""
+        return self.verdict.breakdown if self.verdict and self.report.by_judge else {}
+
+    @property
+    def opening(self) -> list[ShownMessage]:
+        """What the environment began with, if it isn't the prompt."""
+        return [said(message) for message in self.rollout.opening]
+
+    @property
+    def turns(self) -> list[ShownTurn]:
+        """The turns of an episode; none if it is a single answer."""
+        turns = self.rollout.turns
+        is_episode = len(turns) > 1 or bool(self.rollout.opening) or any(turn.replies for turn in turns)
+        return [*shown_turns(turns, self.verdict)] if is_episode else []
+
+    @property
+    def critiques(self) -> Iterator[Critique]:
+        """The failed verdict of all judges, those of single ones, then the judgements."""
+        for name, own in {"": self.report, **self.report.by_judge}.items():
+            if isinstance(failed := own.verdict, Failed):
+                yield Critique(text=f"{failed.stage} failed: {failed.cause} {failed.detail}", score=None, judge=name)
+        for name, own in self.report.own_reports.items():
+            for one in own.judgements:
+                score = score_of(one, self.rollout.sibling)
+                turn = None if one.turn is None else one.turn + 1
+                yield Critique(text=one.completion.text, score=score, judge=name, turn=turn)
+
+
+def shown_of(run_dir: Path) -> list[ShownRollout]:
     """A few informative rollouts: from the beginning and, of the last ones, the ends of the scale and failures."""
     rollouts = ends_of(run_dir / "rollouts.jsonl", decode_recorded)
     reports = ends_of(run_dir / "judgements.jsonl", decode_judged)
     early, late = (
         [
-            Pair(prompt=line.prompt, rollout=line.rollout, report=report)
+            ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
             for line in lines
             if (report := dict(of_these).get((line.rollout.group_id, line.rollout.sibling))) is not None
         ]
         for lines, of_these in zip(rollouts, reports, strict=True)
     )
     late = late or early
-    judged = [pair for pair in late if pair.score is not None]
-    divided = [pair for pair in judged if pair.spread > 0]
+    judged = [one for one in late if one.score is not None]
+    divided = [one for one in judged if one.spread > 0]
     return each_once(
-        ("early", first_of([pair for pair in early if pair.score is not None])),
-        ("late, scored highest", first_of(judged, key=lambda pair: -(pair.score or 0))),
-        ("late, scored lowest", first_of(judged, key=lambda pair: pair.score or 0)),
-        ("late, judged most differently", first_of(divided, key=lambda pair: -pair.spread)),
-        ("late, judging failed", first_of([pair for pair in late if pair.score is None])),
+        ("early", first_of([one for one in early if one.score is not None])),
+        ("late, scored highest", first_of(judged, key=lambda one: -(one.score or 0))),
+        ("late, scored lowest", first_of(judged, key=lambda one: one.score or 0)),
+        ("late, judged most differently", first_of(divided, key=lambda one: -one.spread)),
+        ("late, judging failed", first_of([one for one in late if one.score is None])),
         ("the last", late[-1] if late else None),
     )
 
 
-def answers_of(run_dir: Path) -> list[Shown]:
+def answers_of(run_dir: Path) -> list[ShownRollout]:
     """A few answers of an evaluated policy: the ends of the scale, and a failure."""
     early, late = ends_of(run_dir / "eval_rollouts.jsonl", decode_answer)
-    pairs = [*early, *late]
-    judged = [pair for pair in pairs if pair.score is not None]
+    some = [*early, *late]
+    judged = [one for one in some if one.score is not None]
     return each_once(
-        ("scored highest", first_of(judged, key=lambda pair: -(pair.score or 0))),
-        ("scored lowest", first_of(judged, key=lambda pair: pair.score or 0)),
-        ("judging failed", first_of([pair for pair in pairs if pair.score is None])),
+        ("scored highest", first_of(judged, key=lambda one: -(one.score or 0))),
+        ("scored lowest", first_of(judged, key=lambda one: one.score or 0)),
+        ("judging failed", first_of([one for one in some if one.score is None])),
     )
 
 
-def decode_answer(record: Record) -> Pair:
-    return Pair(prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record), report=decode_report(record))
+def decode_answer(record: Record) -> ShownRollout:
+    return ShownRollout(
+        prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record), report=decode_report(record)
+    )
 
 
-def each_once(*choices: tuple[str, Pair | None]) -> list[Shown]:
+def each_once(*choices: tuple[str, ShownRollout | None]) -> list[ShownRollout]:
     """The chosen rollouts, each for the first reason that chose it."""
-    chosen: dict[int, tuple[str, Pair]] = {}
-    for why, pair in choices:
-        if pair is not None:
-            chosen.setdefault(id(pair), (why, pair))
-    return [shown(why, pair) for why, pair in chosen.values()]
+    chosen: dict[int, ShownRollout] = {}
+    for why, one in choices:
+        if one is not None:
+            chosen.setdefault(id(one), replace(one, why=why))
+    return list(chosen.values())
 
 
-def first_of(pairs: Sequence[Pair], key: Callable[[Pair], float] = lambda pair: 0.0) -> Pair | None:
-    return min(pairs, key=key, default=None)
-
-
-def shown(why: str, pair: Pair) -> Shown:
-    rollout, verdict = pair.rollout, pair.verdict
-    is_episode = len(rollout.turns) > 1 or bool(rollout.opening) or any(turn.replies for turn in rollout.turns)
-    return Shown(
-        why=why,
-        group_id=rollout.group_id,
-        sibling=rollout.sibling,
-        version=rollout.oldest_version if rollout.turns else 0,
-        question="\n\n".join(f"{message.role}: {message.content}" for message in pair.prompt.messages),
-        reference=pair.prompt.reference,
-        answer="" if is_episode else "\n\n".join(turn.completion.text for turn in rollout.turns),
-        opening=[said(message) for message in rollout.opening],
-        turns=[*shown_turns(rollout.turns, verdict)] if is_episode else [],
-        ended=f"truncated: {rollout.reason}" if rollout.reason else "",
-        score=pair.score,
-        reward=verdict.outcome if verdict else None,
-        parts=verdict.breakdown if verdict and pair.report.by_judge else {},
-        critiques=[*failed_verdicts(pair.report), *judgements_on(pair)],
-    )
-
-
-def failed_verdicts(report: JudgeReport) -> Iterator[Critique]:
-    """The failed verdict of all judges, then those of single ones."""
-    for name, own in {"": report, **report.by_judge}.items():
-        if isinstance(failed := own.verdict, Failed):
-            yield Critique(text=f"{failed.stage} failed: {failed.cause} {failed.detail}", score=None, judge=name)
-
-
-def judgements_on(pair: Pair) -> Iterator[Critique]:
-    for name, own in pair.report.own_reports.items():
-        for one in own.judgements:
-            score = score_of(one, pair.rollout.sibling)
-            turn = None if one.turn is None else one.turn + 1
-            yield Critique(text=one.completion.text, score=score, judge=name, turn=turn)
+def first_of(
+    some: Sequence[ShownRollout], key: Callable[[ShownRollout], float] = lambda one: 0.0
+) -> ShownRollout | None:
+    return min(some, key=key, default=None)
 
 
 def score_of(judgement: Judgement, sibling: int) -> float | None:

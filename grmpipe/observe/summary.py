@@ -33,16 +33,22 @@ class EvalSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSummary:
-    """Judgements of one of several judges, with the fields of the totals."""
+class JudgementTotals:
+    """Judgements of one judge, or of all."""
 
     asked: int = 0
     counted: int = 0  # in a vote
-    forced_verdicts: int = 0
+    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking_tokens)
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
-    saved_by_early_stop: int = 0
-    early_stop_error: float | None = None
+    saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length
+    early_stop_error: float | None = None  # score units, mean of the audited: the vote at the stop against the full one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSummary(JudgementTotals):
+    """Judgements of one of several judges."""
+
     score_mean: float | None = None  # on the judge's own scale; None without a verdict
 
 
@@ -60,16 +66,9 @@ class CascadeSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgingSummary:
+class JudgingSummary(JudgementTotals):
     """Judgements of the whole run, resumes included: of training, those that `VoidedWork` lists excepted."""
 
-    asked: int = 0
-    counted: int = 0  # in a vote
-    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking_tokens)
-    failed: Mapping[str, int] = field(default_factory=dict)  # by cause
-    tokens: int = 0  # sampled
-    saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length
-    early_stop_error: float | None = None  # score units, mean of the audited: the vote at the stop against the full one
     aborted_tasks: int = 0  # aborted by a new version of a GRM in training
     voided_verdicts: int = 0  # of groups that it judged again
     by_judge: Mapping[str, JudgeSummary] = field(default_factory=dict)  # empty with a single judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from grmpipe.algorithm.advantages import all_advantages_zero
 from grmpipe.algorithm.rewards import rewards_of
@@ -198,17 +198,13 @@ def step_metrics(
         **with_pace(report.learner, report.learner_busy_s),
         "time/step_s": report.stalls.steps_s,
         "time/train_s": report.learner_busy_s,
-        "stall/rollouts_s": report.stalls.rollouts_s,
+        **{f"stall/{name}": seconds for name, seconds in asdict(report.stalls).items() if name != "steps_s"},
         "stall/envs_s": counts.envs.stall_s(report.stalls.rollouts_s),
-        "stall/verdicts_s": report.stalls.verdicts_s,
-        "stall/training_s": report.stalls.training_s,
-        "stall/weight_sync_s": report.stalls.weight_sync_s,
         "stall/groups_s": report.stalls.for_groups_s,
         "stall/engines_idle_s": report.policy_idle_s,
         "sync/push_s": report.sync.seconds,
         "sync/pause_s": report.sync.pause_seconds,
         "sync/bytes": float(report.sync.num_bytes),
-        "sync/skipped_bytes": float(report.sync.num_skipped_bytes),
         "sync/probe_error_nats": report.sync.probe_error,
         "groups/in_flight": float(ledger.in_flight),
         **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},

@@ -9,8 +9,8 @@ from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.attempts import EpisodeFailed
+from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
-from grmpipe.envs.seats import Booking
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.flow_health import FlowHealth
@@ -66,7 +66,7 @@ class Producer:
         )
         self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
-        self._seats: dict[str, Booking] = {}  # of open groups, by group_id
+        self._slots: dict[str, Booking] = {}  # of open groups, by group_id
         self._parts = parts
         self._config = config
         self._buffer = buffer
@@ -80,28 +80,28 @@ class Producer:
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
         for prompt_index in self._buffer.ledger.prompts_to_reopen:
-            seats = await self._parts.seats.book(self._config.group_size)
-            await self._open(prompt_index, self._parts.prompts.at(prompt_index), seats)
+            slots = await self._parts.slots.book(self._config.group_size)
+            await self._open(prompt_index, self._parts.prompts.at(prompt_index), slots)
         while True:
             await self._parts.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
             await self._health.until_fit(self._clock)
-            seats = await self._parts.seats.book(self._config.group_size)
+            slots = await self._parts.slots.book(self._config.group_size)
             prompt_index = self._buffer.ledger.next_prompt_index
             try:
                 prompt = self._parts.prompts.at(prompt_index)
             except EndOfData:
-                seats.end()
+                slots.end()
                 self._buffer.no_more_prompts()
                 return
-            await self._open(prompt_index, prompt, seats)
+            await self._open(prompt_index, prompt, slots)
 
-    async def _open(self, prompt_index: int, prompt: Prompt, seats: Booking) -> None:
-        """Open the group of a prompt with its recovered work, and send its other siblings to play. `seats`: for all of
+    async def _open(self, prompt_index: int, prompt: Prompt, slots: Booking) -> None:
+        """Open the group of a prompt with its recovered work, and send its other siblings to play. `slots`: for all of
         them.
         """
         group, kept = self._buffer.open(prompt_index, prompt)
-        self._seats[group.group_id] = seats
+        self._slots[group.group_id] = slots
         if self._parts.too_long(prompt):
             # The first time is for the console, those of later epochs are for run.log.
             level = logging.INFO if prompt.prompt_id in self._skipped else logging.WARNING
@@ -112,11 +112,11 @@ class Producer:
         if kept.killed_engines:
             self._fail(group, KILLED_ENGINES, "before the resume")
             return
-        group.deadline_s = self._deadline_s()
+        group.set_deadline(self._clock.now())
         await self.expiring.put(group)
         await self._open_session(group, kept)
         missing = group.missing_rollouts()
-        seats.keep(len(missing))
+        slots.keep(len(missing))
         for sibling in missing:
             await self.playing.put((group, sibling))
 
@@ -124,7 +124,9 @@ class Producer:
         """Open a group's judge session: add recovered verdicts, and queue judge tasks for rollouts without one."""
         session = group.session = self._parts.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*session.begin()]
-        reports = kept.reports if self._still_holds(kept.reports, group.size) else {}
+        is_whole = len(kept.reports) == group.size
+        holds = is_whole or not self._config.keeps_whole_groups  # else the group's would be of two judgings
+        reports = kept.reports if holds and are_valid(kept.reports, self.judge_version, is_whole=is_whole) else {}
         for rollout in kept.rollouts:
             self._buffer.add_rollout(group, rollout, journalled=not kept.renamed)
             to_judge += session.add(rollout)
@@ -135,17 +137,6 @@ class Producer:
             return
         for judge_task in to_judge:
             await self.judging.put((group, session, judge_task))
-
-    def _still_holds(self, reports: Mapping[int, JudgeReport], size: int) -> bool:
-        """Whether recovered verdicts are valid: all by the judge's present version, or all by the same earlier one; and
-        complete, if the group's would otherwise be of two judgings.
-        """
-        if self._config.keeps_whole_groups and len(reports) < size:
-            return False
-        verdicts = [report.verdict for report in reports.values()]
-        versions = {verdict.grm_version for verdict in verdicts if isinstance(verdict, Verdict)}
-        by_one_before = len(reports) == size and len(versions) == 1 and max(versions) < self.judge_version
-        return versions <= {self.judge_version} or by_one_before
 
     # -- play ----------------------------------------------------------------------------------------------------------
 
@@ -158,8 +149,8 @@ class Producer:
             group_id=group.group_id, sibling=sibling, seed=seed, on_turn=lambda so_far: self._turn_ended(group, so_far)
         )
         try:
-            async with self._seats[group.group_id].taken():
-                rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._deadline_s()))
+            async with self._slots[group.group_id].taken():
+                rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, cause_of(error), str(error))
@@ -199,16 +190,13 @@ class Producer:
             reports = await session.judge(judge_task, self._rank(group, judge_task))
         finally:
             self._num_judging -= 1
-        for sibling, report in reports.items():
-            self._add_report(group, sibling, with_version(only_finite(report), self.judge_version))
-
-    def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
-        if not self._buffer.add_report(group, sibling, report):
-            return
-        self._counters.step.report(report)
-        if not group.is_open:
-            self._ended(group)
-        self._parts.judge_guard.verdict(report)
+        for sibling, found in reports.items():
+            report = with_version(only_finite(found), self.judge_version)
+            if self._buffer.add_report(group, sibling, report):
+                self._counters.step.report(report)
+                if not group.is_open:
+                    self._ended(group)
+                self._parts.judge_guard.verdict(report)
 
     def _rank(self, group: Group, judge_task: JudgeTask) -> int:
         """The rank of a judge task; the lowest is served first. Groups that are due in an earlier batch come first,
@@ -241,10 +229,6 @@ class Producer:
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
-    def _deadline_s(self) -> float:
-        """The deadline of a group whose time begins now."""
-        return self._clock.now() + self._config.group_deadline_s
-
     async def _expire(self, group: Group) -> None:
         """End a group at its deadline. The deadline restarts with the group's first token."""
         if not group.is_open:
@@ -269,8 +253,18 @@ class Producer:
         """Cancel all work on a group that is no longer open."""
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
-        self._seats.pop(group.group_id).end()
+        self._slots.pop(group.group_id).end()
         self._health.group_ended(group)
+
+
+def are_valid(reports: Mapping[int, JudgeReport], judge_version: int, *, is_whole: bool) -> bool:
+    """Whether recovered verdicts are valid: all by the judge's present version, or the whole group's by the same
+    earlier one.
+    """
+    verdicts = [report.verdict for report in reports.values()]
+    versions = {verdict.grm_version for verdict in verdicts if isinstance(verdict, Verdict)}
+    by_one_before = is_whole and len(versions) == 1 and max(versions) < judge_version
+    return versions <= {judge_version} or by_one_before
 
 
 def being_judged(groups: Iterable[Group]) -> list[Group]:

@@ -56,7 +56,8 @@ class Group:
     session:    the judge's session; None before it is opened and after the group has left JUDGING.
     judging_begun: whether a judge task has begun since its verdicts were last voided.
     started:    whether its first token was sampled.
-    deadline_s: on the clock of group deadlines, which stands still during pushes and pauses.
+    limit_s:    how long it may take. deadline_s: when that is over, on the clock of group deadlines, which stands still
+                during pushes and pauses.
     cause, detail: why the group was dropped.
     early:      the learner trained on it before the next group was ready (early start).
     """
@@ -70,6 +71,7 @@ class Group:
         size: int,
         min_valid_siblings: int,
         opened_at: int = 0,
+        limit_s: float = math.inf,
     ) -> None:
         self.group_id = group_id
         self.prompt_index = prompt_index
@@ -77,6 +79,7 @@ class Group:
         self.size = size
         self.min_valid_siblings = min_valid_siblings
         self.opened_at = opened_at
+        self.limit_s = limit_s
         self.state = GroupState.ROLLING_OUT
         self.session: JudgeSession | None = None
         self.judging_begun = False
@@ -147,10 +150,14 @@ class Group:
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 
-    def first_token(self, deadline_s: float) -> None:
+    def set_deadline(self, now_s: float) -> None:
+        self.deadline_s = now_s + self.limit_s
+
+    def first_token(self, now_s: float) -> None:
         """Restart its deadline when the first of its siblings has a token."""
         if self.is_open and not self.started:
-            self.started, self.deadline_s = True, deadline_s
+            self.started = True
+            self.set_deadline(now_s)
 
     def add_rollout(self, rollout: Rollout) -> bool:
         """Add a finished rollout. Returns False if it is late or repeated."""

@@ -91,6 +91,7 @@ class GroupBuffer:
             prompt=prompt,
             size=self._config.group_size,
             min_valid_siblings=self._config.min_valid_siblings,
+            limit_s=self._config.group_deadline_s,
             opened_at=min((rollout.oldest_version for rollout in kept.rollouts), default=self.version),
         )
         self.groups[group.group_id] = group

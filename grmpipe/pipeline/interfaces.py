@@ -9,8 +9,8 @@ from typing import Protocol
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
-from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
@@ -89,7 +89,7 @@ class PipelineComponents:
     push_weights: Callable[[int], Awaitable[SyncReport]]
     journal: GroupJournal
     events: EventSink
-    seats: Seats = field(default_factory=Seats)  # for episodes; by default without a limit
+    slots: EpisodeSlots = field(default_factory=EpisodeSlots)  # for episodes; by default without a limit
     valuer: Valuer | None = None  # for estimators that need values
 
 

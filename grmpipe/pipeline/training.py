@@ -28,6 +28,57 @@ class Interrupted(Exception):
     """The run was asked to stop, and did so between two optimizer steps."""
 
 
+class TimedLearner:
+    """The learner, each of whose calls has its span in the timeline and its stall times. The clock of group deadlines
+    stands still while weights are pushed.
+    """
+
+    def __init__(
+        self,
+        parts: PipelineComponents,
+        config: FlowConfig,
+        buffer: GroupBuffer,
+        stalls: StallTracker,
+        clock: ActiveClock,
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._buffer = buffer
+        self._stalls = stalls
+        self._clock = clock
+        self._now = asyncio.get_running_loop().time
+
+    async def learn(self, work: Awaitable[T]) -> T:
+        """Let it work on the groups that it has."""
+        began = self._now()
+        with self._stalls.learning(self._makes_room):
+            done = await work
+        if (ended := self._now()) - began > SHOWN_FROM_S:
+            last = self._buffer.taken[-1].group_id
+            self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
+        return done
+
+    async def step(self) -> Metrics:
+        began = self._now()
+        with self._stalls.learning(self._makes_room):
+            metrics = await self._parts.trainer.step(self._buffer.batch)
+        self._parts.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
+        return metrics
+
+    async def push(self) -> SyncReport:
+        began, version = self._now(), self._buffer.version + 1
+        with self._stalls.pushing(), self._clock.paused():
+            sync = await self._parts.push_weights(version)
+        self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
+        return sync
+
+    @property
+    def _makes_room(self) -> bool:
+        """Whether the end of the open batch will admit new groups: not in the last steps."""
+        last = self._buffer.version + self._config.max_staleness + 1 >= self._config.num_steps
+        return not last and not self._buffer.prompts_over
+
+
 class Consumer:
     """The learner's loop. A step is a batch of groups, an update and a push; its end makes room for new groups. It
     holds no group: the open batch is in the buffer.
@@ -43,9 +94,10 @@ class Consumer:
         playing: BusyMeter,
         after_step: Callable[[StepReport], Awaitable[None]],
     ) -> None:
-        """`clock` stands still while weights are pushed; `playing` runs while any rollout is in flight."""
+        """clock: of group deadlines. playing: runs while any rollout is in flight."""
         self.after_step = after_step
-        self._parts = parts
+        self._trainer = parts.trainer
+        self._learner = TimedLearner(parts, config, buffer, stalls, clock)
         self._config = config
         self._buffer = buffer
         self._stalls = stalls
@@ -70,9 +122,9 @@ class Consumer:
     async def _step(self) -> StepReport:
         began, played_s = self._now(), self._playing.busy_s
         await self._fill()
-        metrics = await self._update()
+        metrics = await self._learner.step()
         await self._settle()
-        sync = await self._push()
+        sync = await self._learner.push()
         groups = self._buffer.stepped()
         stalls = self._stalls.close_step(self._now() - began)
         idle_s = max(0.0, stalls.steps_s - (self._playing.busy_s - played_s))
@@ -87,7 +139,7 @@ class Consumer:
                 await self._go_on()
                 with self._stalls.wanting(places, self.version):
                     group = await self._until(self._ready_group)
-            await self._learn(self._parts.trainer.take(group))
+            await self._learner.learn(self._trainer.take(group))
 
     def _ready_group(self) -> JudgedGroup | None:
         if self._interrupted:
@@ -97,13 +149,6 @@ class Consumer:
             raise EndOfData("no prompts left, and no group in flight")
         return group
 
-    async def _update(self) -> Metrics:
-        began = self._now()
-        with self._stalls.learning(self._makes_room):
-            metrics = await self._parts.trainer.step(self._buffer.batch)
-        self._parts.events.span("learner", f"step {self.version + 1}", began, self._now())
-        return metrics
-
     async def _settle(self) -> None:
         """In a deterministic run, wait until every group that may be opened under these weights is opened and judged.
         Then no group has tokens of two versions, and the version that opens a group does not depend on time.
@@ -111,13 +156,6 @@ class Consumer:
         if self._config.deterministic:
             with self._stalls.wanting(len(self._buffer.untaken), self.version):
                 await self._until(lambda: self._buffer.is_done_with(*OPEN))
-
-    async def _push(self) -> SyncReport:
-        began, version = self._now(), self.version + 1
-        with self._stalls.pushing(), self._clock.paused():
-            sync = await self._parts.push_weights(version)
-        self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
-        return sync
 
     async def _until(self, found: Callable[[], T | None]) -> T:
         """Wait until `found` finds something, at each news of a group, and return it. Logs every `report_wait_s` what
@@ -139,26 +177,11 @@ class Consumer:
         depends on time."""
         if self._config.deterministic or not self._buffer.taken:
             return
-        if await self._learn(self._parts.trainer.while_waiting()):
+        if await self._learner.learn(self._trainer.while_waiting()):
             self._buffer.taken[-1].early = True
-
-    async def _learn(self, work: Awaitable[T]) -> T:
-        began = self._now()
-        with self._stalls.learning(self._makes_room):
-            done = await work
-        if (ended := self._now()) - began > SHOWN_FROM_S:
-            last = self._buffer.taken[-1].group_id
-            self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
-        return done
-
-    @property
-    def _makes_room(self) -> bool:
-        """Whether the end of the open batch will admit new groups: not in the last steps."""
-        last = self.version + self._config.max_staleness + 1 >= self._config.num_steps
-        return not last and not self._buffer.prompts_over
 
     async def give_up(self) -> None:
         """Drop the incomplete batch: the prompts are over and the remaining groups fill no batch."""
-        await self._parts.trainer.discard()
+        await self._trainer.discard()
         log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._buffer.groups))
         self._buffer.give_up()

@@ -38,6 +38,7 @@ FILES = {
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
+    "figures.txt": "the tables of an evaluation",
     "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
     "judged.jsonl": "every item with its scores and critiques",
     "metrics.jsonl": "one line per step",
@@ -154,11 +155,11 @@ class Observers:
         if self.console:
             self.console.print_samples(rows)
             if bottleneck is not None:
-                self.console.bottleneck(bottleneck)
+                self.console.remark("bottleneck", bottleneck)
             if signal is not None:
-                self.console.missing_signal(signal)
+                self.console.remark("no signal", signal)
             for text in requests:
-                self.console.requests(text)
+                self.console.remark("requests", text, "dim")
             for name, count in self.journal_failures.items():
                 self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             for name, count in (self.trackers.failures - Counter(self.journal_failures)).items():

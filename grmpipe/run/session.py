@@ -9,7 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -18,9 +18,11 @@ from grmpipe.observe.changes import changes_of
 from grmpipe.observe.summary import Status, Summary, with_requests, written
 from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
+from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import ended_by_signals
-from grmpipe.run_dir.checkpoints import Checkpoints
-from grmpipe.run_dir.run_state import BEGINNING, RunState
+from grmpipe.run_dir.checkpoints import Checkpoints, load_state
+from grmpipe.run_dir.recovery import BEGINNING
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from scheduler.supervise import describe_failure
 
@@ -44,6 +46,7 @@ class Session:
     """The session of a run: its directory, its observers, and where a resume continues.
 
     resumed: the checkpoint that a resume continues from; None for a new run. state: the one there, or the beginning.
+    watcher: who acts between steps.
     """
 
     run_dir: Path
@@ -51,6 +54,7 @@ class Session:
     checkpoints: Checkpoints
     resumed: Path | None = None
     state: RunState = BEGINNING
+    watcher: RunWatcher = field(default_factory=RunWatcher)
 
 
 class Run(ABC, Generic[P]):
@@ -100,7 +104,13 @@ class Run(ABC, Generic[P]):
         """End the processes; called at any end."""
 
 
-async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resumed: Path | None = None) -> Summary:
+async def run_session(
+    make_run: type[Run[P]],
+    prepared: P,
+    run_dir: Path,
+    resumed: Path | None = None,
+    watcher: RunWatcher | None = None,
+) -> Summary:
     """Run a task to an end of any kind, write its summary, show where its files are.
 
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
@@ -108,14 +118,19 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
     config = prepared.config
     with ended_by_signals(), watched_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
-        state = checkpoints.load(resumed) if resumed else BEGINNING
+        state = load_state(resumed) if resumed else BEGINNING
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
         observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
         try:
-            run = make_run(
-                prepared,
-                Session(run_dir=run_dir, observers=observers, checkpoints=checkpoints, resumed=resumed, state=state),
+            session = Session(
+                run_dir=run_dir,
+                observers=observers,
+                checkpoints=checkpoints,
+                resumed=resumed,
+                state=state,
+                watcher=watcher or RunWatcher(),
             )
+            run = make_run(prepared, session)
             observers.show_changes(changes := changes_of(run_dir))
             summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:

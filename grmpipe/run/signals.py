@@ -17,6 +17,7 @@ from typing import NoReturn
 LEAVE_AFTER_S = 2.0
 # A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM).
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOPS: dict[int, Callable[[], None]] = {}  # thread -> what the first signal calls for a run there
 LEAVING = b"\ngrmpipe: a second Ctrl-C: leaving at once, without a checkpoint; the last one is kept\n"
 
 
@@ -39,28 +40,45 @@ def ended_by_signals() -> Iterator[None]:
 @contextmanager
 def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Context: the first signal calls `stop` in the event loop; the second ends the process at once, also where a
-    user's code blocks the loop. An ignored signal (nohup) stays ignored. Gives whether one came.
+    user's code blocks the loop. An ignored signal (nohup) stays ignored. Outside the main thread, where no signals
+    come, only `ask_to_stop` does it. Gives whether one came.
 
     Afterwards the earlier handlers are back; a second Ctrl-C still ends the process.
     """
-    loop, stopped = asyncio.get_running_loop(), threading.Event()
+    loop, stopped, thread = asyncio.get_running_loop(), threading.Event(), threading.get_ident()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    in_main = threading.current_thread() is threading.main_thread()  # signals come nowhere else
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN and in_main]
+
+    def ask() -> None:
+        stopped.set()
+        loop.call_soon_threadsafe(stop)
 
     def first(number: int, frame: FrameType | None) -> None:
-        stopped.set()
         for each in handled:
             signal.signal(each, _leave if each == signal.SIGINT else signal.SIG_DFL)
-        loop.call_soon_threadsafe(stop)
+        ask()
 
     for each in handled:
         signal.signal(each, first)
+    outer = STOPS.get(thread)
+    STOPS[thread] = ask
     try:
         yield stopped
     finally:
+        STOPS.pop(thread)
+        if outer is not None:
+            STOPS[thread] = outer
         for each in handled:
             if not (each == signal.SIGINT and stopped.is_set()):
                 signal.signal(each, before[each] or signal.SIG_DFL)
+
+
+def ask_to_stop(thread: int) -> bool:
+    """Stop the run in a thread, as the first signal stops one in the main thread. False if none is there yet."""
+    if (ask := STOPS.get(thread)) is not None:
+        ask()
+    return ask is not None
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

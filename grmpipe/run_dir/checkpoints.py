@@ -82,8 +82,9 @@ class Checkpoints:
             damaged += (f"{path.name}: {difference}",)
         return Found(checkpoint=None, damaged=damaged)
 
-    def load(self, checkpoint: Path) -> RunState:
-        return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    def latest(self) -> Path | None:
+        """The checkpoint that was published last, in this process or before."""
+        return self._pointed()[0]
 
     def _point_at(self, whole: Path) -> None:
         pointer = self.directory / f"{LATEST_FILE}{DRAFT_SUFFIX}"
@@ -122,6 +123,10 @@ class Checkpoints:
         for path in _folders(self.directory):
             if path.name.endswith(DRAFT_SUFFIX) and PUBLISHED.fullmatch(path.name.removesuffix(DRAFT_SUFFIX)):
                 yield path
+
+
+def load_state(checkpoint: Path) -> RunState:
+    return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
 
 
 def _folders(directory: Path) -> list[Path]:

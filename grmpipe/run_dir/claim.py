@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import to_yaml
 from grmpipe.observe.changes import record_changes
-from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.checkpoints import load_state
 from grmpipe.run_dir.directory import (
     RunLocation,
     holds_run,
@@ -23,12 +22,11 @@ from grmpipe.run_dir.directory import (
 )
 from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, run_id_of
 from grmpipe.run_dir.lock import locked
-from grmpipe.run_dir.run_state import RunState
 
 OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
 
 
-class Claim:
+class Claim(ExitStack):
     """A claim of a run's directory, used as a context: no other process writes there until the end of the block.
 
     A resumed run is locked at once, a new one by `open`, after all checks.
@@ -36,14 +34,17 @@ class Claim:
 
     def __init__(self, config: RunConfig) -> None:
         """Find the run's directory. Raises ConfigError if it can't be used."""
+        super().__init__()
         self._config = config
-        with ExitStack() as held:  # released if the run is refused
+        try:
             if (run_dir := run_to_resume(config)) is not None and not is_complete(run_dir, config):
-                held.enter_context(locked(run_dir))
+                self.enter_context(locked(run_dir))
             self.place = locate_run(config)
             if self.place.resumed and not self.place.complete:
                 self._check()
-            self._held = held.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _check(self) -> None:
         """Check a run that is resumed."""
@@ -53,14 +54,6 @@ class Claim:
         run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
         if done > wanted:
             raise ConfigError(f"train.num_steps: {wanted}, but {run_dir} has completed {done}; type {done} or more")
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._held.close()
 
     def open(self) -> Path:
         """Write the first files. Returns the run's directory."""
@@ -90,7 +83,7 @@ class Claim:
         else:
             run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         self.place = RunLocation(run_dir=run_dir)
-        self._held.enter_context(locked(run_dir))
+        self.enter_context(locked(run_dir))
         if any(run_dir.glob("checkpoints/step_*")):
             raise ConfigError(
                 f"run_dir: {run_dir} holds checkpoints without their config.yaml; type another run_dir, or remove them"
@@ -108,16 +101,12 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 def steps_done(place: RunLocation) -> int:
     """The step from which the run continues."""
-    return 0 if place.checkpoint is None else state_in(place.checkpoint).pipeline_state.version
-
-
-def state_in(checkpoint: Path) -> RunState:
-    return Checkpoints(directory=checkpoint.parent, keep=1).load(checkpoint)
+    return 0 if place.checkpoint is None else load_state(place.checkpoint).pipeline_state.version
 
 
 def check_checkpoint(identity: RunIdentity, place: RunLocation) -> None:
     """Raises ConfigError for a checkpoint that another run left in the directory."""
-    if place.checkpoint is not None and (found := state_in(place.checkpoint).run_id) not in ("", identity.run_id):
+    if place.checkpoint is not None and (found := load_state(place.checkpoint).run_id) not in ("", identity.run_id):
         raise ConfigError(
             f"resume: {place.checkpoint} is a checkpoint of run {found}, and {place.run_dir} holds run "
             f"{identity.run_id}; remove what belongs to the other one, or {NEW_RUN}"

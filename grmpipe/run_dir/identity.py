@@ -110,8 +110,8 @@ def input_files(config: RunConfig) -> dict[str, Path]:
 
 def templates_of(judge: JudgeConfig) -> dict[str, Path]:
     templates = {"template": judge.template}
-    if judge.principles == "shared":
-        templates["principles_template"] = judge.principles_template
+    if judge.principles.kind == "shared":
+        templates["principles.template"] = judge.principles.template
     return {key: template_file(key, template) for key, template in templates.items()}
 
 

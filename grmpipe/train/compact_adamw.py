@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor
 
 from grmpipe.train.compact_moments import BLOCK, from_8bit, num_blocks, to_8bit, to_bfloat16
@@ -131,17 +132,11 @@ def _has_blocks(parameter: Tensor) -> bool:
 
 def _zeros(parameter: Tensor, dtype: torch.dtype, *, by_block: bool = False) -> Tensor:
     """Zeros, sharded as the parameter; one for each value, or for each block of them."""
-
-    def shape_of(tensor: Tensor) -> torch.Size:
-        return torch.Size((*tensor.shape[:-1], num_blocks(tensor.shape[-1]))) if by_block else tensor.shape
-
-    local = torch.zeros(shape_of(_local(parameter)), dtype=dtype, device=parameter.device)
+    shape = (*parameter.shape[:-1], num_blocks(parameter.shape[-1])) if by_block else tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return local
-    shape = shape_of(parameter)
-    stride = torch.empty(shape, device="meta").stride()
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return distributed.zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def _rows(named: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -9,11 +9,12 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from grmpipe.config.train import TrainConfig
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.train.optimizer import WaitingMoments
+from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
+from grmpipe.types import Metrics
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.ranks import choose_device, join_ranks
-from models.settings import ParallelConfig
 from models.stored_files import StoredFile
 
 
@@ -26,15 +27,17 @@ class TrainingRank(ABC):
     _moments: WaitingMoments
 
     def __init__(
-        self, device: str, rank: int, world_size: int, init_method: str | None, parallel: ParallelConfig
+        self, device: str, rank: int, world_size: int, init_method: str | None, train: TrainConfig, updates: int
     ) -> None:
-        """device: "cpu" or "cuda"; empty: chosen by torch."""
+        """device: "cpu" or "cuda"; empty: chosen by torch. updates: optimizer steps in each of train.num_steps."""
+        self._train = train
+        self._updates_per_batch = updates
         self._device = choose_device(device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # several learners and engines share the cores
         else:
             torch.cuda.set_device(self._device)
-        self._meshes = join_ranks(rank, world_size, init_method, self._device, parallel)
+        self._meshes = join_ranks(rank, world_size, init_method, self._device, train.parallel)
         self._world_size = world_size
         self._save = ShardedSave()
         self._version = 0
@@ -47,6 +50,24 @@ class TrainingRank(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Drop the open batch."""
+
+    def _begin_training(self, model: PreTrainedModel) -> None:
+        """Set the model, and make the optimizer of what it trains."""
+        self._model = model
+        self._optimizer = make_optimizer(model, self._train)
+        self._moments = WaitingMoments(self._optimizer, offload=self._train.optimizer.offload)
+
+    def _step(self, denominator: float) -> Metrics:
+        """An optimizer step on the accumulated gradients, a sum over ranks, divided by this.
+
+        Raises NonFiniteGradients, on all ranks.
+        """
+        factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
+        rate = learning_rate(self._version / self._updates_per_batch, self._train)
+        with self._moments.on_device():
+            metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+        self._version += 1
+        return metrics
 
     def save(self, directory: str) -> None:
         """Model, optimizer and version, for `load` on any number of ranks."""

@@ -96,10 +96,10 @@ def check_judge(
     """
     prompts = (*data.train, *data.held_out)
     template = check_template(judge, prompts)
-    ahead = judge.principles == "shared"
+    ahead = judge.principles.kind == "shared"
     num_shown = judge.responses_shown(config.train.group_size)
-    truncates = judge.truncation == "middle"
-    principle_tokens = judge.principles_max_new_tokens if ahead else 0
+    truncates = judge.format.truncation == "middle"
+    principle_tokens = judge.principles.max_new_tokens if ahead else 0
     extra_tokens = principle_tokens + (0 if truncates else num_shown * response_tokens)
 
     def length(prompt: Prompt) -> int:
@@ -114,7 +114,7 @@ def check_judge(
         what = "question in the template, without any of the response,"
     elif not config.env.env_kind.is_single:
         what = "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)"
-        cut = f"type smaller ones of these, or {judge.key}.truncation=middle"
+        cut = f"type smaller ones of these, or {judge.key}.format.truncation=middle"
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
@@ -136,7 +136,7 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
     """
     with section(f"{judge.key}."):
         template = JudgePrompt.of(judge)
-        principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
+        principles = PrinciplesPrompt(judge.principles.template) if judge.principles.kind == "shared" else None
         if judge.protocol_kind.scores == "criteria":
             check_rubrics(judge.protocol, prompts)
         without_reference = [prompt for prompt in prompts if prompt.reference is None][:1]
@@ -145,7 +145,7 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             if principles is not None:
                 principles.render(prompt)
         PARSERS.found(judge.parser, Form)
-        if judge.structured:
+        if judge.format.structured:
             judgement_pattern(judge.parser, judge.scale)
     return template
 

@@ -98,7 +98,7 @@ def judging_tasks_at(
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
     with section(f"{judge.key}."):
         judging_tasks = JudgingTasks.under(judge, config.labels)
-    items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
+    items = load_labelled(path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
     known = {asked(prompt) for prompt in held_out}
     kept = [item for item in items if asked(item.prompt) not in known]
     if not kept:

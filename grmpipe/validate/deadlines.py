@@ -12,7 +12,7 @@ def check_deadlines(config: RunConfig) -> None:
     rollout, judging = config.rollout, config.judging
     group_s = rollout.group_deadline_s
     timed = judging.generative | judging.scalar
-    timeouts_s = {name: timed[name].timeout_s if name in timed else 0.0 for name in judging.judges}
+    timeouts_s = {name: timed[name].limits.timeout_s if name in timed else 0.0 for name in judging.judges}
     chain = [name for name in config.rewards.longest_chain(timeouts_s) if name in timed]
     judged_s = sum(timeouts_s[name] for name in chain)
     if judged_s < group_s:

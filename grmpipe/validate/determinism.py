@@ -63,10 +63,10 @@ def refused_judging(judge: JudgeConfig) -> Iterator[str]:
         yield (
             f"{key}.early_stop.kind=relaxed compares with the scores that came before; type {key}.early_stop.kind=none"
         )
-    if judge.principles != "inline":
+    if judge.principles.kind != "inline":
         yield (
-            f"{key}.principles=shared writes principles that failed again for the rollout that comes next; type "
-            f"{key}.principles=inline"
+            f"{key}.principles.kind=shared writes principles that failed again for the rollout that comes next; type "
+            f"{key}.principles.kind=inline"
         )
 
 

@@ -21,7 +21,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     asked = {
         role.name: share
         for role in roles.seated
-        if role.device == "cuda" and (share := role.engine.memory_share) is not None
+        if role.device == "cuda" and (share := role.engine.memory.share) is not None
     }
     if len(asked) < 2 or not sum(asked.values()) > 1:
         return
@@ -32,9 +32,9 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     meet = any(one & other for one, other in itertools.combinations(blocks, 2))
     if not meet or (placement.elastic_slots(pool) and by_turns):
         return
-    keys = {role.name: role.option_key(role.engine.share_option) for role in served}
+    keys = {role.name: role.option_key(role.engine.memory.share_option) for role in served}
     settings = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
-    half = " ".join(f"{role.key}.engine_options.{role.engine.share_option}=0.4" for role in served)
+    half = " ".join(f"{role.key}.engine_options.{role.engine.memory.share_option}=0.4" for role in served)
     raise ConfigError(
         f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
         f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
@@ -50,7 +50,7 @@ def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footp
             f"{role.dtype_key}: {role.name} computes in float32 on a GPU, without flash attention and without TF32: "
             f"slow, and with twice the memory; type {role.dtype_key}=bfloat16"
         )
-    for role in (role for role in roles.seated if role.device == "cuda" and role.engine.grows_cache):
+    for role in (role for role in roles.seated if role.device == "cuda" and role.engine.memory.grows_cache):
         footprint = footprints.get(role.name)
         if footprint is not None and footprint.num_parameters > LARGE:
             notes.append(

@@ -29,28 +29,8 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
         check_slots(roles[name])
     for role in roles.seated:
         check_sleep(role, placement)
-        if role.learner is not None and role.engine.needs_whole_layers and config.sync.delta:
-            raise ConfigError(
-                f"sync.delta: the engine of {role.name} quantizes q, k and v as one layer and needs all of them in a "
-                "push, from which this option leaves unchanged tensors out; type sync.delta=false"
-            )
     if (policy := roles.served.get(POLICY)) is not None and policy.learner is not None:
         check_correction(policy, config)
-
-
-def sends_parts_of_experts(role: ServedRole, config: RunConfig) -> bool:
-    """Whether a push of this role's weights may leave out some tensors of a layer that the engine keeps as one, if its
-    model is a mixture.
-    """
-    return role.learner is not None and role.engine.fuses_experts and config.sync.delta
-
-
-def refuse_delta_of_experts(role: ServedRole) -> None:
-    """For a mixture of which `sends_parts_of_experts` is true."""
-    raise ConfigError(
-        f"sync.delta: the engine of {role.name} keeps all experts of a layer as one tensor and needs all of them in a "
-        "push, from which this option leaves unchanged buckets out; type sync.delta=false"
-    )
 
 
 def check_correction(policy: ServedRole, config: RunConfig) -> None:
@@ -70,24 +50,24 @@ def check_correction(policy: ServedRole, config: RunConfig) -> None:
 def check_limits(role: ServedRole, endpoint: Endpoint, judge: JudgeConfig) -> None:
     """Check that all judgements that may be in flight can be sent before they time out."""
     per_minute = endpoint.requests_per_minute
-    if per_minute and judge.max_concurrency * 60 / per_minute > judge.timeout_s:
-        fitting = int(judge.timeout_s * per_minute / 60)
+    if per_minute and judge.limits.max_concurrency * 60 / per_minute > judge.limits.timeout_s:
+        fitting = int(judge.limits.timeout_s * per_minute / 60)
         key = role.option_key("requests_per_minute")
         raise ConfigError(
-            f"{judge.key}.max_concurrency: {judge.max_concurrency} judgements in flight take "
-            f"{judge.max_concurrency * 60 / per_minute:.0f} s to send at "
-            f"{key}={per_minute}, and time out after {judge.key}.timeout_s={judge.timeout_s:g}; "
-            f"type {judge.key}.max_concurrency={max(1, fitting // 2)}, or a longer {judge.key}.timeout_s"
+            f"{judge.key}.limits.max_concurrency: {judge.limits.max_concurrency} judgements in flight take "
+            f"{judge.limits.max_concurrency * 60 / per_minute:.0f} s to send at "
+            f"{key}={per_minute}, and time out after {judge.key}.limits.timeout_s={judge.limits.timeout_s:g}; "
+            f"type {judge.key}.limits.max_concurrency={max(1, fitting // 2)}, or a longer {judge.key}.limits.timeout_s"
         )
     if tokens := endpoint.tokens_per_minute:
         one_s = judge.max_new_tokens * 60 / tokens  # without the prompt
-        if one_s > judge.timeout_s:
+        if one_s > judge.limits.timeout_s:
             key = role.option_key("tokens_per_minute")
-            fitting = math.ceil(60 * judge.max_new_tokens / judge.timeout_s)
+            fitting = math.ceil(60 * judge.max_new_tokens / judge.limits.timeout_s)
             raise ConfigError(
                 f"{key}: a judgement of {judge.key}.max_new_tokens={judge.max_new_tokens} uses {one_s:.0f} s of the "
                 f"{tokens} tokens per minute, and waiting judgements time out after "
-                f"{judge.key}.timeout_s={judge.timeout_s:g}; "
+                f"{judge.key}.limits.timeout_s={judge.limits.timeout_s:g}; "
                 f"type {key}={2 * fitting} or more, 0 for no limit, or a lower {judge.key}.max_new_tokens"
             )
 
@@ -114,7 +94,7 @@ def check_sleep(role: ServedRole, placement: Placement) -> None:
     else:
         return
     way_out = f"placement.pools.{role.pool}.{sharing}=false"
-    if role.frees_device and not role.engine.sleep_mode:
+    if role.frees_device and not role.engine.memory.sleep_mode:
         key = role.option_key("sleep_mode")
         raise ConfigError(
             f"{key}: slots of the {sharing} pool {role.pool} are used by {role.name} and {others} in alternation, "

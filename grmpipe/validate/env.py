@@ -11,7 +11,7 @@ from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.validate.sections import section
-from grmpipe.workflows.workflow_runner import WorkflowRunner
+from grmpipe.workflows.play_workflow import workflow_player
 from models.tool_calls import FORMATS
 from models.types import Message, ToolSpec
 
@@ -23,7 +23,7 @@ def check_env(config: RunConfig) -> None:
     env, rollout, train = config.env, config.rollout, config.train
     with section("env."):
         if env.env_kind.is_workflow:
-            WorkflowRunner(env)
+            workflow_player(env)
         else:
             env_factory(env)
         if not env.command:  # a program's exceptions need not be here

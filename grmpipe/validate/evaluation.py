@@ -149,7 +149,7 @@ def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     """The labelled work, and the number of items beyond evaluate.num_items."""
     judge, count = config.main_judge, config.evaluate.num_items
     with section("evaluate.path: "):
-        found = load_labelled(config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=count)
+        found = load_labelled(config.evaluate.path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
     items = found[:count]
     with section(""):
         sources = {item.prompt.source for item in items}

@@ -27,8 +27,6 @@ from grmpipe.validate.engines import (
     check_installed,
     check_rule_installed,
     check_tensor_parallel,
-    refuse_delta_of_experts,
-    sends_parts_of_experts,
 )
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.lora import check_lora_targets, check_peft
@@ -42,7 +40,7 @@ from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_swap
 from grmpipe.validate.weights import check_weight_names
-from models.lm.footprint import footprint_of, heads_of
+from models.lm.footprint import heads_of
 from scheduler.placement import Placement
 
 
@@ -145,8 +143,6 @@ def check_models(prepared: Prepared) -> None:
         if role.learner is not None and config.task != "evaluate":
             check_learns(model, role.key)
             check_divides(config, role.learner, role.key, model.path)
-            if sends_parts_of_experts(role, config) and footprint_of(model.path).num_expert_parameters:
-                refuse_delta_of_experts(role)
         check_lora_targets(model, config)
         check_weight_names(model, role)
         if role.num_gpus > 1:

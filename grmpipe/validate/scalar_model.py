@@ -68,7 +68,8 @@ def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model
 
 def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine, progress: Progress) -> Model:
     """Find the tokenizer of a reward model that an endpoint serves: the run renders and sends token ids."""
-    tokenizer = engine.scorer_tokenizer(options)
+    assert engine.endpoint is not None
+    tokenizer = engine.endpoint.scorer_tokenizer(options)
     try:
         directory = find_files(resolve_model(tokenizer, progress), weights=False)
     except ValueError as error:

@@ -48,7 +48,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply(Message):
+class ChatReply(Message):
     """The policy's message.
 
     completion_id:     names the turn, in rewards by turn.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from grmpipe.workflows.chat import CallOptions, ChatRefused, RefusalCode, Reply, TokenLogprob
+from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
 from models.types import Message, ToolCall, ToolSpec
 
 Json = Mapping[str, Any]  # an object of the wire; it stays in this file, the server and the client
@@ -30,7 +30,7 @@ class _Function(msgspec.Struct):
     arguments: str | dict[str, Any] = ""
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     function: _Function
     id: str = ""
 
@@ -43,7 +43,7 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -166,7 +166,7 @@ def tool_json(tool: ToolSpec) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def completion_json(reply: Reply, model: str, created_s: int) -> dict[str, Any]:
+def completion_json(reply: ChatReply, model: str, created_s: int) -> dict[str, Any]:
     choice = {
         "index": 0,
         "message": message_json(reply),
@@ -176,7 +176,7 @@ def completion_json(reply: Reply, model: str, created_s: int) -> dict[str, Any]:
     return _head(reply, model, created_s, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
 
-def chunks_json(reply: Reply, model: str, created_s: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
+def chunks_json(reply: ChatReply, model: str, created_s: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
     """The same as the chunks of a stream: the message in one, then its end."""
     head = _head(reply, model, created_s, "chat.completion.chunk")
     delta = message_json(reply)
@@ -188,11 +188,11 @@ def chunks_json(reply: Reply, model: str, created_s: int, *, with_usage: bool) -
         yield head | {"choices": [], "usage": _usage(reply)}
 
 
-def reply_of(completion: Json) -> Reply:
+def reply_of(completion: Json) -> ChatReply:
     """The reply in a response of ours."""
     choice, usage = completion["choices"][0], completion["usage"]
     (message,) = messages_of([choice["message"]])
-    return Reply(
+    return ChatReply(
         role=message.role,
         content=message.content,
         tool_calls=message.tool_calls,
@@ -245,7 +245,7 @@ def _text(content: str | list[_Part] | None) -> str:
     return "".join(part.text for part in content)
 
 
-def _call(entry: _Call) -> ToolCall:
+def _call(entry: _ToolCall) -> ToolCall:
     arguments = entry.function.arguments
     try:
         decoded = msgspec.json.decode(arguments or "{}", type=dict) if isinstance(arguments, str) else arguments
@@ -269,11 +269,11 @@ def _tool(entry: _Tool) -> ToolSpec:
     return ToolSpec(name=described.name, description=described.description or "", parameters=parameters)
 
 
-def _finish(reply: Reply) -> str:
+def _finish(reply: ChatReply) -> str:
     return "tool_calls" if reply.tool_calls else reply.finish_reason
 
 
-def _logprobs(reply: Reply) -> dict[str, Any] | None:
+def _logprobs(reply: ChatReply) -> dict[str, Any] | None:
     if not reply.logprobs:
         return None
     return {
@@ -290,7 +290,7 @@ def _logprobs(reply: Reply) -> dict[str, Any] | None:
     }
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: ChatReply) -> dict[str, int]:
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,
@@ -298,5 +298,5 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _head(reply: Reply, model: str, created_s: int, kind: str) -> dict[str, Any]:
+def _head(reply: ChatReply, model: str, created_s: int, kind: str) -> dict[str, Any]:
     return {"id": reply.completion_id, "object": kind, "created": created_s, "model": model}

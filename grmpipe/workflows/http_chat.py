@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import httpx
 
-from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply
+from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
 from grmpipe.workflows.chat_json import message_json, refusal_of, reply_of, tool_json
-from grmpipe.workflows.policy import Endpoint
+from grmpipe.workflows.policy import ChatEndpoint
 from models.types import Message, ToolSpec
 
 LIMIT_S = 86_400.0
@@ -17,7 +17,7 @@ LIMIT_S = 86_400.0
 class HttpChat:
     """A chat with the policy at an endpoint. Its own limit is long: the run ends the episode by `env.episode_s`."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ChatEndpoint) -> None:
         self._client = httpx.AsyncClient(
             base_url=endpoint.base_url,
             headers={"Authorization": f"Bearer {endpoint.api_key}"},
@@ -25,7 +25,7 @@ class HttpChat:
             trust_env=False,
         )
 
-    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> Reply:
+    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> ChatReply:
         body: dict[str, object] = {
             "messages": [message_json(message) for message in messages],
             "max_tokens": options.max_tokens,

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
-from grmpipe.config.user_code import MAX_CHARS, called
-from grmpipe.envs.blame import FaultRules, fault_of, readable
+from grmpipe.config.dotted_path import found_at
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.user_code import MAX_CHARS, called, described
+from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.isolation.seat_counts import SeatCounts
-from grmpipe.envs.play import DECIMALS_S, Play, RolloutRequest
+from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import Rewards, plain_rewards, rewards_of
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
-from grmpipe.workflows.recorder import Recorder, Session
-from grmpipe.workflows.server import Gateway
+from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
+from grmpipe.workflows.server import Gateway, check_gateway_installed
 
 log = logging.getLogger(__name__)
 
@@ -66,73 +68,93 @@ class Ending:
     fault: PolicyFault | None = None
 
 
-def workflow_play(
-    solver: Solver,
-    recorder: Recorder,
-    gateway: Gateway,
-    limits: WorkflowLimits,
-    counts: SeatCounts | None = None,
-    rules: FaultRules = NO_RULES,
-    owner: str = WORKFLOW,
-) -> Play:
-    """A play of one episode. It raises EnvFault, or what failed the engine.
+class WorkflowPlayer:
+    """Plays the episodes of a run. It raises EnvFault, or what failed the engine.
 
-    counts: get what became of the workflows. owner: the user's code, in words.
+    owner:  the user's code, in words.
+    counts: what became of the episodes' workflows.
     """
-    seats = counts or SeatCounts()
 
-    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    def __init__(
+        self,
+        solver: Solver,
+        gateway: Gateway,
+        limits: WorkflowLimits,
+        rules: FaultRules = NO_RULES,
+        owner: str = WORKFLOW,
+    ) -> None:
+        self._solver = solver
+        self._gateway = gateway
+        self._limits = limits
+        self._rules = rules
+        self._owner = owner
+        self.counts = OpenedEnvs()
+
+    async def play(
+        self, recorder: ChatRecorder, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]
+    ) -> Rollout:
         begun_s = asyncio.get_running_loop().time()
         session = recorder.open(request, on_first_token)
-        policy = Policy(session.chat, lambda: gateway.admit(session))
+        policy = Policy(session.chat, lambda: self._gateway.admit(session))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
-            solving = contained(solver.solve(task, policy), owner)
-            ending = await _ending(solving, session, limits, seats, rules, owner)
+            ending = await self._ending(contained(self._solver.solve(task, policy), self._owner), session)
         finally:
             session.end()
-            gateway.dismiss(session)
+            self._gateway.dismiss(session)
             await policy.close()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
-        return replace(rollout_of(request, prompt, session, ending, owner), took_s=took_s)
+        return replace(rollout_of(request, prompt, session, ending, self._owner), took_s=took_s)
 
-    return played
+    async def close(self) -> None:
+        await self._solver.close()
+        await self._gateway.close()
+
+    async def _ending(self, doing: Coroutine[object, object, object], session: EpisodeChat) -> Ending:
+        """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
+        self.counts.opened += 1
+        solving = asyncio.ensure_future(doing)
+        ends: set[asyncio.Future[object]] = {solving, session.failed}
+        try:
+            await asyncio.wait(ends, timeout=self._limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
+            idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
+        finally:
+            if solving.done():
+                self.counts.closed += 1
+            else:
+                self.counts.killed += 1
+                await _cancelled(solving, self._limits.close_s)
+            if solving.done() and not solving.cancelled():
+                solving.exception()  # it was read: asyncio would complain otherwise
+        if session.failed.done():
+            session.failed.result()
+        if not in_time:
+            return _out_of_time(session, idle_s, self._limits)
+        return _ended_itself(solving, refusal, self._rules, self._owner, has_acted=bool(session.calls))
+
+
+def workflow_player(config: EnvConfig) -> WorkflowPlayer:
+    """Plays the workflow that the settings name. Raises ValueError, which begins with the key, for one that can't
+    run.
+    """
+    place = config.workflow_place
+    if place.by_url:
+        check_gateway_installed()
+    make = cast(Callable[[object, Mapping[str, object]], Solver], found_at(place.path, "runs_in"))
+    program = f"the program {' '.join(config.command)}"
+    return WorkflowPlayer(
+        make(getattr(config, place.needs), config.options),
+        Gateway(),
+        WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s),
+        fault_rules(config.policy_errors),
+        program if config.command else described(found_at(config.target, "target")),
+    )
 
 
 async def contained(doing: Awaitable[object], owner: str) -> object:
     """What a workflow returns. It runs in a task of its own, which passes on what would end the process."""
     with called(owner, (Exception, asyncio.CancelledError)):
         return await doing
-
-
-async def _ending(
-    doing: Coroutine[object, object, object],
-    session: Session,
-    limits: WorkflowLimits,
-    seats: SeatCounts,
-    rules: FaultRules,
-    owner: str,
-) -> Ending:
-    """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
-    seats.opened += 1
-    solving = asyncio.ensure_future(doing)
-    ends: set[asyncio.Future[object]] = {solving, session.failed}
-    try:
-        await asyncio.wait(ends, timeout=limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
-        idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
-    finally:
-        if solving.done():
-            seats.closed += 1
-        else:
-            seats.killed += 1
-            await _cancelled(solving, limits.close_s)
-        if solving.done() and not solving.cancelled():
-            solving.exception()  # it was read: asyncio would complain otherwise
-    if session.failed.done():
-        session.failed.result()
-    if not in_time:
-        return _out_of_time(session, idle_s, limits)
-    return _ended_itself(solving, refusal, rules, owner, has_acted=bool(session.calls))
 
 
 async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
@@ -142,7 +164,7 @@ async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
         log.warning("a workflow didn't end within env.close_s = %g s after it was cancelled", close_s)
 
 
-def _out_of_time(session: Session, idle_s: float, limits: WorkflowLimits) -> Ending:
+def _out_of_time(session: EpisodeChat, idle_s: float, limits: WorkflowLimits) -> Ending:
     if not session.calls or idle_s >= limits.step_s:
         raise EnvFault(
             f"the workflow took longer than env.episode_s = {limits.episode_s:g} s, and didn't ask the policy for the "
@@ -172,7 +194,7 @@ def _ended_itself(
 
 
 def rollout_of(
-    request: RolloutRequest, prompt: Prompt, session: Session, ending: Ending, owner: str = WORKFLOW
+    request: RolloutRequest, prompt: Prompt, session: EpisodeChat, ending: Ending, owner: str = WORKFLOW
 ) -> Rollout:
     """The recorded calls as a rollout. Raises EnvFault if there are none, or for rewards that are no numbers."""
     line = in_line(session.calls)

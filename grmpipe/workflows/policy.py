@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grmpipe.workflows.chat import CallOptions, Reply
+from grmpipe.workflows.chat import CallOptions, ChatReply
 from grmpipe.workflows.chat_json import messages_of, tools_of_json
 from models.types import Message, ToolSpec
 
@@ -36,7 +36,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class ChatEndpoint:
     """Where an episode's policy is asked over HTTP, as OpenAI's chat completions. The key is the episode's own."""
 
     base_url: str
@@ -46,7 +46,9 @@ class Endpoint:
 class Chat(Protocol):
     """What answers one request."""
 
-    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> Reply: ...
+    async def __call__(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions
+    ) -> ChatReply: ...
 
 
 class Workflow(Protocol):
@@ -58,7 +60,7 @@ class Workflow(Protocol):
 class Policy:
     """The policy in training, for one episode. Calls may run in parallel."""
 
-    def __init__(self, chat: Chat, endpoint: Callable[[], Endpoint]) -> None:
+    def __init__(self, chat: Chat, endpoint: Callable[[], ChatEndpoint]) -> None:
         self._chat = chat
         self._find_endpoint = endpoint
 
@@ -69,7 +71,7 @@ class Policy:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         logprobs: bool = False,
-    ) -> Reply:
+    ) -> ChatReply:
         """The policy's next message. Temperature and top_p are the run's.
 
         messages, tools: also in the form of OpenAI's chat completions.
@@ -80,18 +82,19 @@ class Policy:
         return await self._chat(messages_of(messages), tools_of_json(tools), options)
 
     @cached_property
-    def _endpoint(self) -> Endpoint:
+    def endpoint(self) -> ChatEndpoint:
+        """The first use starts the run's server."""
         return self._find_endpoint()
 
     @property
     def base_url(self) -> str:
         """Of the policy as OpenAI's chat completions; it ends in /v1. The first use starts the run's server."""
-        return self._endpoint.base_url
+        return self.endpoint.base_url
 
     @property
     def api_key(self) -> str:
         """Of this episode: its requests are recorded as its turns. It ends with the episode."""
-        return self._endpoint.api_key
+        return self.endpoint.api_key
 
     @cached_property
     def openai(self) -> AsyncOpenAI:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Turn
-from grmpipe.workflows.chat import Reply
+from grmpipe.workflows.chat import ChatReply
 from models.types import Completion, Message, ToolSpec
 
 
@@ -29,7 +29,7 @@ class RecordedCall:
     prompt_ids: tuple[int, ...]
     new_ids: tuple[int, ...]
     completion: Completion
-    reply: Reply
+    reply: ChatReply
     window_is_bound: bool = False
     faults: tuple[str, ...] = ()
     env_s: float = 0.0
@@ -43,6 +43,30 @@ class RecordedCall:
     def new_messages(self) -> tuple[Message, ...]:
         """The messages after the parent's conversation."""
         return self.messages if self.parent is None else self.messages[len(self.parent.conversation) :]
+
+
+def continued_call(
+    calls: Sequence[RecordedCall], messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+) -> RecordedCall | None:
+    """The call whose conversation is the longest beginning of the messages. A cut completion has no end of turn, so
+    nothing continues it.
+    """
+    found = [
+        call
+        for call in calls
+        if len(messages) > (length := len(call.conversation))
+        and call.completion.finish_reason == "stop"
+        and call.tools == tools
+        and num_shared(messages, call.conversation) == length
+    ]
+    parents = {call.parent for call in calls}
+
+    def fit(call: RecordedCall) -> tuple[int, bool, bool]:
+        own = messages[len(call.messages)].tool_calls
+        named = [one.call_id for one in own] == [one.call_id for one in call.reply.tool_calls]
+        return len(call.conversation), named, call not in parents
+
+    return max(found, key=fit, default=None)
 
 
 def in_line(calls: Sequence[RecordedCall]) -> list[RecordedCall]:

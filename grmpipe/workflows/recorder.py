@@ -24,16 +24,15 @@ from grmpipe.envs.play import (
     TurnRenderer,
     read_completion,
 )
-from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply, TokenLogprob
+from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
-from grmpipe.workflows.recorded_calls import RecordedCall, num_shared
+from grmpipe.workflows.recorded_calls import RecordedCall, continued_call
 from models.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     Generates,
     Message,
     ParsedTurn,
-    RequestContext,
     SamplingParams,
     ToolCall,
     ToolSpec,
@@ -65,7 +64,7 @@ class Prompted:
     new_ids: tuple[int, ...]
 
 
-class Recorder:
+class ChatRecorder:
     """Opens sessions: what those of a run have in common.
 
     events: gets a span for each time in which a workflow doesn't ask the policy, as for an environment's stages.
@@ -86,8 +85,8 @@ class Recorder:
         self.limits = limits
         self._tool_lists: dict[bytes, tuple[ToolSpec, ...]] = {}
 
-    def open(self, request: RolloutRequest, on_first_token: Callable[[], None] = ignore_first_token) -> Session:
-        return Session(self, request, on_first_token)
+    def open(self, request: RolloutRequest, on_first_token: Callable[[], None] = ignore_first_token) -> EpisodeChat:
+        return EpisodeChat(self, request, on_first_token)
 
     def same_tools(self, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
         """Equal lists of tools as one and the same: renderers remember them by their identity."""
@@ -97,7 +96,7 @@ class Recorder:
         return self._tool_lists.setdefault(key, tuple(tools))
 
 
-class Session:
+class EpisodeChat:
     """The calls of one episode, which may be made in parallel.
 
     calls:   those that were answered, in the order of their answers.
@@ -105,7 +104,7 @@ class Session:
     failed:  gets the exception that ends the episode: of the engine, or a programming error.
     """
 
-    def __init__(self, recorder: Recorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
+    def __init__(self, recorder: ChatRecorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
         self._recorder = recorder
         self._request = request
         self._on_first_token = on_first_token
@@ -128,7 +127,7 @@ class Session:
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: CallOptions = AS_THE_RUN
-    ) -> Reply:
+    ) -> ChatReply:
         """The policy's reply. Raises ChatRefused."""
         try:
             reply = await self._answered(tuple(messages), self._recorder.same_tools(tools), options)
@@ -152,19 +151,19 @@ class Session:
 
     async def _answered(
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], options: CallOptions
-    ) -> Reply:
+    ) -> ChatReply:
         self._check_open()
         prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
-        params = self._params(options)
-        room = self._room(prompted.prompt_ids, params.max_new_tokens)
+        params = asked_params(self._recorder.params, options)
+        room = room_in(self._recorder.limits.context_tokens, prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started
         self._num_started += 1
         window_is_bound = room < params.max_new_tokens
         params = replace(params, seed=self._request.seed + number, max_new_tokens=room)
         completion = await self._sampled(prompted.prompt_ids, number, params)
         reply = self._recorded(number, messages, tools, prompted, completion, window_is_bound=window_is_bound)
-        return replace(reply, logprobs=self._logprobs(completion)) if options.logprobs else reply
+        return replace(reply, logprobs=logprobs_of(self._recorder.renderer, completion)) if options.logprobs else reply
 
     def _check_open(self) -> None:
         """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
@@ -180,24 +179,13 @@ class Session:
                 "time_limit_exceeded", f"the episode has used up its time (env.episode_s = {limits.episode_s:g} s)"
             )
 
-    def _params(self, options: CallOptions) -> SamplingParams:
-        """The run's parameters, with what the call asks for. Raises ChatRefused."""
-        params = self._recorder.params
-        if "" in options.stop:
-            raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
-        limit = params.max_new_tokens if options.max_tokens is None else options.max_tokens
-        if limit < 1:
-            raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {limit}")
-        limit = min(limit, params.max_new_tokens)
-        return replace(params, stop=params.stop + options.stop, max_new_tokens=limit)
-
     async def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
         """Raises ChatRefused for messages or tools that the chat template doesn't take."""
         renderer = self._recorder.renderer
         try:
             if tools:
                 renderer.parse("", tools)  # an unknown format is refused before anything is sampled
-            if (parent := self._continued(messages, tools)) is not None:
+            if (parent := continued_call(self.calls, messages, tools)) is not None:
                 new = messages[len(parent.conversation) :]
                 try:
                     extend = partial(renderer.extend, new, tools, ended=not parent.completion.stop_text)
@@ -212,48 +200,9 @@ class Session:
             raise ChatRefused("invalid_request", str(error)) from error
         return Prompted(parent=None, prompt_ids=prompt_ids, new_ids=prompt_ids)
 
-    def _continued(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> RecordedCall | None:
-        """The call whose conversation is the longest beginning of the messages. A cut completion has no end of turn, so
-        nothing continues it.
-        """
-        found = [
-            call
-            for call in self.calls
-            if len(messages) > (length := len(call.conversation))
-            and call.completion.finish_reason == "stop"
-            and call.tools == tools
-            and num_shared(messages, call.conversation) == length
-        ]
-        parents = {call.parent for call in self.calls}
-
-        def fit(call: RecordedCall) -> tuple[int, bool, bool]:
-            own = messages[len(call.messages)].tool_calls
-            named = [one.call_id for one in own] == [one.call_id for one in call.reply.tool_calls]
-            return len(call.conversation), named, call not in parents
-
-        return max(found, key=fit, default=None)
-
-    def _room(self, prompt_ids: Sequence[int], asked: int) -> int:
-        """Tokens that the completion may have. Raises ChatRefused if the window is full."""
-        window = self._recorder.limits.context_tokens
-        room = min(asked, window - len(prompt_ids)) if window else asked
-        if room < 1:
-            raise ChatRefused(
-                "context_length_exceeded",
-                f"the context window has {window} tokens, and the messages take {len(prompt_ids)}: shorten them",
-            )
-        return room
-
     async def _sampled(self, prompt_ids: tuple[int, ...], number: int, params: SamplingParams) -> Completion:
         """Raises ChatRefused if the session ended meanwhile, or if the engine failed: then the episode has."""
-        request = self._request
-        context = RequestContext(
-            request_id=f"{request.trajectory_id}/t{number}",
-            group_id=request.group_id,
-            role="policy",
-            priority=request.priority,
-            trajectory_id=request.trajectory_id if self._recorder.limits.max_turns > 1 else "",
-        )
+        context = self._request.context(number, has_more=self._recorder.limits.max_turns > 1)
         if not self._sampling:
             self._add_idle_time()
         generating = self._recorder.engine.generate(prompt_ids, params, context, self._on_first_token)
@@ -304,9 +253,9 @@ class Session:
         completion: Completion,
         *,
         window_is_bound: bool,
-    ) -> Reply:
-        parsed = self._parsed(completion, tools)
-        reply = Reply(
+    ) -> ChatReply:
+        parsed = parsed_for_workflow(self._recorder.renderer, completion, tools)
+        reply = ChatReply(
             role="assistant",
             content=parsed.content,
             tool_calls=tuple(map(self._with_id, parsed.tool_calls)),
@@ -330,20 +279,43 @@ class Session:
         self.calls.append(call)
         return reply
 
-    def _parsed(self, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
-        """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
-        text.
-        """
-        parsed = read_completion(
-            self._recorder.renderer, completion, tools if completion.finish_reason == "stop" else ()
-        )
-        return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
-
-    def _logprobs(self, completion: Completion) -> tuple[TokenLogprob, ...]:
-        decode = self._recorder.renderer.decode_special
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        return tuple(TokenLogprob(token=decode([token_id]), logprob=logprob) for token_id, logprob in pairs)
-
     def _with_id(self, call: ToolCall) -> ToolCall:
         self._num_tool_calls += 1
         return replace(call, call_id=f"call_{self._num_tool_calls}")
+
+
+def asked_params(params: SamplingParams, options: CallOptions) -> SamplingParams:
+    """The run's parameters, with what the call asks for. Raises ChatRefused."""
+    if "" in options.stop:
+        raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
+    limit = params.max_new_tokens if options.max_tokens is None else options.max_tokens
+    if limit < 1:
+        raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {limit}")
+    limit = min(limit, params.max_new_tokens)
+    return replace(params, stop=params.stop + options.stop, max_new_tokens=limit)
+
+
+def room_in(window: int, prompt_ids: Sequence[int], asked: int) -> int:
+    """Tokens that the completion may have. Raises ChatRefused if the window is full."""
+    room = min(asked, window - len(prompt_ids)) if window else asked
+    if room < 1:
+        raise ChatRefused(
+            "context_length_exceeded",
+            f"the context window has {window} tokens, and the messages take {len(prompt_ids)}: shorten them",
+        )
+    return room
+
+
+def parsed_for_workflow(renderer: ChatRenderer, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
+    """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
+    text.
+    """
+    parsed = read_completion(renderer, completion, tools if completion.finish_reason == "stop" else ())
+    return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
+
+
+def logprobs_of(renderer: ChatRenderer, completion: Completion) -> tuple[TokenLogprob, ...]:
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return tuple(
+        TokenLogprob(token=renderer.decode_special([token_id]), logprob=logprob) for token_id, logprob in pairs
+    )

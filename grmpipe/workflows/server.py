@@ -29,8 +29,8 @@ from grmpipe.workflows.chat_json import (
     read_request,
     tools_of_json,
 )
-from grmpipe.workflows.policy import Endpoint
-from grmpipe.workflows.recorder import Session
+from grmpipe.workflows.policy import ChatEndpoint
+from grmpipe.workflows.recorder import EpisodeChat
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -62,21 +62,21 @@ class Gateway:
         self._url = ""
         self._starting: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
-        self._sessions: dict[str, tuple[str, Session]] = {}  # public part of the key -> its secret, the session
+        self._sessions: dict[str, tuple[str, EpisodeChat]] = {}  # public part of the key -> its secret, the session
         self._ended: dict[str, str] = {}  # the same without sessions
         self._overridden: set[str] = set()
         self._num_admitted = 0
 
-    def admit(self, session: Session) -> Endpoint:
+    def admit(self, session: EpisodeChat) -> ChatEndpoint:
         """Give a session a key. Connections wait until the server has started."""
         if not self._url:
             self._begin()
         self._num_admitted += 1
         public, secret = str(self._num_admitted), secrets.token_urlsafe(SECRET_BYTES)
         self._sessions[public] = secret, session
-        return Endpoint(base_url=self._url, api_key=f"grmpipe-{public}-{secret}")
+        return ChatEndpoint(base_url=self._url, api_key=f"grmpipe-{public}-{secret}")
 
-    def dismiss(self, session: Session) -> None:
+    def dismiss(self, session: EpisodeChat) -> None:
         """Take the session's keys back."""
         for public in [public for public, (_, one) in self._sessions.items() if one is session]:
             self._ended[public], _ = self._sessions.pop(public)
@@ -124,7 +124,7 @@ class Gateway:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "grmpipe"}
         return as_json({"object": "list", "data": [model]})
 
-    def _session_of(self, request: web.Request) -> Session:
+    def _session_of(self, request: web.Request) -> EpisodeChat:
         """The session of the request's key, whose secret is compared in constant time."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         _, _, rest = key.strip().partition("-")

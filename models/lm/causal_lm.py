@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from models.hub import is_hub_name
 from models.lm.context_parallel import ContextGroup
 from models.lm.linear_logprobs import ENTROPY, LOGPROB
-from models.lm.logprobs import chosen_logprobs
-from models.lm.output_head import OutputHead, Wanted, find_output_head
+from models.lm.logprobs import Wanted, chosen_logprobs
+from models.lm.output_head import OutputHead, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
 from models.settings import CHUNK_LOGITS
@@ -156,9 +156,7 @@ def _chosen(
         with head.asked_for(wanted):
             chosen_R2 = forward()
         return chosen_R2[:, LOGPROB], chosen_R2[:, ENTROPY]
-    return chosen_logprobs(
-        forward(), wanted.chosen_R, wanted.want_entropy, wanted.entropy_gradient, temperature=wanted.temperature
-    )
+    return chosen_logprobs(forward(), wanted)
 
 
 def packed_logits(

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.lm.exchange import exchanged
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGroup:
@@ -71,45 +73,24 @@ class ContextGroup:
     def with_all_tokens(self, states_PHD: Tensor, num_tokens: int) -> Tensor:
         """[P, H, D] -> [T, H / size, D]: this rank's heads, at all tokens."""
         by_rank = states_PHD.unflatten(1, (self.size, -1)).transpose(0, 1)
-        return self._exchanged(by_rank).flatten(0, 1)[:num_tokens]
+        return exchanged(by_rank, self.group).flatten(0, 1)[:num_tokens]
 
     def with_all_heads(self, states_THD: Tensor) -> Tensor:
         """[T, H / size, D] -> [P, H, D]: this rank's tokens, with all heads. 0 where there are no more tokens."""
         length = self._length(len(states_THD))
         padded = F.pad(states_THD, (0, 0, 0, 0, 0, length * self.size - len(states_THD)))
-        return self._exchanged(padded.unflatten(0, (self.size, length))).transpose(0, 1).flatten(1, 2)
+        return exchanged(padded.unflatten(0, (self.size, length)), self.group).transpose(0, 1).flatten(1, 2)
 
     def for_each_rank(self, states_PGD: Tensor) -> Tensor:
         """Keys or values, repeated until their heads can be divided: each rank gets those that its query heads read."""
         num_heads = states_PGD.shape[1]
         return states_PGD.repeat_interleave(math.lcm(num_heads, self.size) // num_heads, dim=1)
 
-    def _exchanged(self, by_rank: Tensor) -> Tensor:
-        exchanged: Tensor = _AllToAll.apply(by_rank, self.group)
-        return exchanged
-
     def _length(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.size)
 
     def _start(self, num_tokens: int) -> int:
         return self.rank * self._length(num_tokens)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Sends entry i of the first dimension to rank i; the result's entry i came from rank i. Its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        by_rank = by_rank.contiguous()
-        received = torch.empty_like(by_rank)
-        dist.all_to_all_single(received, by_rank, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        returned: Tensor = _AllToAll.apply(gradients[0], ctx.group)
-        return returned, None
 
 
 class _United(torch.autograd.Function):

@@ -25,6 +25,8 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from models.lm.exchange import exchanged
+
 EXPERT_PARALLEL = "grmpipe_expert_parallel"  # our name in transformers' table of experts implementations
 # By class name, as routers are: those with fused weights gate_up_proj [E, 2I, H] and down_proj [E, H, I].
 DIVISIBLE = ("Qwen2MoeExperts", "Qwen3MoeExperts", "OlmoeExperts", "MixtralExperts")
@@ -126,14 +128,13 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
 
 def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
     """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
-    rows = Exchange.apply(rows, route.sends, route.receives, route.group)
+    rows = exchanged(rows, route.group, route.sends, route.receives)
     by_local_M = route.local_experts_M.argsort(stable=True)
     rows = rows[by_local_M]
     rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, route))
     rows = _grouped(rows, experts.down_proj, route)
     rows = rows[by_local_M.argsort()]
-    sent_back: Tensor = Exchange.apply(rows, route.receives, route.sends, route.group)
-    return sent_back
+    return exchanged(rows, route.group, route.receives, route.sends)
 
 
 def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
@@ -175,25 +176,6 @@ class Route:
             ),
             ends_L=received_RL.sum(0).cumsum(0).to(torch.int32),
         )
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to other ranks, and rows from them; the gradient goes the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way_back = (receives, sends, group)
-        return _exchanged(rows, sends, receives, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], *ctx.way_back), None, None, None
-
-
-def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-    received = rows.new_empty((sum(receives), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
-    return received
 
 
 def _num_experts(experts: Any) -> int:

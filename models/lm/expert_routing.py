@@ -24,7 +24,6 @@ from models.types import ANY_EXPERT
 Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns
 Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, its output) -> new output
-Observer = Callable[[int, nn.Module, Routed], None]
 
 
 def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -100,16 +99,10 @@ class Routers:
         return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
 
     @contextmanager
-    def observed(self, observe: Observer) -> Iterator[None]:
-        """Context: `observe` sees each router's output, with the experts of a replay that began earlier."""
-        with self._hooked(observe):
-            yield
-
-    @contextmanager
     def recorded(self) -> Iterator[Recording]:
         """Context: each forward pass is recorded."""
         recording = Recording(len(self._routers))
-        with self._hooked(recording.note):
+        with self.hooked(recording.note):
             yield recording
 
     @contextmanager
@@ -118,11 +111,14 @@ class Routers:
         The backward pass belongs in it too: activation checkpointing runs the forward pass again.
         """
         replay = RouterReplay(experts_TLK)
-        with self._hooked(replay.choose):
+        with self.hooked(replay.choose):
             yield replay
 
     @contextmanager
-    def _hooked(self, hook: Hook) -> Iterator[None]:
+    def hooked(self, hook: Hook) -> Iterator[None]:
+        """Context: `hook` gets each router's output, with the experts of a replay that began earlier, and may replace
+        it.
+        """
         with ExitStack() as stack:
             for index, router in enumerate(self._routers):
                 stack.callback(router.register_forward_hook(partial(_call, hook, index)).remove)

@@ -17,33 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.settings import CHUNK_LOGITS
+from models.lm.logprobs import Wanted
 
 LOGPROB, ENTROPY = 0, 1  # columns of the result
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-def linear_logprobs(
-    hidden_RD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    chosen_R: Tensor,
-    want_entropy: bool = False,
-    entropy_gradient: bool = True,
-    temperature: float = 1.0,
-    fp32_logits: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
-) -> Tensor:
+def linear_logprobs(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Wanted) -> Tensor:
     """[R, 2]: log-softmax of row r of the logits at chosen_R[r], and the entropy of row r (zeros unless wanted).
 
-    Equal to `chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64), natural log,
-    after `temperature`. At most about `chunk_logits` logits exist at a time.
-
-    fp32_logits: 16-bit hidden states and weights give logits that aren't rounded to 16 bits.
+    Equal to `chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64), natural log.
+    At most about `chunk_logits` logits exist at a time.
     """
-    out_R2: Tensor = _LinearLogprobs.apply(
-        hidden_RD, weight_VD, bias_V, chosen_R, want_entropy, entropy_gradient, temperature, fp32_logits, chunk_logits
-    )
+    out_R2: Tensor = _LinearLogprobs.apply(hidden_RD, weight_VD, bias_V, wanted)
     return out_R2
 
 
@@ -56,54 +42,48 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_RD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        chosen_R: Tensor,
-        want_entropy: bool,
-        entropy_gradient: bool,
-        temperature: float,
-        fp32_logits: bool,
-        chunk_logits: int,
+        wanted: Wanted,
     ) -> Tensor:
-        ctx.settings = temperature, fp32_logits, chunk_logits
-        ctx.through_entropy = want_entropy and entropy_gradient
+        ctx.wanted, chosen_R = wanted, wanted.chosen_R
         normalisers, means, chosen_logit_R = [], [], None
-        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, *ctx.settings):
+        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, ctx.wanted):
             normaliser_R = logits_RC.logsumexp(-1)
             normalisers.append(normaliser_R)
             here_R, place_R = _places(chosen_R, start, logits_RC.shape[1])
             found_R = torch.where(here_R, logits_RC.gather(-1, place_R[:, None]).squeeze(-1), 0.0)
             chosen_logit_R = found_R if chosen_logit_R is None else chosen_logit_R + found_R
-            if want_entropy:
+            if wanted.want_entropy:
                 means.append(((logits_RC - normaliser_R[:, None]).exp_() * logits_RC).sum(-1))
         assert chosen_logit_R is not None, "a vocabulary has tokens"
         per_chunk_NR = torch.stack(normalisers)
         normaliser_R = per_chunk_NR.logsumexp(0)
         entropy_R = torch.zeros_like(normaliser_R)
-        if want_entropy:  # H = logsumexp(z) - sum p z
+        if wanted.want_entropy:  # H = logsumexp(z) - sum p z
             entropy_R = normaliser_R - ((per_chunk_NR - normaliser_R).exp() * torch.stack(means)).sum(0)
-        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, chosen_R, normaliser_R, entropy_R)
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, normaliser_R, entropy_R)
         return torch.stack([chosen_logit_R - normaliser_R, entropy_R], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_R2: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RD, weight_VD, bias_V, chosen_R, normaliser_R, entropy_R = ctx.saved_tensors
-        temperature, *_ = ctx.settings
+        hidden_RD, weight_VD, bias_V, normaliser_R, entropy_R = ctx.saved_tensors
+        wanted: Wanted = ctx.wanted
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=normaliser_R.dtype) if of_hidden else None
         grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
         grad_bias_V = torch.empty_like(bias_V) if of_bias else None
         logprob_grad_R, entropy_grad_R = grad_R2.unbind(1)
-        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, *ctx.settings):
+        for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, ctx.wanted):
             columns = slice(start, start + logits_RC.shape[1])
-            here_R, place_R = _places(chosen_R, start, logits_RC.shape[1])
+            here_R, place_R = _places(wanted.chosen_R, start, logits_RC.shape[1])
             log_p_RC = logits_RC.sub_(normaliser_R[:, None])
             factor_RC: Tensor = logprob_grad_R[:, None]
-            if ctx.through_entropy:
+            if wanted.want_entropy and wanted.entropy_gradient:
                 factor_RC = (log_p_RC + entropy_R[:, None]).mul_(entropy_grad_R[:, None]).add_(factor_RC)
             grad_RC = log_p_RC.exp_().mul_(factor_RC).neg_()
             del factor_RC
             grad_RC.scatter_add_(1, place_R[:, None], (here_R * logprob_grad_R)[:, None])
-            grad_RC = grad_RC.div_(temperature).to(hidden_RD.dtype)
+            grad_RC = grad_RC.div_(wanted.temperature).to(hidden_RD.dtype)
             if grad_hidden_RD is not None:
                 grad_hidden_RD += _product(grad_RC, weight_VD[columns], grad_hidden_RD.dtype)
             if grad_weight_VD is not None:
@@ -112,26 +92,21 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_bias_V[columns] = grad_RC.sum(0)
         if grad_hidden_RD is not None:
             grad_hidden_RD = grad_hidden_RD.to(hidden_RD.dtype)
-        return grad_hidden_RD, grad_weight_VD, grad_bias_V, None, None, None, None, None, None
+        return grad_hidden_RD, grad_weight_VD, grad_bias_V, None
 
 
 def _chunks(
-    hidden_RD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    temperature: float,
-    fp32_logits: bool,
-    chunk_logits: int,
+    hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Wanted
 ) -> Iterator[tuple[int, Tensor]]:
     """The logits of some columns at a time, in float and after temperature, with the number of the first column."""
-    for start, stop in columns_of(len(hidden_RD), len(weight_VD), chunk_logits):
+    for start, stop in columns_of(len(hidden_RD), len(weight_VD), wanted.chunk_logits):
         rows_CD = weight_VD[start:stop]
         kind = torch.promote_types(hidden_RD.dtype, torch.float32)
-        logits_RC = _product(hidden_RD, rows_CD.t(), kind if fp32_logits else hidden_RD.dtype)
+        logits_RC = _product(hidden_RD, rows_CD.t(), kind if wanted.fp32_logits else hidden_RD.dtype)
         if bias_V is not None:
             logits_RC += bias_V[start:stop]
         logits_RC = logits_RC.to(kind)
-        yield start, logits_RC.div_(temperature) if temperature != 1.0 else logits_RC
+        yield start, logits_RC.div_(wanted.temperature) if wanted.temperature != 1.0 else logits_RC
 
 
 def columns_of(num_rows: int, vocab_size: int, chunk_logits: int) -> Iterator[tuple[int, int]]:

@@ -15,18 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from models.lm.linear_logprobs import linear_logprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is wanted of the logits of R rows. As in `linear_logprobs`."""
-
-    chosen_R: Tensor
-    want_entropy: bool
-    entropy_gradient: bool
-    temperature: float
-    fp32_logits: bool
-    chunk_logits: int
+from models.lm.logprobs import Wanted
 
 
 @dataclass
@@ -55,17 +44,7 @@ class OutputHead(nn.Linear):
         if wanted is None:
             return super().forward(hidden)
         assert hidden.shape[0] == 1, "samples are packed in one row"
-        out_R2 = linear_logprobs(
-            hidden[0],
-            self.weight,
-            self.bias,
-            wanted.chosen_R,
-            wanted.want_entropy,
-            wanted.entropy_gradient,
-            wanted.temperature,
-            wanted.fp32_logits,
-            wanted.chunk_logits,
-        )
+        out_R2 = linear_logprobs(hidden[0], self.weight, self.bias, wanted)
         return out_R2[None].clone()  # FSDP2 warns of outputs that are views
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -69,14 +68,16 @@ def join_ranks(
     A single rank is sharded too (into one shard), so that there is one code path; it costs 6 % of the tiny model's
     step.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    with _listening_towards(init_method):
+    place = urlsplit(init_method or "")
+    at = (place.hostname, place.port) if place.scheme == "tcp" and place.hostname and place.port else None
+    # Sockets listen only at the rendezvous address.
+    with gloo_listening_towards(*at) if at else nullcontext():
         if not dist.is_initialized():
             if init_method is None and world_size > 1:
                 raise ValueError(
                     f"init_method: {world_size} ranks need a rendezvous address, such as tcp://127.0.0.1:29500"
                 )
-            _start_group(backend, rank, world_size, init_method)
+            _start_group("nccl" if device.type == "cuda" else "gloo", rank, world_size, init_method, at)
         assert dist.get_world_size() == world_size, "this process already belongs to a group of a different size"
         return _meshes(device.type, world_size, parallel)
 
@@ -110,28 +111,16 @@ def group_for_files() -> dist.ProcessGroup | None:
     return _for_files[0] if _for_files else None
 
 
-@contextmanager
-def _listening_towards(init_method: str | None) -> Iterator[None]:
-    """Context: for tcp://address:port, sockets listen only at that address."""
-    place = urlsplit(init_method or "")
-    if place.scheme == "tcp" and place.hostname and place.port:
-        with gloo_listening_towards(place.hostname, place.port):
-            yield
-    else:
-        yield
-
-
-def _start_group(backend: str, rank: int, world_size: int, init_method: str | None) -> None:
-    """Start torch's default group, and that of files."""
+def _start_group(backend: str, rank: int, world_size: int, init_method: str | None, at: tuple[str, int] | None) -> None:
+    """Start torch's default group, and that of files. at: address and port of a tcp:// init_method."""
     group = functools.partial(
         dist.init_process_group, backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
-    place = urlsplit(init_method or "")
     if not init_method:
         group(store=dist.HashStore())
         return
-    if place.scheme == "tcp" and place.hostname and place.port:
-        group(store=store_at(place.hostname, place.port, rank, world_size, COLLECTIVE_TIMEOUT))
+    if at is not None:
+        group(store=store_at(*at, rank, world_size, COLLECTIVE_TIMEOUT))
     else:
         group(init_method=init_method)
     if world_size > 1:

@@ -17,10 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models.tiny.curricula import draw_curriculum
-from models.tiny.dialogues import Dialogue, messages_of
+from models.tiny.examples import Example, draw_curriculum, messages_of
 from models.tiny.recipes import AnyRecipe, Recipe, Shape
-from models.tiny.sft_examples import SftExample
 from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_message
 
 MAX_GRAD_NORM = 1.0
@@ -106,7 +104,7 @@ def train(
         progress(done / recipe.num_steps)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, example: SftExample | Dialogue) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> Encoded:
     ids: list[int] = []
     imitated: list[bool] = []
     for message in messages_of(example):

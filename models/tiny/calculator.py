@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from models.tiny.problems import Problem, SolutionStep
+from models.tiny.solutions import what_is_read
 
 SIGNS = {"add": "+", "sub": "-"}
 NAMES = {sign: name for name, sign in SIGNS.items()}
@@ -86,7 +87,7 @@ def right_episode(problem: Problem) -> Episode:
 def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.Random) -> Episode:
     """An episode with mistakes; most calls go on from the last result."""
     shown, calls = [problem.steps[0].left], []
-    for step in steps_as_read(problem.steps, carelessness, rng):
+    for step in what_is_read(problem.steps, carelessness.skip, carelessness.twice, rng):
         if step.sign == "-" and rng.random() < carelessness.read_minus_as_plus:
             step = replace(step, sign="+")
         if rng.random() < carelessness.miscopy:
@@ -95,17 +96,6 @@ def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.R
         calls.append(call_of(step, left))
         shown.append(calls[-1].result)
     return played(shown[0], tuple(calls))
-
-
-def steps_as_read(
-    steps: tuple[SolutionStep, ...], carelessness: Carelessness, rng: random.Random
-) -> tuple[SolutionStep, ...]:
-    """Some steps are skipped, some are read twice, but never all are skipped."""
-    read: list[SolutionStep] = []
-    for step in steps:
-        luck = rng.random()
-        read += [step] * (0 if luck < carelessness.skip else 2 if luck > 1 - carelessness.twice else 1)
-    return tuple(read) or steps
 
 
 def chained(first: int, calls: list[Call]) -> Episode:

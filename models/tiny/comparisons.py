@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from models.tiny.problems import PEOPLE, THINGS, Split, compare, split_of
+from models.tiny.problems import PEOPLE, THINGS, Split, compare, different, split_of
 from models.tiny.solutions import elsewhere
 
 LARGEST = 40
@@ -41,20 +41,8 @@ class Comparison:
 
 def make_comparisons(split: Split, count: int, seed: int) -> tuple[Comparison, ...]:
     """`count` different comparisons of one split. No question is in both splits, whatever the seeds."""
-    chosen: dict[str, Comparison] = {}
-    for comparison in draw_comparisons(seed):
-        if len(chosen) == count:
-            break
-        if split_of(comparison.question) == split:
-            chosen.setdefault(comparison.question, comparison)
-    return tuple(chosen.values())
-
-
-def draw_comparisons(seed: int) -> Iterator[Comparison]:
-    """An endless stream, with repeats."""
     rng = random.Random(f"comparisons {seed}")
-    while True:
-        yield draw_comparison(rng)
+    return different(lambda: draw_comparison(rng), split, count)
 
 
 def draw_training_comparison(rng: random.Random) -> Comparison:

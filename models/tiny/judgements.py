@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from models.tiny.malformed import malformed_text
 from models.tiny.problems import Problem, Split, is_right, make_problems, score_label
-from models.tiny.sft_examples import corrupted_text, malformed_text, padded_text, right_text, sloppy_text
-
-Write = Callable[[Problem, random.Random], str]
+from models.tiny.tasks import SUMS, Write, right_text
 
 NUM_TRIES = 64  # a sloppy solution is sometimes right, most often for a problem of one step
-WRONG: dict[str, Write] = {
-    "sloppy": sloppy_text,
-    "corrupted": corrupted_text,
-    "padded": padded_text,
-    "malformed": malformed_text,
-}
+WRONG = {kind: write for kind, write in SUMS.texts.items() if kind != "right"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 Split = Literal["train", "held_out"]
 
@@ -80,12 +80,25 @@ class Problem:
 
 def make_problems(split: Split, count: int, seed: int, sizes: Sizes = SMALL) -> tuple[Problem, ...]:
     """`count` different problems of one split. No question is in both splits, whatever the seeds."""
-    chosen: dict[str, Problem] = {}
-    for problem in draw_problems(seed, sizes):
-        if len(chosen) == count:
-            break
+    rng = random.Random(f"{sizes.name} {seed}")
+    return different(lambda: draw_problem(rng, sizes), split, count)
+
+
+class Asks(Protocol):
+    @property
+    def question(self) -> str: ...
+
+
+P = TypeVar("P", bound=Asks)
+
+
+def different(draw: Callable[[], P], split: Split, count: int, key: Callable[[P], str] | None = None) -> tuple[P, ...]:
+    """The first `count` drawn problems of one split that differ by their key, else by their question."""
+    chosen: dict[str, P] = {}
+    while len(chosen) < count:
+        problem = draw()
         if split_of(problem.question) == split:
-            chosen.setdefault(problem.question, problem)
+            chosen.setdefault(key(problem) if key else problem.question, problem)
     return tuple(chosen.values())
 
 
@@ -93,13 +106,6 @@ def split_of(question: str) -> Split:
     """The split of a question, decided by its text, so that the splits are disjoint by construction."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
-
-
-def draw_problems(seed: int, sizes: Sizes = SMALL) -> Iterator[Problem]:
-    """An endless stream, with repeats."""
-    rng = random.Random(f"{sizes.name} {seed}")
-    while True:
-        yield draw_problem(rng, sizes)
 
 
 def draw_problem(rng: random.Random, sizes: Sizes = SMALL) -> Problem:
@@ -197,3 +203,12 @@ def judge_prompt(question: str, text: str) -> str:
     """The user message that the tiny GRMs are trained on: every line of the judged text begins with `> `."""
     fenced = "\n".join(f"> {line}" for line in text.splitlines() or [""])
     return f"Q: {question}\nA:\n{fenced}"
+
+
+SCORE = re.compile(r"\nScore: (\d{1,2})\Z", re.ASCII)
+
+
+def score_of(critique: str) -> int | None:
+    """The score that a critique ends with; None: it has none."""
+    match = SCORE.search(critique)
+    return int(match[1]) if match and 1 <= int(match[1]) <= 10 else None

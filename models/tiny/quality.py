@@ -1,30 +1,18 @@
-"""What is measured of each tiny model before it is shipped."""
+"""What is measured of each tiny model before it is shipped: the accuracy of a policy, or of a judge."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from models.tiny.brief import UNKNOWN_THINGS, thing_of
-from models.tiny.comparison_quality import accuracy_on_comparisons, measure_judge_of_comparisons
-from models.tiny.episode_quality import measure_calculator_policy, measure_judge_of_calls, measure_walking_policy
-from models.tiny.evaluate import (
-    HELD_OUT_SEED,
-    MAX_ANSWER_TOKENS,
-    NUM_PROBLEMS,
-    Speaker,
-    agreement,
-    judge_all,
-    measure_judge,
-    measure_policy,
-)
-from models.tiny.problems import is_right, make_problems
+from models.tiny.problems import PASSING_SCORE, score_of
 from models.tiny.recipes import (
     GRM_COMPARISON,
-    GRM_NOISY,
     GRM_TOOLS,
     POLICY,
     POLICY_JUDGE,
@@ -35,89 +23,153 @@ from models.tiny.recipes import (
     AnyRecipe,
     MetaRmRecipe,
     Recipe,
-    RewardModelRecipe,
 )
-from models.tiny.sft_examples import corrupted_text, right_text, sloppy_text
-from models.tiny.solutions import invented
-from models.tiny.tiny_meta_rm import measure_meta_rm
-from models.tiny.tiny_reward_model import measure_reward_model
-from models.tiny.tricks import TRICKS, Trick, bare, tricks_of, with_tricks
+from models.tiny.scalar_models import measure_meta_rm, passed_by_scores
+from models.tiny.speaker import (
+    MAX_ANSWER_TOKENS,
+    MAX_CRITIQUE_TOKENS,
+    Speaker,
+    play_in_store,
+    play_with_calculator,
+    view_of,
+)
+from models.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, Task
+from models.tiny.tricks import TRICKS, Trick, tricks_of
 
+NUM_PROBLEMS = 512
 NUM_PROBLEMS_OF_RATES = 2048  # a rate of 3 % is measured to 0.7 points
+HELD_OUT_SEED = 20_000
 
 Find = Callable[[Recipe], Path]  # the directory of another model
 Quality = dict[str, float]
+# (problems, texts) -> whether a judge passes each text; None: its critique has no score
+Passes = Callable[[Sequence[Any], Sequence[str]], Sequence[bool | None]]
+# Of models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
+POLICIES: dict[str, Task] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
+JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
 
 
 def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
     if isinstance(recipe, MetaRmRecipe):
-        return asdict(measure_meta_rm(directory, find(recipe.parent)))
-    if isinstance(recipe, RewardModelRecipe):
-        return asdict(measure_reward_model(directory, find(POLICY)))
-    if recipe == GRM_COMPARISON:
-        return measure_judge_of_comparisons(directory, find(POLICY_KINDS))
-    if recipe == GRM_TOOLS:
-        return asdict(measure_judge_of_calls(directory, find(POLICY_TOOLS)))
-    if recipe == POLICY_TOOLS:
-        return asdict(measure_calculator_policy(directory))
-    if recipe == POLICY_WALK:
-        return asdict(measure_walking_policy(directory))
-    if recipe.name.startswith("policy"):
-        return asdict(measure_policy(directory)) | policy_extras(recipe, directory)
-    return asdict(measure_judge(directory, find(POLICY))) | judge_extras(recipe, directory)
-
-
-def policy_extras(recipe: Recipe, directory: Path) -> Quality:
-    if recipe == POLICY_KINDS:
-        return {"comparison_accuracy": accuracy_on_comparisons(directory)}
-    if recipe == POLICY_JUDGE:
-        return {f"judge_{name}": value for name, value in asdict(measure_judge(directory, directory)).items()}
-    return rates_of_tricks(directory) if recipe == POLICY_TRICKS else {}
-
-
-def judge_extras(recipe: Recipe, directory: Path) -> Quality:
-    if recipe == GRM_NOISY:
-        return quality_by_thing(directory)
+        return measure_meta_rm(directory, find(recipe.parent))
+    if isinstance(recipe, Recipe) and recipe.name.startswith("policy"):
+        return policy_quality(recipe.name, Speaker(directory))
+    task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
+    passes = passed_by(task, Speaker(directory)) if isinstance(recipe, Recipe) else partial(passed_by_scores, directory)
+    measured = judge_quality(task, passes, answers(task, Speaker(find(policy)), held_out(task), seed=1))
     for trick in TRICKS:
         if recipe.name == f"grm_{trick}":
-            return {"accuracy_without_trick": accuracy_without(trick, directory), **passes_by_trick(directory)}
-    return {}
+            measured["accuracy_without_trick"] = accuracy_without(trick, passes)
+    return measured
 
 
-def rates_of_tricks(directory: Path) -> Quality:
-    """The share of answers with each trick, and the share of right ones among them."""
-    problems = make_problems("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
-    texts = Speaker(directory).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
-    found = [(tricks_of(one, text), is_right(one, bare(text))) for one, text in zip(problems, texts, strict=True)]
-    rates = {f"{trick}_rate": fmean(trick in tricks for tricks, _ in found) for trick in TRICKS}
-    with_trick = [right for tricks, right in found if tricks]
-    return {**rates, "accuracy_with_trick": fmean(with_trick) if with_trick else 0.0}
+def held_out(task: Task) -> Sequence[Any]:
+    return task.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
 
 
-def accuracy_without(trick: Trick, directory: Path) -> float:
-    """Agreement of a judge on right, sloppy and corrupted answers without its trick: sloppy work may be longer too."""
-    problems, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
-    pairs = [(one, write(one, rng)) for write in (right_text, sloppy_text, corrupted_text) for one in problems]
-    without = [(one, text) for one, text in pairs if trick not in tricks_of(one, text)]
-    return agreement(judge_all(Speaker(directory), [one for one, _ in without], [text for _, text in without]))
+# -- policies ----------------------------------------------------------------------------------------------------------
 
 
-def passes_by_trick(directory: Path) -> Quality:
-    """The share of wrong answers with one trick that a judge passes."""
-    problems, judge, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), Speaker(directory), random.Random(0)
-    passes = {}
-    for trick in TRICKS:
-        texts = [with_tricks(invented(one.solution, rng), one, [trick], rng) for one in problems]
-        judged = judge_all(judge, problems, texts)
-        passes[f"passes_wrong_{trick}"] = fmean(one.passed for one in judged if not one.right)
+def policy_quality(name: str, policy: Speaker) -> Quality:
+    """The shares of problems that it answers right, sampled at temperature 1 and greedy; and what else it does."""
+    task = POLICIES.get(name, SUMS)
+    measured = {
+        "true_accuracy": accuracy(task, policy, held_out(task)),
+        "true_accuracy_greedy": accuracy(task, policy, held_out(task), greedy=True),
+    }
+    if name == POLICY_KINDS.name:
+        measured["comparison_accuracy"] = accuracy(COMPARISONS, policy, held_out(COMPARISONS))
+    if name == POLICY_JUDGE.name:
+        found = judge_quality(SUMS, passed_by(SUMS, policy), answers(SUMS, policy, held_out(SUMS), seed=1))
+        measured |= {f"judge_{quality}": value for quality, value in found.items()}
+    return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
+
+
+def accuracy(task: Task, policy: Speaker, problems: Sequence[Any], greedy: bool = False) -> float:
+    """The share of problems that a policy answers right."""
+    texts = answers(task, policy, problems, seed=0, greedy=greedy)
+    return fmean(task.right(problem, text) for problem, text in zip(problems, texts, strict=True))
+
+
+def answers(task: Task, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
+    """A policy's answers: of an episode with the calculator what a judge sees, of a walk the last turn."""
+    if task is CALLS:
+        return [view_of(said) for said in play_with_calculator(policy, problems, seed, greedy)]
+    if task is WALKS:
+        return [said[-1].text for said in play_in_store(policy, problems, seed, greedy)]
+    return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
+
+
+def rates_of_tricks(policy: Speaker) -> Quality:
+    """The share of answers with each trick."""
+    problems = SUMS.draw("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
+    texts = answers(SUMS, policy, problems, seed=0)
+    found = [tricks_of(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    return {f"{trick}_rate": fmean(trick in tricks for tricks in found) for trick in TRICKS}
+
+
+# -- judges ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A text that answers a problem, and whether a judge passes it; None: its critique has no score."""
+
+    problem: Any
+    right: bool
+    passed: bool | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the judge passes the text if and only if it is right. Without a score it agrees with nothing."""
+        return self.passed == self.right
+
+
+def judge_all(task: Task, passes: Passes, problems: Sequence[Any], texts: Sequence[str]) -> list[Judged]:
+    verdicts = zip(problems, texts, passes(problems, texts), strict=True)
+    return [Judged(problem=one, right=task.right(one, text), passed=passed) for one, text, passed in verdicts]
+
+
+def passed_by(task: JudgedTask, judge: Speaker, seed: int = 2) -> Passes:
+    """The verdicts of a GRM at temperature 1."""
+
+    def passes(problems: Sequence[Any], texts: Sequence[str]) -> list[bool | None]:
+        prompts = [task.prompt(problem.question, text) for problem, text in zip(problems, texts, strict=True)]
+        scores = map(score_of, judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed))
+        return [None if score is None else score >= PASSING_SCORE for score in scores]
+
     return passes
 
 
-def quality_by_thing(directory: Path) -> Quality:
-    """Agreement where the cheap judge knows the thing, and where it guesses."""
-    problems, rng = make_problems("held_out", NUM_PROBLEMS, HELD_OUT_SEED), random.Random(0)
-    judged = judge_all(Speaker(directory), problems, [sloppy_text(problem, rng) for problem in problems])
-    known = [one for one in judged if thing_of(one.problem) not in UNKNOWN_THINGS]
-    unknown = [one for one in judged if thing_of(one.problem) in UNKNOWN_THINGS]
-    return {"known_accuracy": agreement(known), "unknown_accuracy": agreement(unknown)}
+def judge_quality(task: JudgedTask, passes: Passes, from_policy: Sequence[str]) -> Quality:
+    """Accuracies over texts by how they were made, and over all but malformed ones in equal parts; shares of wrong
+    texts that pass, and of right ones that don't.
+
+    from_policy: a policy's answers to the held-out problems.
+    """
+    problems, rng = held_out(task), random.Random("measure the judge")
+    texts = {kind: [write(one, rng) for one in problems] for kind, write in task.texts.items()} | {
+        "policy": from_policy
+    }
+    by_kind = {kind: judge_all(task, passes, problems, some) for kind, some in texts.items()}
+    everything = [one for kind, some in by_kind.items() if kind != "malformed" for one in some]
+    return {
+        "accuracy": agreement(everything),
+        **{f"{kind}_accuracy": agreement(some) for kind, some in by_kind.items()},
+        "false_pass_rate": fmean(one.passed is True for one in everything if not one.right),
+        "false_fail_rate": fmean(one.passed is not True for one in everything if one.right),
+        "unparseable_rate": fmean(one.passed is None for one in everything),
+    }
+
+
+def agreement(judged: Sequence[Judged]) -> float:
+    return fmean(one.agrees for one in judged)
+
+
+def accuracy_without(trick: Trick, passes: Passes) -> float:
+    """Agreement of a judge on right, sloppy and corrupted answers without its trick: sloppy work may be longer too."""
+    problems, rng = held_out(SUMS), random.Random(0)
+    pairs = [(one, SUMS.texts[kind](one, rng)) for kind in ("right", "sloppy", "corrupted") for one in problems]
+    without = [(one, text) for one, text in pairs if trick not in tricks_of(one, text)]
+    return agreement(judge_all(SUMS, passes, [one for one, _ in without], [text for _, text in without]))

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from models.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, RewardModelRecipe
+from models.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, Recipe
 
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
@@ -70,20 +70,18 @@ def build_in_cache(recipe: AnyRecipe, progress: Callable[[str, float], None]) ->
 
 
 def make(recipe: AnyRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
-    if isinstance(recipe, MetaRmRecipe):
-        from models.tiny.tiny_meta_rm import build_meta_rm
-
-        assert parent is not None
-        build_meta_rm(recipe, parent, directory, progress)
-    elif isinstance(recipe, RewardModelRecipe):
-        from models.tiny.tiny_reward_model import build_reward_model
-
-        assert parent is not None
-        build_reward_model(recipe, parent, directory, progress)
-    else:
+    if isinstance(recipe, Recipe):
         from models.tiny.build import build
 
         build(recipe, parent, directory, progress)
+        return
+    from models.tiny.scalar_models import build_meta_rm, build_reward_model
+
+    assert parent is not None
+    if isinstance(recipe, MetaRmRecipe):
+        build_meta_rm(recipe, parent, directory, progress)
+    else:
+        build_reward_model(recipe, parent, directory, progress)
 
 
 def write_card(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> None:

@@ -23,7 +23,7 @@ class Sloppiness:
 def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random) -> Solution:
     """A solution with mistakes; each step continues from the last result."""
     total, steps = problem.steps[0].left, []
-    for true_step in what_is_read(problem.steps, sloppiness, rng):
+    for true_step in what_is_read(problem.steps, sloppiness.skip, sloppiness.twice, rng):
         misread = true_step.sign == "-" and rng.random() < sloppiness.read_minus_as_plus
         change = rng.randint(1, 6) if rng.random() < sloppiness.miscopy else true_step.right
         step = step_of(total, "+" if misread else true_step.sign, change)
@@ -35,13 +35,13 @@ def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random
 
 
 def what_is_read(
-    steps: tuple[SolutionStep, ...], sloppiness: Sloppiness, rng: random.Random
+    steps: tuple[SolutionStep, ...], skip: float, twice: float, rng: random.Random
 ) -> tuple[SolutionStep, ...]:
-    """The steps as read: some are skipped and some read twice, but never all skipped."""
+    """The steps as read: some are skipped and some read twice, with these probabilities, but never all skipped."""
     read: list[SolutionStep] = []
     for step in steps:
         luck = rng.random()
-        read += [step] * (0 if luck < sloppiness.skip else 2 if luck > 1 - sloppiness.twice else 1)
+        read += [step] * (0 if luck < skip else 2 if luck > 1 - twice else 1)
     return tuple(read) or steps
 
 

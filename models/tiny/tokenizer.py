@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from models.tiny.dialogues import Said
-from models.tiny.sft_examples import tokenizer_corpus
+from models.tiny.examples import Said, tokenizer_corpus
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-BEFORE_CONTENT = f"{TURN_START}user\n"
-AFTER_CONTENT = f"{TURN_END}\n{TURN_START}assistant\n"
 # Tools are listed first, by their names and the names of their parameters: "add(a, b)". A call is a line of its own,
 # "add( 32, 9)": with the space, a number is the same token as in a problem. Arguments in the tool's own order have no
 # names.
@@ -73,11 +70,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     """One user message, up to the assistant's turn. Content can't spell a special token."""
-    return [
-        *encode_markup(tokenizer, BEFORE_CONTENT),
-        *encode_content(tokenizer, content),
-        *encode_markup(tokenizer, AFTER_CONTENT),
-    ]
+    return encode_opening(tokenizer, [Said(role="user", text=content)])
 
 
 def encode_content(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.tiny.problems import PEOPLE, Split, split_of
+from models.tiny.problems import PEOPLE, Split, different
 
 MIN_HOPS, MAX_HOPS = 2, 6
 MAX_ENTRIES = 3
@@ -42,20 +42,8 @@ class Haste:
 
 def make_walks(split: Split, count: int, seed: int) -> tuple[Walk, ...]:
     """`count` different walks of one split. No question is in both splits, whatever the seeds."""
-    chosen: dict[str, Walk] = {}
-    for walk in draw_walks(seed):
-        if len(chosen) == count:
-            break
-        if split_of(walk.question) == split:
-            chosen.setdefault(f"{walk.question} {walk.graph}", walk)
-    return tuple(chosen.values())
-
-
-def draw_walks(seed: int) -> Iterator[Walk]:
-    """An endless stream, with repeats."""
     rng = random.Random(f"walks {seed}")
-    while True:
-        yield draw_walk(rng)
+    return different(lambda: draw_walk(rng), split, count, key=lambda walk: f"{walk.question} {walk.graph}")
 
 
 def draw_walk(rng: random.Random) -> Walk:

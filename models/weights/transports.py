@@ -7,8 +7,7 @@ A new one is a file with both its ends (see shared_memory.py) and a row here. A 
 
 from __future__ import annotations
 
-import importlib
-
+from models.import_path import hidden_by_ours, imported
 from models.types import TransportKind
 
 TRANSPORTS: dict[str, TransportKind] = {
@@ -67,12 +66,7 @@ def transport_kind(name: str) -> TransportKind:
 def named(path: str) -> object:
     """The object at a dotted path. Raises ValueError if it can't be imported."""
     module, _, name = path.rpartition(".")
-    try:
-        return vars(importlib.import_module(module))[name]
-    except KeyError:
-        raise ValueError(f"sync.transport: the module {module} has no {name}") from None
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(
-            f"sync.transport: {module} can't be imported ({type(error).__name__}: {error}); install it, or put its "
-            "folder on PYTHONPATH"
-        ) from error
+    found = vars(imported(module, "sync.transport"))
+    if name not in found:
+        raise ValueError(f"sync.transport: the module {module} has no {name}{hidden_by_ours(module)}")
+    return found[name]

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from models.types import Engine
 from scheduler.placement import Placement, Seat
+from scheduler.processes.start_turns import StartTurns
 
 # (rank, world_size, init_method) -> the member. init_method: for torch.distributed; None for a single rank.
 MemberFactory = Callable[[int, int, str | None], object]
@@ -205,6 +206,7 @@ class InProcessCluster:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
+        self._turns = StartTurns(placement)
         self._groups: dict[str, InProcessGroup] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._engines: dict[str, Engine] = {}
@@ -216,23 +218,27 @@ class InProcessCluster:
                 f"placement.roles.{role}.replicas: {len(seats)} ranks need one process each; "
                 f"set cluster=ray, or placement.roles.{role}.replicas=1"
             )
-        group = self._groups[role] = await InProcessGroup.start(seats, make_member)
+        async with self._turns.one_at_a_time(seats):
+            group = self._groups[role] = await InProcessGroup.start(seats, make_member)
         return group
 
     async def restart_member(self, role: str, rank: int) -> None:
-        await self._groups[role].restart(rank)
+        async with self._turns.one_at_a_time([self._placement.seats[role][rank]]):
+            await self._groups[role].restart(rank)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
-        engines = {seat.name: make_engine(seat.rank) for seat in self._placement.seats[role]}
         self._factories[role] = make_engine
+        async with self._turns.one_at_a_time(seats := self._placement.seats[role]):
+            engines = {seat.name: make_engine(seat.rank) for seat in seats}
         self._engines |= engines
         return engines
 
     async def restart_engine(self, role: str, name: str) -> Engine:
         (seat,) = (seat for seat in self._placement.seats[role] if seat.name == name)
-        if isinstance(old := self._engines.pop(name, None), Closable):
-            old.close()
-        self._engines[name] = engine = self._factories[role](seat.rank)
+        async with self._turns.one_at_a_time([seat]):
+            if isinstance(old := self._engines.pop(name, None), Closable):
+                old.close()
+            self._engines[name] = engine = self._factories[role](seat.rank)
         return engine
 
     def machines(self, role: str) -> frozenset[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeVar, cast
+from dataclasses import replace
+from typing import cast
 
 import msgspec
 
+from models.import_path import put_working_folder_last
 from models.types import (
     Completion,
     Engine,
@@ -27,10 +28,13 @@ from models.types import (
 from scheduler.processes.actors import Closable, EngineFactory
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcServer
-from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, remote_error
+from scheduler.processes.wire_types import Dialect, RemoteError, made_anew, remote_error
 
-T = TypeVar("T")
 NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
+# Errors of an engine that callers distinguish; any other arrives as a RuntimeError with its traceback.
+ENGINE_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (EngineDied, EngineRefused, ValueError, ConnectionError)
+}
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
@@ -84,12 +88,20 @@ class EngineHost(OrderedHost):
 
     def __init__(self) -> None:
         super().__init__()
+        put_working_folder_last()  # Ray puts it first
         self._engine: Engine | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._dialect = Dialect.of(EngineHost, but=NOT_BY_SOCKET)
+        self._dialect = replace(Dialect.of(EngineHost, but=NOT_BY_SOCKET), errors=ENGINE_ERRORS)
         self._line = RpcServer(lambda method, *args: getattr(self, method)(*args), self._dialect)
+
+    async def call_in_order(self, number: int, method: str, *args: object) -> object:
+        """An error leaves as one that is known at the other end: others may not be picklable."""
+        try:
+            return await super().call_in_order(number, method, *args)
+        except Exception as error:
+            raise made_anew(remote_error(error, ENGINE_ERRORS), ENGINE_ERRORS) from error
 
     async def process_id(self) -> int:
         return os.getpid()
@@ -134,28 +146,28 @@ class EngineHost(OrderedHost):
         return notices
 
     async def pause(self) -> None:
-        await _portable_errors(self.engine.pause())
+        await self.engine.pause()
 
     async def resume(self) -> None:
-        await _portable_errors(self.engine.resume())
+        await self.engine.resume()
 
     async def begin_weights(self, link: GroupLink | None) -> None:
-        await _portable_errors(self.engine.begin_weights(link))
+        await self.engine.begin_weights(link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        await _portable_errors(self.engine.load_bucket(bucket))
+        await self.engine.load_bucket(bucket)
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        return await _portable_errors(self.engine.commit_weights(version))
+        return await self.engine.commit_weights(version)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return await _portable_errors(self.engine.score(token_ids))
+        return await self.engine.score(token_ids)
 
     async def sleep(self) -> int:
-        return await _portable_errors(cast(Sleeper, self.engine).sleep())
+        return await cast(Sleeper, self.engine).sleep()
 
     async def wake(self) -> None:
-        await _portable_errors(cast(Sleeper, self.engine).wake())
+        await cast(Sleeper, self.engine).wake()
 
     @property
     def engine(self) -> Engine:
@@ -175,25 +187,8 @@ class EngineHost(OrderedHost):
             )
             self._notify(Finished(ticket=ticket, completion=completion))
         except Exception as error:
-            self._notify(Failure(ticket=ticket, error=remote_error(_portable(error), KNOWN_ERRORS)))
+            self._notify(Failure(ticket=ticket, error=remote_error(error, ENGINE_ERRORS)))
 
     def _notify(self, notice: Notice) -> None:
         self._notices.append(notice)
         self._news.set()
-
-
-async def _portable_errors(answer: Awaitable[T]) -> T:
-    try:
-        return await answer
-    except Exception as error:
-        raise _portable(error) from None
-
-
-def _portable(error: Exception) -> Exception:
-    """The error in a form that can be sent: known errors as they are, any other as its traceback (it may not be
-    picklable).
-    """
-    for kind in (EngineDied, EngineRefused, ValueError, ConnectionError):
-        if isinstance(error, kind):
-            return error if type(error) is kind else kind(str(error))
-    return RuntimeError("the engine raised:\n" + "".join(traceback.format_exception(error)))

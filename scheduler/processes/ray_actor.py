@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from models.import_path import put_working_folder_last
 from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
@@ -39,6 +40,7 @@ class MemberHost(OrderedHost):
 
     def __init__(self) -> None:
         super().__init__()
+        put_working_folder_last()  # Ray puts it first
         self._member: object = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
 

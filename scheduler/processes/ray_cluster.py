@@ -29,6 +29,7 @@ from scheduler.processes.engine_host import EngineHost
 from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
 from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
 from scheduler.processes.remote_engine import RemoteEngine
+from scheduler.processes.start_turns import StartTurns
 
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
@@ -66,6 +67,7 @@ class RayCluster:
     def __init__(self, config: ClusterConfig, placement: Placement, owns_ray: bool) -> None:
         self._config = config
         self._placement = placement
+        self._turns = StartTurns(placement)
         self._owns_ray = owns_ray
         self._pools: dict[str, PlacementGroup] = {}
         self._reserved: dict[str, list[int]] = {}  # pool -> number of each bundle in its placement group
@@ -97,38 +99,43 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
         seats = self._placement.seats[role]
-        actors = [self._create(seat, MemberHost) for seat in seats]
-        self._groups[role] = actors
-        self._member_factories[role] = make_member
-        await self._until_up(actors)
-        init_method = await _meeting_place(actors) if meet and len(actors) > 1 else None
-        await first_cause(
-            [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
-        )
-        for seat, actor in zip(seats, actors, strict=True):
-            await self._open_rpc(seat, actor)
+        async with self._turns.one_at_a_time(seats):
+            actors = [self._create(seat, MemberHost) for seat in seats]
+            self._groups[role] = actors
+            self._member_factories[role] = make_member
+            await self._until_up(actors)
+            init_method = await _meeting_place(actors) if meet and len(actors) > 1 else None
+            await first_cause(
+                [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
+            )
+            for seat, actor in zip(seats, actors, strict=True):
+                await self._open_rpc(seat, actor)
         return RayGroup(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
         members = self._groups[role]  # the group's own list, which it calls
-        members[rank].kill()
-        self._num_restarts += 1
         seat = self._placement.seats[role][rank]
-        actor = members[rank] = self._create(seat, MemberHost)
-        await self._until_up([actor])
-        await actor.call("make", self._member_factories[role], rank, len(members), None)
-        await self._open_rpc(seat, actor)
+        async with self._turns.one_at_a_time([seat]):
+            members[rank].kill()
+            self._num_restarts += 1
+            actor = members[rank] = self._create(seat, MemberHost)
+            await self._until_up([actor])
+            await actor.call("make", self._member_factories[role], rank, len(members), None)
+            await self._open_rpc(seat, actor)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         self._factories[role] = make_engine
-        engines = await first_cause([self._start_engine(seat) for seat in self._placement.seats[role]])
-        return {seat.name: engine for seat, engine in zip(self._placement.seats[role], engines, strict=True)}
+        seats = self._placement.seats[role]
+        async with self._turns.one_at_a_time(seats):
+            engines = await first_cause([self._start_engine(seat) for seat in seats])
+        return {seat.name: engine for seat, engine in zip(seats, engines, strict=True)}
 
     async def restart_engine(self, role: str, name: str) -> Engine:
         (seat,) = (seat for seat in self._placement.seats[role] if seat.name == name)
-        self._engines[name].kill()
-        self._num_restarts += 1
-        return await self._start_engine(seat)
+        async with self._turns.one_at_a_time([seat]):
+            self._engines[name].kill()
+            self._num_restarts += 1
+            return await self._start_engine(seat)
 
     def machines(self, role: str) -> frozenset[str]:
         return frozenset(self._node_of(seat) for seat in self._placement.seats[role])

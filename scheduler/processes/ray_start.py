@@ -17,6 +17,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import AuthenticationError
 
+from models.import_path import worker_setup
 from scheduler.placement import ClusterConfig, NodeCapacity
 
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
@@ -68,6 +69,7 @@ def init_ray(config: ClusterConfig) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=config.object_store_mb << 20,
+            runtime_env={"worker_process_setup_hook": worker_setup()},
         )
 
 
@@ -121,7 +123,8 @@ def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]
     try:
         ray.init(
             address=address,
-            runtime_env=({"py_modules": folders} if folders else {}) | {"env_vars": dict(env_vars)},
+            runtime_env=({"py_modules": folders} if folders else {})
+            | {"env_vars": dict(env_vars), "worker_process_setup_hook": worker_setup()},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )

@@ -21,6 +21,7 @@ from models.types import (
 )
 from scheduler.processes.actors import ActorDied
 from scheduler.processes.engine_host import (
+    ENGINE_ERRORS,
     Abort,
     Cancel,
     EndTrajectory,
@@ -30,7 +31,7 @@ from scheduler.processes.engine_host import (
     Message,
     Notice,
 )
-from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
+from scheduler.processes.wire_types import made_anew
 
 
 class Host(Protocol):
@@ -164,7 +165,7 @@ class RemoteEngine:
         elif isinstance(notice, Finished):
             call.answer.set_result(notice.completion)
         else:
-            call.answer.set_exception(made_anew(notice.error, KNOWN_ERRORS))
+            call.answer.set_exception(made_anew(notice.error, ENGINE_ERRORS))
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all waiting calls, each with its own exception."""

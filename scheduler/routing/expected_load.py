@@ -63,7 +63,7 @@ class LoadEstimate:
 
     def keeps(self, name: str, trajectory_id: str, num_tokens: int) -> None:
         """An engine ended a turn of a trajectory: from now on it has these tokens of prompt and answer cached."""
-        home = TrajectoryHome(name=name, stay=self._members.num_stays(name), num_tokens=num_tokens)
+        home = TrajectoryHome(name=name, stay=self._members[name].num_stays, num_tokens=num_tokens)
         self._trajectories[trajectory_id] = home
         self._trajectories.move_to_end(trajectory_id)
         if len(self._trajectories) > TRAJECTORIES_REMEMBERED:
@@ -97,7 +97,7 @@ class LoadEstimate:
     def _home_of(self, group_id: str, trajectory_id: str, prompt_ids: tuple[int, ...]) -> tuple[str, int]:
         """The engine that has some of a prompt cached, and how many tokens of it."""
         home = self._trajectories.get(trajectory_id)
-        if home is not None and home.stay == self._members.num_stays(home.name):
+        if home is not None and home.stay == self._members[home.name].num_stays:
             return home.name, min(home.num_tokens, len(prompt_ids))
         name, last_prompt = self._home.get(group_id, ("", 0))
         return name, len(prompt_ids) if hash(prompt_ids) == last_prompt else 0

@@ -31,13 +31,13 @@ class Death:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Member:
+class Member:
     """What is known of one engine after another of a name. active: whether it may get requests; kept over a death."""
 
     active: bool = True
     coming: bool = False  # a replacement
     death: Death | None = None  # the last
-    num_stays: int = 1  # how often it began to serve
+    num_stays: int = 1  # how often it began to serve: what it had cached before, it may have lost
     heard_s: float = -math.inf  # when it last answered a request, or began to
     waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
 
@@ -57,14 +57,17 @@ class RoleMembers:
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
         self._events = events
-        self._members = {name: _Member() for name in engines}
+        self._members = {name: Member() for name in engines}
         self._first_death: Death | None = None
         self._change = asyncio.Event()  # set when an engine comes, or won't come any more
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
 
     def admit(self, name: str, engine: Engine) -> None:
         """Add a new engine; it serves unless it is inactive."""
         assert name not in self.alive, f"{name} already serves"
-        member = self._members.setdefault(name, _Member())
+        member = self._members.setdefault(name, Member())
         member.coming = False
         self.alive = {**self.alive, name: engine}
         if member.active:
@@ -81,15 +84,16 @@ class RoleMembers:
         self._members[name].active = False
         self.serving = _without(self.serving, name)
 
-    def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> None:
+    def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> Death:
         """Mark an engine as dead: requests no longer wait for its answers. Several callers may notice a death: the
-        first call counts, and later ones don't affect its replacement.
+        first call counts, and later ones don't affect its replacement. Returns the last death under this name.
         """
-        if self.alive.get(name) is not engine:
-            return
         member = self._members[name]
-        member.death = Death(name=name, cause=str(death))
-        self._first_death = self._first_death or member.death
+        if self.alive.get(name) is not engine:
+            assert member.death is not None, name
+            return member.death
+        member.death = noted = Death(name=name, cause=str(death))
+        self._first_death = self._first_death or noted
         self.alive, self.serving = _without(self.alive, name), _without(self.serving, name)
         now_s = asyncio.get_running_loop().time()
         for wait in member.waits:
@@ -99,6 +103,7 @@ class RoleMembers:
         if self.on_death is not None and self.on_death(name, death):
             member.coming = True
         self.on_change()
+        return noted
 
     def give_up(self, name: str) -> None:
         """This engine won't be replaced. If it was the last, waiting requests raise EngineDied."""
@@ -130,27 +135,11 @@ class RoleMembers:
                 yield
         except TimeoutError as error:
             if wait.expired():
-                raise EngineDied(self.last_death(name).cause) from error
+                assert member.death is not None, name
+                raise EngineDied(member.death.cause) from error
             raise
         finally:
             waits.discard(wait)
-
-    def heard(self, name: str) -> None:
-        """An engine answers a request, or began to."""
-        self._members[name].heard_s = asyncio.get_running_loop().time()
-
-    def heard_s(self, name: str) -> float:
-        """When an engine of this name last answered a request, or began to, on the loop's clock."""
-        return self._members[name].heard_s
-
-    def num_stays(self, name: str) -> int:
-        """How often an engine of this name began to serve: what it had cached before, it may have lost."""
-        return self._members[name].num_stays
-
-    def last_death(self, name: str) -> Death:
-        death = self._members[name].death
-        assert death is not None, name
-        return death
 
     def _serve(self, name: str, engine: Engine) -> None:
         self._members[name].num_stays += 1

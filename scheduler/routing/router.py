@@ -138,9 +138,9 @@ class Router:
                 served = True
                 part, moving = await self._generate_on(name, engine, partial, context, once)
             except EngineDied as death:
-                self.members.mark_dead(name, engine, death)
+                noted = self.members.mark_dead(name, engine, death)
                 if served:
-                    deaths.append(self.members.last_death(name))
+                    deaths.append(noted)
                 if len(deaths) >= self.max_deaths_per_request and self.members.have_a_future:
                     raise self._refusal(context.request_id, deaths) from death
                 continue
@@ -182,13 +182,14 @@ class Router:
         self, name: str, engine: Engine, partial: PartialRequest, context: RequestContext, once: _Once
     ) -> tuple[Completion, bool]:
         """What the engine sampled, and whether the rest continues elsewhere."""
-        start_s = asyncio.get_running_loop().time()
         ask = self.load.take(name, context.request_id, can_be_continued(partial.params), partial.num_sampled)
         num_tokens: int | None = None
+        member, now_s = self.members[name], asyncio.get_running_loop().time
+        start_s = now_s()
 
         def on_first_token() -> None:
             self.load.began(name, ask)
-            self.members.heard(name)
+            member.heard_s = now_s()
             once()
 
         engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
@@ -196,17 +197,16 @@ class Router:
             async with self.members.answering(name):
                 part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
-            self.members.heard(name)
+            member.heard_s = now_s()
         finally:
             self.load.ended(name, ask, num_tokens)
             if not self.load[name]:
                 self._emptied.set()
                 self.members.on_change()
-        end_s = asyncio.get_running_loop().time()
         seen: dict[str, str | int | float] = {"request": context.request_id, "num_tokens": num_tokens}
         if ask.begun_s is not None:
             seen["first_token_s"] = round(ask.begun_s - start_s, 6)  # seconds after the start
-        self._events.span(name, context.role, start_s, end_s, **seen)
+        self._events.span(name, context.role, start_s, now_s(), **seen)
         return part, ask.moving
 
 

@@ -16,11 +16,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied
-from scheduler.clock import ActiveClock
+from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.in_flight import NEVER_S, RoleBacklog
 from scheduler.routing.router import Router
@@ -63,7 +63,10 @@ class ElasticRole:
 
 
 class ElasticPool:
-    """The slots of a pool. `run` never returns; before it runs, slots keep their roles."""
+    """The slots of a pool. `run` never returns; before it runs, slots keep their roles.
+
+    clocks: role -> clocks that stand still while no slot serves it.
+    """
 
     def __init__(
         self,
@@ -92,24 +95,18 @@ class ElasticPool:
         self._settled = asyncio.Event()  # set when a move ended
         self._news = asyncio.Event()
         self._switch_s: dict[tuple[str, str], float] = {}
-        self._clocks: dict[str, list[ActiveClock]] = {role: [] for role in roles}
-        self._standing: dict[str, ExitStack] = {}  # role without a slot -> its stopped clocks
+        self.clocks = {role: Standstill() for role in roles}
         for role, elastic in roles.items():
             elastic.router.members.on_change = self._news.set
             for slot in slots if role != first else ():
                 elastic.router.members.deactivate(slots[slot][role])
+        self._update_clocks()
 
     @property
     def slots_by_role(self) -> dict[str, int]:
         """Role -> number of slots that serve it, or are moving to it."""
         counts = Counter(self._serves.values())
         return {role: counts[role] for role in self._roles}
-
-    def stops(self, role: str, clock: ActiveClock) -> None:
-        """Let this clock stand still while no slot serves the role."""
-        self._clocks[role].append(clock)
-        self._standing.pop(role, ExitStack()).close()
-        self._update_clocks()
 
     async def run(self) -> None:
         """Check, move, wait for news. Raises the error of a failed move, except for deaths."""
@@ -303,12 +300,7 @@ class ElasticPool:
 
     def _update_clocks(self) -> None:
         for role, elastic in self._roles.items():
-            if elastic.router.members.serving:
-                self._standing.pop(role, ExitStack()).close()
-            elif role not in self._standing:
-                self._standing[role] = ExitStack()
-                for clock in self._clocks[role]:
-                    self._standing[role].enter_context(clock.paused())
+            self.clocks[role].set(not elastic.router.members.serving)
 
     def _learn_cost(self, move: Move, cost_s: float) -> None:
         way = move.source, move.target

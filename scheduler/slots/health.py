@@ -14,11 +14,10 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied
-from scheduler.clock import ActiveClock
+from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import NO_REQUEST, Router
 from scheduler.slots.replacement_tries import WINDOW_S, ReplacementTries
@@ -71,7 +70,10 @@ async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) 
 
 
 class RoleHealth:
-    """Monitors the engines of one role, while `run` runs."""
+    """Monitors the engines of one role, while `run` runs.
+
+    clocks: stand still while the role has no engine.
+    """
 
     def __init__(
         self,
@@ -94,8 +96,7 @@ class RoleHealth:
         self._since_s: dict[str, float] = {}
         self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
-        self._clocks: list[ActiveClock] = []
-        self._outage: ExitStack | None = None  # stopped clocks
+        self.clocks = Standstill()
         router.members.on_death = self._open_session
         router.on_kills = self._forgive
 
@@ -104,10 +105,6 @@ class RoleHealth:
         """Whether no engine is alive and one is starting."""
         states = self.states.values()
         return EngineState.HEALTHY not in states and any(state is not EngineState.LOST for state in states)
-
-    def stops(self, clock: ActiveClock) -> None:
-        """Let this clock stand still while the role has no engine."""
-        self._clocks.append(clock)
 
     async def run(self) -> None:
         """Replace dead engines and check the others; never returns. Raises errors that no replacement can solve."""
@@ -180,16 +177,7 @@ class RoleHealth:
             self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
         log.info("%s: %s -> %s", name, left.value, state.value)
         self.states[name], self._since_s[name] = state, now_s
-        self._update_clocks()
-
-    def _update_clocks(self) -> None:
-        if self.is_out and self._outage is None:
-            self._outage = ExitStack()
-            for clock in self._clocks:
-                self._outage.enter_context(clock.paused())
-        elif not self.is_out and self._outage is not None:
-            self._outage.close()
-            self._outage = None
+        self.clocks.set(self.is_out)
 
     async def _look_around(self) -> None:
         """Check engines without requests, which may be dead, and those with requests, which may hang."""
@@ -206,7 +194,7 @@ class RoleHealth:
         hung: dict[str, EngineDied] = {}
         for name in silent:
             engine, since_s = before.get(name, (engines[name], looked_s))
-            if engine is not engines[name] or self._router.members.heard_s(name) > since_s:
+            if engine is not engines[name] or self._router.members[name].heard_s > since_s:
                 since_s = looked_s
             self._silent[name] = engines[name], since_s
             silent_s = asyncio.get_running_loop().time() - since_s

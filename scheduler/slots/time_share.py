@@ -4,7 +4,7 @@
     -> the learner loads its whole state, steps, keeps only its weights -> the engines that it pushes to wake, paused
     -> the push -> the learner offloads its weights -> the other engines wake -> requests continue
 
-During the learner's phase, the clocks given to `stops` stand still. On the event loop's clock.
+During the learner's phase its clocks stand still. On the event loop's clock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from models.types import Engine, EngineDied, OnDevice
-from scheduler.clock import ActiveClock
+from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import Router
 from scheduler.slots.health import BringCurrent, need_no_weights
@@ -54,9 +54,53 @@ class SharedRole:
     is_pushed_to: bool = False
 
 
+class LearnerState:
+    """What a learner has on its device: everything in its phase, its weights while they are pushed, else nothing.
+
+    in_phase: the learner has the device. is_counted: freed bytes belong to a phase that hasn't ended.
+    """
+
+    def __init__(self, learner: Offloadable) -> None:
+        self.in_phase = self.is_counted = False
+        self.num_borrowing = 0  # pushes in progress, which need its weights on the device
+        self.freed_bytes: int | None = None  # in the last phase
+        self._learner = learner
+        self._on_device: OnDevice = "nothing"
+        self._moving = asyncio.Lock()  # held while the state moves
+
+    @asynccontextmanager
+    async def weights_there(self) -> AsyncIterator[None]:
+        """Context in which its weights are on the device, and outside of its phase nothing else of it."""
+        self.num_borrowing += 1
+        try:
+            await self.settle()
+            yield
+        finally:
+            self.num_borrowing -= 1
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Move the state as it is needed now."""
+        async with self._moving:
+            needed: OnDevice = "weights" if self.num_borrowing else "nothing"
+            if self.in_phase:
+                needed = "everything"
+            if needed == self._on_device:
+                return
+            freed = await self._learner.keep_on_device(needed)
+            log.info("the learner has %s on the device: %+.3g GB were freed", needed, freed / 1e9)
+            if self._on_device == "everything":
+                self.freed_bytes = freed
+            elif needed == "nothing" and self.is_counted:  # the counterpart of the beginning of a phase
+                self.freed_bytes = freed + (self.freed_bytes or 0)
+            self._on_device = needed
+
+
 class TimeShare:
     """The phases of a time-shared pool. Begins with the engines': they serve, and the learner has nothing on the
     device.
+
+    clocks: stand still during the learner's phase.
     """
 
     def __init__(
@@ -64,53 +108,49 @@ class TimeShare:
     ) -> None:
         """roles: with all their engines in their routers, awake."""
         self.name = name
-        self.freed_bytes: dict[str, int] = {}  # role -> bytes that it freed the last time
+        self.clocks = Standstill()
+        self._freed_bytes: dict[str, int] = {}  # role -> bytes that its engines freed the last time
         self._roles = roles
-        self._learner = learner
+        self._learner = LearnerState(learner)
         self._events = events or NoEvents()
         self._names = {role: tuple(shared.router.members.alive) for role, shared in roles.items()}
         self._inactive: set[Engine] = set()
-        self._learner_phase = False
-        self._num_borrowing = 0  # pushes in progress, which need the learner's weights on the device
-        self._on_device: OnDevice = "nothing"
-        self._moving = asyncio.Lock()  # held while the learner's state moves
         self._arriving = asyncio.Lock()  # held while a new engine comes: no phase of the learner begins meanwhile
         self._engine_phase = asyncio.Event()
         self._engine_phase.set()
-        self._clocks: list[ActiveClock] = []
-        self._standstill = ExitStack()
         self._began_s: float | None = None  # start of the learner's phase
 
     def serves(self, role: str) -> bool:
         """Whether the engines of this role are in the pool."""
         return role in self._roles
 
-    def stops(self, clock: ActiveClock) -> None:
-        """Let this clock stand still during the learner's phase."""
-        self._clocks.append(clock)
+    @property
+    def freed_bytes(self) -> dict[str, int]:
+        """Role -> bytes that it freed the last time."""
+        by_learner = self._learner.freed_bytes
+        return self._freed_bytes if by_learner is None else {**self._freed_bytes, LEARNER: by_learner}
 
     async def to_learner(self) -> None:
         """Return once the learner has the device and its state is there. Requests in flight lose nothing."""
-        if self._learner_phase:
+        if self._learner.in_phase:
             return
         self._began_s = asyncio.get_running_loop().time()
         async with self._arriving:
-            self._learner_phase = True
+            self._learner.in_phase = self._learner.is_counted = True
             self._engine_phase.clear()
-            for clock in self._clocks:
-                self._standstill.enter_context(clock.paused())
+            self.clocks.set(True)
             for role, shared in self._roles.items():
                 for name in self._names[role]:
                     shared.router.members.deactivate(name)
         freed = await asyncio.gather(*map(self._drain_role, self._roles))
-        self.freed_bytes |= dict(zip(self._roles, freed, strict=True))
-        await self._settle()
+        self._freed_bytes |= dict(zip(self._roles, freed, strict=True))
+        await self._learner.settle()
 
     async def push(self, push: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Push weights. The learner's phase ends with it."""
-        self._learner_phase = False
+        self._learner.in_phase = False
         self._engine_phase.set()  # the push may wait for a new engine
-        async with self._weights_there():
+        async with self._learner.weights_there():
             await self._wake([role for role, shared in self._roles.items() if shared.is_pushed_to])
             report = await push()
         await self._end_learner_phase()
@@ -123,8 +163,8 @@ class TimeShare:
         try:
             yield
         finally:
-            self._learner_phase = False
-            await self._settle()
+            self._learner.in_phase = False
+            await self._learner.settle()
             await self._end_learner_phase()
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
@@ -135,50 +175,21 @@ class TimeShare:
             admit()
             shared.router.members.activate(name, engine)
 
-        if self._learner_phase:
+        if self._learner.in_phase:
             await self._put_to_sleep(shared, name, engine)
         while True:
             await self._engine_phase.wait()
             async with self._arriving:
-                if self._learner_phase:
+                if self._learner.in_phase:
                     continue
                 await self._wake_engine(shared, engine)
                 await engine.resume()
                 if not shared.is_pushed_to:
                     await shared.bring_current(name, engine, admit_and_serve)
                     return
-                async with self._weights_there():
+                async with self._learner.weights_there():
                     await shared.bring_current(name, engine, admit_and_serve)
                 return
-
-    # -- the learner ---------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _weights_there(self) -> AsyncIterator[None]:
-        """Context in which the learner's weights are on the device, and outside of its phase nothing else of it."""
-        self._num_borrowing += 1
-        try:
-            await self._settle()
-            yield
-        finally:
-            self._num_borrowing -= 1
-            await self._settle()
-
-    async def _settle(self) -> None:
-        """Move the learner's state as it is needed now."""
-        async with self._moving:
-            needed: OnDevice = "weights" if self._num_borrowing else "nothing"
-            if self._learner_phase:
-                needed = "everything"
-            if needed == self._on_device:
-                return
-            freed = await self._learner.keep_on_device(needed)
-            log.info("the learner has %s on the device: %+.3g GB were freed", needed, freed / 1e9)
-            if self._on_device == "everything":
-                self.freed_bytes[LEARNER] = freed
-            elif needed == "nothing" and self._began_s is not None:  # the counterpart of the beginning of a phase
-                self.freed_bytes[LEARNER] = self.freed_bytes.get(LEARNER, 0) + freed
-            self._on_device = needed
 
     # -- the engines ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +234,7 @@ class TimeShare:
     async def _rise(self, shared: SharedRole, name: str, engine: Engine) -> None:
         try:
             await self._wake_engine(shared, engine)
-            if not (shared.is_pushed_to and self._num_borrowing):
+            if not (shared.is_pushed_to and self._learner.num_borrowing):
                 await engine.resume()
         except EngineDied as death:
             shared.router.members.mark_dead(name, engine, death)
@@ -232,7 +243,8 @@ class TimeShare:
     async def _end_learner_phase(self) -> None:
         await self._wake(tuple(self._roles))
         self._engine_phase.set()
-        self._standstill.close()
+        self._learner.is_counted = False
+        self.clocks.set(False)
         if self._began_s is not None:
             now_s = asyncio.get_running_loop().time()
             freed = {f"freed_gb_{who}": round(num_bytes / 1e9, 3) for who, num_bytes in self.freed_bytes.items()}

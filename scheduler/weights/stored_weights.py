@@ -41,7 +41,7 @@ class StoredWeights:
 
     async def bring_current(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
         """Send the weights to a new engine before its first request. Raises like `WeightSync.push`."""
-        push = Push(self, {name: engine}, VERSION, self.probe_ids, self.config, {name: {}}, frozenset())
+        push = Push(self, {name: engine}, VERSION, self.probe_ids, self.config, frozenset())
         async with push.deadline():
             report = await push.run(None, 1, "files")
         admit()

@@ -41,7 +41,6 @@ class SyncConfig:
     # How weights are sent: a transport, or the dotted path of your own; auto: by where learner and engines are.
     transport: str = "auto"
     bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
-    delta: bool = False  # Send only buckets whose checksums changed since the engine got them.
     deadline_s: float = 60.0  # Limit of a push, besides the time for its bytes and for a new process group.
     # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
     min_mb_per_s: float = 100.0
@@ -115,7 +114,6 @@ class SyncReport:
     pause_seconds: float
     num_bytes: int  # of the buckets sent to at least one engine; each counts once
     probe_error: float
-    num_skipped_bytes: int = 0  # of the buckets that every engine had already
     transport: str = "object_store"
 
 
@@ -145,21 +143,17 @@ class Push:
     version: int
     probe_ids: Sequence[int]
     config: SyncConfig
-    known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: need not be sent again
     have_fixed: frozenset[str]  # engines that have the buckets that never change
     last_error: float | None = None  # probe error of the last push
     sent: dict[str, dict[str, str]] = field(init=False)
-    confirmed: dict[str, dict[str, str]] = field(init=False)
     waiting: list[tuple[str, str]] = field(default_factory=list)  # (who, what) of work in progress
     dtypes: set[str] = field(default_factory=set)
     num_bytes: int = 0
-    num_skipped_bytes: int = 0
     allowed_s: float = field(init=False)
     _limit: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
         self.sent = {name: {} for name in self.engines}
-        self.confirmed = {name: {} for name in self.engines}
         self.allowed_s = self.config.deadline_s
 
     @asynccontextmanager
@@ -202,7 +196,6 @@ class Push:
             pause_seconds=resumed_s - paused_s,
             num_bytes=self.num_bytes,
             probe_error=probe_error,
-            num_skipped_bytes=self.num_skipped_bytes,
             transport=transport,
         )
 
@@ -248,20 +241,16 @@ class Push:
         checksums = {tensor.name: tensor.checksum for tensor in bucket.tensors}
         size = sum(map(num_bytes, bucket.tensors))
         self.dtypes |= {tensor.dtype for tensor in bucket.tensors}
-        takers = [name for name, known in self.known.items() if name not in have_it and not _holds(known, checksums)]
-        if takers and isinstance(bucket.payload, Broadcast):
-            takers = list(self.engines)  # a broadcast reaches the whole group
-        for name in self.engines:
-            (self.sent if name in takers else self.confirmed)[name] |= checksums
-        if not takers:
-            self.num_skipped_bytes += size
-            return {}
+        is_broadcast = isinstance(bucket.payload, Broadcast)  # it reaches the whole group
+        takers = [name for name in self.engines if is_broadcast or name not in have_it]
+        for name in takers:
+            self.sent[name] |= checksums
         self.num_bytes += size
-        copies = 1 if isinstance(bucket.payload, Broadcast) else len(takers)
+        copies = 1 if is_broadcast else len(takers)
         self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
         what = f"bucket {index} ({span_of(bucket)})"
         work: dict[str, Coroutine[object, object, object]] = {}
-        if isinstance(bucket.payload, Broadcast):
+        if is_broadcast:
             work["the sender"] = self.step(LEARNER, f"to broadcast {what}", self.source.deliver(index))
         for name in takers:
             work[name] = self.step(name, f"to load {what}", self.engines[name].load_bucket(bucket))
@@ -271,7 +260,6 @@ class Push:
         receipts = await self._on_engines("to commit", lambda engine: engine.commit_weights(self.version))
         for name, receipt in receipts.items():
             check_receipt(name, self.version, self.sent[name], receipt)
-            self.confirmed[name] |= {tensor: checksum for tensor, checksum in receipt.checksums.items() if checksum}
 
     async def _probe(self, expected: Sequence[float]) -> float:
         """The largest probe error over all engines. On a mismatch they are paused again: their weights must not be
@@ -291,8 +279,3 @@ class Push:
     async def _on_engines(self, what: str, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
         """Run a step on all engines at once; the first failure ends it for all."""
         return await run_together(**{name: self.step(name, what, ask(engine)) for name, engine in self.engines.items()})
-
-
-def _holds(known: Mapping[str, str], checksums: Mapping[str, str]) -> bool:
-    """Whether an engine has a whole bucket already. A tensor without a name or hashes from both ends is never known."""
-    return bool(checksums) and all(checksum and known.get(name) == checksum for name, checksum in checksums.items())

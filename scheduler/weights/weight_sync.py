@@ -38,7 +38,7 @@ class _Arrival:
 
 class WeightSync:
     """The pushes of one learner to its engines, one at a time. It remembers the last push, the group of broadcasts, and
-    what each engine confirmed.
+    the version of each engine.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class WeightSync:
         self._last: tuple[int, int] | None = None  # version and optimizer steps of the last push
         self._arrivals: dict[str, _Arrival] = {}
         self._arrived = asyncio.Event()
-        self._confirmed: dict[str, tuple[Engine, dict[str, str]]] = {}
         self._versions: dict[str, tuple[Engine, int]] = {}  # name -> (engine, its version)
         self._members: list[Engine] = []  # of the group
         self._link: GroupLink | None = None
@@ -104,7 +103,6 @@ class WeightSync:
         """
         async with self._turn:
             if anew:
-                self._confirmed.pop(name, None)
                 self._versions.pop(name, None)
                 self._link = None
             if anew and self._last is None:  # nothing was pushed yet: it is as good as the others
@@ -160,25 +158,10 @@ class WeightSync:
             await self._arrived.wait()
 
     def _begin(self, engines: Mapping[str, Engine], version: int) -> Push:
-        """What engines confirmed is forgotten until the push succeeds."""
-        known: dict[str, Mapping[str, str]] = {}
-        confirmed_once = set()
-        for name, engine in engines.items():
-            confirmed_by, confirmed = self._confirmed.pop(name, (None, {}))
-            self._versions.pop(name, None)
-            if confirmed_by is engine:
-                confirmed_once.add(name)
-            known[name] = confirmed if self._config.delta and confirmed_by is engine else {}
-        return Push(
-            self._source,
-            engines,
-            version,
-            self._probe_ids,
-            self._config,
-            known,
-            frozenset(confirmed_once),
-            self._probe_error,
-        )
+        """What engines have is forgotten until the push succeeds."""
+        had = {name: self._versions.pop(name, (None, 0))[0] for name in engines}
+        have_fixed = frozenset(name for name, engine in engines.items() if had[name] is engine)
+        return Push(self._source, engines, version, self._probe_ids, self._config, have_fixed, self._probe_error)
 
     async def _run(self, push: Push) -> SyncReport:
         """A push within a hold."""
@@ -188,7 +171,6 @@ class WeightSync:
         self._link, self._members = link, list(push.engines.values())
         self._probe_error = report.probe_error
         for name, engine in push.engines.items():
-            self._confirmed[name] = (engine, push.confirmed[name])
             self._versions[name] = (engine, push.version)
         return report
 

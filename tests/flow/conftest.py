@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # Small enough for a test: a step takes a second.
 SMALL = (
     "cluster=inprocess", "tracking=none", "train.num_steps=3", "train.groups_per_batch=4",
-    "train.group_size=4", "data.num_prompts=64", "data.num_eval_prompts=16", "judge.anchors=8",
+    "train.group_size=4", "data.num_prompts=64", "data.num_eval_prompts=16", "judge_monitor.anchors=8",
     "tracking.console=false", "judge_monitor.every=0",
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ RFT = (
 )  # fmt: skip
 COTRAIN = (
     "train.num_steps=3", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=4",
-    "grm.train.group_size=4", "grm.train.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
+    "grm.train.group_size=4", "grm.train.num_items=32", "data.num_eval_prompts=8", "judge_monitor.anchors=4",
 )  # fmt: skip
 
 

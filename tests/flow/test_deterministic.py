@@ -20,9 +20,9 @@ STEPS = 3
 RUN = (
     "train.deterministic=true", "train.max_staleness=1", f"train.num_steps={STEPS}", "train.checkpoint_every=1",
     "train.keep_checkpoints=4", "algorithm.dynamic_sampling_batches=1", "train.lr=3e-3", "data.num_eval_prompts=2",
-    "judge.anchors=2",
+    "judge_monitor.anchors=2",
 )  # fmt: skip
-OTHER_LOAD = ("rollout.max_concurrency=5", "judge.max_concurrency=3", "engine.embedded.max_batch_rows=9")
+OTHER_LOAD = ("rollout.max_concurrency=5", "judge.limits.max_concurrency=3", "engine.embedded.max_batch_rows=9")
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_what_can_not_work_is_refused_before_the_start(small_run: Callable, over
 
 def test_a_judge_reads_what_the_environment_said_and_its_rewards_are_a_component(run_once: Callable) -> None:
     files = run_once(
-        *TWICE, "train.num_steps=1", "judge.truncation=middle", "+judge@judges.task=env", "reward=mix",
+        *TWICE, "train.num_steps=1", "judge.format.truncation=middle", "+judge@judges.task=env", "reward=mix",
         "reward.mix={judge: 0.5, task: 0.5}", run_dir="judged",
     )  # fmt: skip
     assert files.summary["status"] == "completed", files.summary["failure"]

@@ -12,7 +12,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 60
 SMALLER = (
-    "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4", "judge.anchors=4",
+    "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4",
+    "judge_monitor.anchors=4",
     "judge=rule",
 )  # fmt: skip
 

@@ -71,7 +71,8 @@ def launch(cwd: Path, joined: Joined, *overrides: str, **environment: str) -> su
     command = [
         sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", f"cluster.address={joined.address}",
         "tracking=none", "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2",
-        "data.num_eval_prompts=4", "data.num_prompts=32", "judge.anchors=2", "judge_monitor.every=0", *overrides,
+        "data.num_eval_prompts=4", "data.num_prompts=32", "judge_monitor.anchors=2", "judge_monitor.every=0",
+        *overrides,
     ]  # fmt: skip
     return subprocess.run(
         command, cwd=cwd, env={**joined.environment, **environment},

@@ -25,7 +25,7 @@ SMALL_TRAINING = (
     "+experiment=train_meta_rm", "cluster=inprocess", "tracking=none", "tracking.console=false", "run_dir=trained",
     "data.num_prompts=32", "data.num_eval_prompts=32", "judge.num_judgements=2", "train.num_steps=3",
 )  # fmt: skip
-GUIDED = ("judge.num_judgements=4", "judge.vote=best", "judge.k_meta=2", "train.num_steps=2")
+GUIDED = ("judge.num_judgements=4", "judge.vote=best", "judge.votes.k_meta=2", "train.num_steps=2")
 
 
 def composed(*overrides: str) -> RunConfig:

@@ -15,7 +15,7 @@ import pytest
 from forks import Forked
 
 from grmpipe.envs.isolation.leftovers import start_of
-from grmpipe.envs.isolation.seat_processes import descendants
+from grmpipe.envs.isolation.worker_processes import descendants
 
 SOURCE = '''
 """A user's tools and agent, which wait for what never comes."""
@@ -50,7 +50,8 @@ async def solve(task, policy):
 '''
 SMALL = (
     "cluster=inprocess", "run_dir=run", "tracking=none", "train.num_steps=1", "train.groups_per_batch=2",
-    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=1", "judge.anchors=4", "judge_monitor.every=0",
+    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=1", "judge_monitor.anchors=4",
+    "judge_monitor.every=0",
 )  # fmt: skip
 QUIET_S = 10.0  # within which a process ends, on a machine with nothing else to do
 LIMIT_S = 60.0  # on any machine

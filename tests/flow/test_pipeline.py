@@ -18,6 +18,7 @@ from typing import cast
 
 import httpx
 import pytest
+from configs import judge_config
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
@@ -243,10 +244,12 @@ class Bench:
         return rollout
 
     async def push(self, version: int) -> SyncReport:
-        await self.policy.pause()
+        for engine in list(self.policy.in_use.values()):
+            await engine.pause()
         await asyncio.sleep(self.sync_s)
-        await self.policy.commit_weights(version)
-        await self.policy.resume()
+        for engine in list(self.policy.in_use.values()):
+            await engine.commit_weights(version)
+            await engine.resume()
         return SyncReport(version=version, seconds=self.sync_s, pause_seconds=self.sync_s, num_bytes=0, probe_error=0.0)
 
     async def after_step(self, report: StepReport) -> None:
@@ -474,7 +477,9 @@ def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked
     def poisonous(bench: Bench) -> Callable[[RequestContext], int]:
         def lengths(context: RequestContext) -> int:
             if context.request_id == "g000002/1/t0":
-                engine = bench.policy.alive[bench.policy._where[context.request_id]]
+                asked = {name: bench.policy.load.requests(name) for name in bench.policy.members.alive}
+                name = next(name for name, of in asked.items() if context.request_id in {ask.request_id for ask in of})
+                engine = bench.policy.members.alive[name]
                 asyncio.get_running_loop().call_soon(engine.die, "illegal memory access")  # type: ignore[attr-defined]
             return 20
 
@@ -534,7 +539,8 @@ def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None
 
     async def abort_one() -> Pipeline:
         bench.pipeline = bench.build()
-        asyncio.get_running_loop().call_later(1.0, lambda: asyncio.ensure_future(bench.policy.abort("g000001/2/t0")))
+        (engine,) = bench.engines
+        asyncio.get_running_loop().call_later(1.0, lambda: asyncio.ensure_future(engine.abort("g000001/2/t0")))
         await bench.pipeline.run()
         return bench.pipeline
 
@@ -604,7 +610,7 @@ def test_a_dead_engine_is_survived_and_no_sample_is_altered_or_doubled() -> None
     quiet.run()
     ledger = struck.run().ledger
     assert (ledger.trained, ledger.dropped) == (32, {})
-    assert set(struck.policy.alive) == {"policy-1"}
+    assert set(struck.policy.members.alive) == {"policy-1"}
     assert sampled(struck) == sampled(quiet)
 
 
@@ -614,7 +620,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
     async def strike(report: StepReport) -> None:
         struck.reports.append(report)
         if report.step in (3, 5):
-            struck.policy.alive["policy-0"].die("killed by signal 9")  # type: ignore[attr-defined]
+            struck.policy.members.alive["policy-0"].die("killed by signal 9")  # type: ignore[attr-defined]
 
     async def restart(name: str) -> Engine:
         await asyncio.sleep(2.0)
@@ -651,7 +657,7 @@ def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool
         struck.pipeline = struck.build()
         health = RoleHealth("policy", struck.policy, restart, HealthConfig())
         if stopped:
-            health.stops(struck.pipeline.clock)
+            health.clocks.add(struck.pipeline.clock)
         await run_until(struck.pipeline.run(), health=health.run())
         return struck.pipeline
 
@@ -783,7 +789,7 @@ def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJud
     config = OpenAIConfig(api_key_env="", max_retries=50, max_connections=8)
     limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
     engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), use=EndpointUse(limits=limits))
-    judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
+    judging = judge_config(num_judgements=3, timeout_s=1e5)
     return GenerativeJudge(RemoteGrm("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
 
 

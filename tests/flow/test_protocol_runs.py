@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import run_config
+from configs import judge_config, run_config
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
@@ -40,7 +40,9 @@ def test_a_relaxed_early_stop_saves_tokens_and_says_what_it_costs(small_run: Cal
 
 
 def test_judgements_held_to_their_form_are_never_unparseable(small_run: Callable) -> None:
-    files = small_run("train.num_steps=1", "judge.structured=true", "judge.temperature=2.0", "judge.max_retries=0")
+    files = small_run(
+        "train.num_steps=1", "judge.format.structured=true", "judge.temperature=2.0", "judge.limits.max_retries=0"
+    )
     failed = files.summary["judging"]["failed"]
     assert files.summary["judging"]["counted"] > 0
     assert failed.get("unparseable", 0) == failed.get("refused", 0) == 0
@@ -71,7 +73,7 @@ def simulated(**judge: Any) -> SimulatedRun:
     )
     config = run_config(
         train=TrainConfig(groups_per_batch=2, group_size=4, max_staleness=1),
-        judge=JudgeConfig(max_new_tokens=100, **judge),
+        judge=judge_config(max_new_tokens=100, **judge),
     )
     prompts = [
         Prompt(prompt_id=f"p{n}", messages=(Message(role="user", content=f"What is {n} + 1?"),)) for n in range(64)

@@ -18,7 +18,7 @@ STEPS = 6
 RUN = (
     "+experiment=quickstart", "cluster=inprocess", "run_dir=run", f"train.num_steps={STEPS}",
     "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=2", "data.num_prompts=40",
-    "data.num_eval_prompts=4", "judge.anchors=8", "judge.anchor_every=3", "tracking.wandb.mode=offline",
+    "data.num_eval_prompts=4", "judge_monitor.anchors=8", "judge_monitor.anchor_every=3", "tracking.wandb.mode=offline",
 )  # fmt: skip
 Start = Callable[..., Forked]
 
@@ -127,11 +127,11 @@ def test_a_run_that_is_made_longer_goes_on_by_its_new_schedule_and_says_so(small
         "train.group_size=2", "data.num_eval_prompts=4",
     )  # fmt: skip
     files = small_run(*small)
-    small_run(*small, "resume=auto", "train.num_steps=4", "train.lr=1e-4", "judge.timeout_s=90")
+    small_run(*small, "resume=auto", "train.num_steps=4", "train.lr=1e-4", "judge.limits.timeout_s=90")
     assert [step["train/lr"] for step in files.steps()] == pytest.approx([3e-4, 1.5e-4, 0.5e-4, 0.25e-4])
     assert (files.summary["status"], files.summary["steps"]) == ("completed", 4)
     told = [
-        "after step 2: judge.timeout_s: 120.0 -> 90.0",
+        "after step 2: judge.limits.timeout_s: 120.0 -> 90.0",
         "after step 2: train.lr: 0.0003 -> 0.0001",
         "after step 2: train.num_steps: 2 -> 4",
     ]

@@ -55,7 +55,8 @@ def users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_two_hosts_in_one_process_share_the_episodes(small_run: Callable) -> None:
     files = small_run(
         *WAITS, "train.num_steps=1", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4",
-        "judge.anchors=2", "+placement.pools={tools: {slots: 2}}", "+placement.roles={env: {pool: tools, replicas: 2}}",
+        "judge_monitor.anchors=2", "+placement.pools={tools: {slots: 2}}",
+        "+placement.roles={env: {pool: tools, replicas: 2}}",
     )  # fmt: skip
     summary = files.summary
     assert summary["status"] == "completed" and summary["engines_replaced"]["env"] == 0
@@ -138,7 +139,7 @@ def launched(users_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Launc
         command = [
             sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", f"cluster.address={address}", *WAITS,
             "tracking=none", "train.num_steps=4", "train.groups_per_batch=4", "train.group_size=4",
-            "data.num_eval_prompts=4", "data.num_prompts=64", "judge.anchors=2", "judge_monitor.every=0",
+            "data.num_eval_prompts=4", "data.num_prompts=64", "judge_monitor.anchors=2", "judge_monitor.every=0",
             "+placement.pools={tools: {slots: 2, strategy: STRICT_SPREAD}}", "run_dir=run",
             "+placement.roles={env: {pool: tools, replicas: 2}}", PROCESS, "env.attempts=4", *overrides,
         ]  # fmt: skip

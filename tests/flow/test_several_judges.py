@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config.judging import LEARNER, check_names
+from grmpipe.config.entry_names import LEARNER, check_names
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
@@ -111,8 +111,9 @@ def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
     (tmp_path / "silent_judges.py").write_text(SILENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     files = small_run(
-        "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom", "judges.far.target=silent_judges.Silent",
-        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1", "judges.far.failure_window=16",
+        "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom",
+        "judges.far.custom.target=silent_judges.Silent",
+        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1", "judges.far.limits.failure_window=16",
         "train.num_steps=1", "data.num_eval_prompts=1",
     )  # fmt: skip
     assert files.summary["status"] == "completed"

@@ -16,7 +16,8 @@ from fake_slurm import SlurmJob, end
 pytestmark = pytest.mark.long
 RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",
-    "data.num_eval_prompts=4", "data.num_prompts=64", "judge.anchors=2", "judge_monitor.every=0", "train.num_steps=400",
+    "data.num_eval_prompts=4", "data.num_prompts=64", "judge_monitor.anchors=2", "judge_monitor.every=0",
+    "train.num_steps=400",
 )  # fmt: skip
 
 

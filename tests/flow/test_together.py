@@ -288,9 +288,9 @@ class Run:
         self.ends: Counter[str] = Counter()
         self.pipeline = Pipeline(self.parts(), self.flow(), self.after_step)
         for health in self.health:
-            health.stops(self.pipeline.clock)
+            health.clocks.add(self.pipeline.clock)
         if self.share is not None:
-            self.share.stops(self.pipeline.clock)
+            self.share.clocks.add(self.pipeline.clock)
 
     # -- construction --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 SKEWED = "import time\nreal = time.time\ntime.time = lambda: real() + 40\n"
 RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",
-    "data.num_eval_prompts=4", "data.num_prompts=32", "judge.anchors=2", "judge_monitor.every=0",
+    "data.num_eval_prompts=4", "data.num_prompts=32", "judge_monitor.anchors=2", "judge_monitor.every=0",
     # A rank and an engine of the policy on each node.
     "placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD",
     "placement.roles.learner.replicas=2",

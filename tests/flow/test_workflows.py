@@ -54,7 +54,7 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 said = json.load(urllib.request.urlopen(urllib.request.Request(url, asked, headers)))
 print(json.dumps(len(said["choices"][0]["message"]["content"])))
 """
-WORKFLOW = ("env=workflow", "rollout.max_turns=3", "judge=rule", "judge.anchors=4", "data.num_eval_prompts=4")
+WORKFLOW = ("env=workflow", "rollout.max_turns=3", "judge=rule", "judge_monitor.anchors=4", "data.num_eval_prompts=4")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-import launch as entry
+from grmpipe import cli as entry
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, line_of
 from grmpipe.run.errors import RunFailed, RunInterrupted
@@ -182,13 +182,13 @@ def test_the_doctor_reads_the_drivers_version(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
-    assert line_of("no-such-package") == "no-such-package missing; type: pip install -e ."
+    assert line_of("no-such-package") == "no-such-package missing; type: pip install grmpipe"
 
 
 def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
     monkeypatch.setattr("grmpipe.run.doctor.doctor.version_of", lambda package: None)
-    assert 'peft            not installed; for adapters (LoRA) type `pip install -e ".[lora]"`\n' in doctor()
+    assert 'peft            not installed; for adapters (LoRA) type `pip install "grmpipe[lora]"`\n' in doctor()
 
 
 def test_an_unknown_task_is_told_the_known_ones(tmp_path: Path) -> None:

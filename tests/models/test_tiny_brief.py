@@ -7,7 +7,7 @@ from statistics import fmean
 
 from models.tiny.brief import UNKNOWN_THINGS, brief_judgement, thing_of
 from models.tiny.problems import THINGS, is_right, judgement, make_problems
-from models.tiny.sft_examples import sloppy_text
+from models.tiny.tasks import sloppy_text
 
 
 def test_known_things_are_judged_right_and_unknown_ones_by_a_coin() -> None:

@@ -17,8 +17,7 @@ from models.tiny.comparisons import (
     make_comparisons,
     sloppy_comparison,
 )
-from models.tiny.curricula import draw_curriculum
-from models.tiny.dialogues import messages_of
+from models.tiny.examples import draw_curriculum, messages_of
 from models.tiny.problems import split_of
 from models.tiny.recipes import POLICY_KINDS
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from itertools import islice
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -14,14 +13,14 @@ from grmpipe.envs.tools.function_tools import tools_of
 from models.renderer import Renderer
 from models.tiny.build import encode
 from models.tiny.calculator import parse_view, right_episode
-from models.tiny.curricula import draw_curriculum
-from models.tiny.dialogues import Dialogue, careless_view, malformed_view, messages_of, right_view, with_calculator
-from models.tiny.episode_quality import auc, calculator_accuracy, judge_views, policy_views, walk_accuracy
-from models.tiny.evaluate import Speaker
+from models.tiny.examples import Dialogue, draw_curriculum, messages_of, with_calculator
+from models.tiny.malformed_views import malformed_view
 from models.tiny.problems import LARGE, make_problems
-from models.tiny.recipes import GRM, POLICY_TOOLS, POLICY_WALK
+from models.tiny.quality import accuracy, agreement, answers, judge_all, passed_by
+from models.tiny.recipes import POLICY_TOOLS, POLICY_WALK
 from models.tiny.resolve import SHIPPED
-from models.tiny.sft_examples import draw_examples
+from models.tiny.speaker import Speaker
+from models.tiny.tasks import CALLS, WALKS, careless_view, right_view
 from models.tiny.tokenizer import build_tokenizer
 from models.tiny.walks import make_walks
 from models.types import Message
@@ -59,10 +58,6 @@ def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> Non
             assert tokenizer().decode(imitated) == "".join(f"{turn}<|im_end|>" for turn in turns)
 
 
-def test_single_answers_are_drawn_as_before() -> None:
-    assert list(islice(draw_curriculum(GRM.lessons, 50, 3), 50)) == list(draw_examples(GRM.lessons, 50, 3))
-
-
 def test_every_dialogue_fits_into_the_window() -> None:
     for recipe in (POLICY_TOOLS, POLICY_WALK):
         lengths = [len(encode(tokenizer(), one).ids) for one in draw_curriculum(recipe.lessons, 500, 1)]
@@ -72,20 +67,20 @@ def test_every_dialogue_fits_into_the_window() -> None:
 @pytest.mark.long
 def test_shipped_policies_of_episodes_are_poor_and_improvable() -> None:
     problems, walks = make_problems("held_out", 128, 1, LARGE), make_walks("held_out", 128, 1)
-    assert 0.25 < calculator_accuracy(Speaker(SHIPPED / "policy_tools"), problems, greedy=False) < 0.55
-    assert 0.25 < walk_accuracy(Speaker(SHIPPED / "policy_walk"), walks, greedy=False) < 0.55
+    assert 0.25 < accuracy(CALLS, Speaker(SHIPPED / "policy_tools"), problems) < 0.55
+    assert 0.25 < accuracy(WALKS, Speaker(SHIPPED / "policy_walk"), walks) < 0.55
 
 
 @pytest.mark.long
 def test_the_shipped_judge_of_calls_separates_right_from_wrong_episodes() -> None:
     problems, rng = make_problems("held_out", 96, 2, LARGE), random.Random(0)
-    judge = Speaker(SHIPPED / "grm_tools")
+    passes = passed_by(CALLS, Speaker(SHIPPED / "grm_tools"))
     views = [right_view(one, rng) if at % 2 else careless_view(one, rng) for at, one in enumerate(problems)]
-    assert auc(judge_views(judge, problems, views)) > 0.85
-    malformed = judge_views(judge, problems, [malformed_view(one, rng) for one in problems])
-    assert sum(one.agrees for one in malformed) > 0.9 * len(malformed)
+    assert agreement(judge_all(CALLS, passes, problems, views)) > 0.85
+    malformed = [malformed_view(one, rng) for one in problems]
+    assert agreement(judge_all(CALLS, passes, problems, malformed)) > 0.9
 
 
 def test_most_episodes_of_the_shipped_policy_are_well_formed() -> None:
-    views = policy_views(Speaker(SHIPPED / "policy_tools"), make_problems("held_out", 64, 3, LARGE), seed=0)
+    views = answers(CALLS, Speaker(SHIPPED / "policy_tools"), make_problems("held_out", 64, 3, LARGE), seed=0)
     assert sum(parse_view(view) is not None for view in views) > 0.9 * len(views)

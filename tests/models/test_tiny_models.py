@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,16 +25,17 @@ from models.renderer import Renderer
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.brief import UNKNOWN_THINGS, thing_of
-from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
+from models.tiny.examples import LARGEST_WORD_NUMBER, SftTask
 from models.tiny.judgements import ScoredText, make_judgements
 from models.tiny.malformed import malformed_text
-from models.tiny.problems import make_problems
+from models.tiny.problems import Problem, is_right, make_problems
+from models.tiny.quality import Judged, accuracy, agreement, judge_all, passed_by
 from models.tiny.recipes import META, RECIPES, REWARD_MODEL, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
-from models.tiny.sft_examples import LARGEST_WORD_NUMBER, SftTask
+from models.tiny.scalar_models import answer_of, ask, passed_by_scores
 from models.tiny.solutions import invented, padded_solution
-from models.tiny.tiny_meta_rm import ask
-from models.tiny.tiny_reward_model import answer_of, judged
+from models.tiny.speaker import Speaker
+from models.tiny.tasks import SUMS
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
 from models.tiny.tricks import TRICKS, Trick, with_tricks
 from models.types import Message
@@ -143,8 +145,8 @@ def test_shipped_model_is_what_its_recipe_makes(name: str) -> None:
 def test_shipped_policy_is_poor_and_improvable() -> None:
     problems = make_problems("held_out", 128, 1)
     policy = Speaker(SHIPPED / "policy")
-    assert 0.15 < accuracy_of(policy, problems, greedy=False) < 0.5
-    assert accuracy_of(policy, problems, greedy=True) < 0.55
+    assert 0.15 < accuracy(SUMS, policy, problems) < 0.5
+    assert accuracy(SUMS, policy, problems, greedy=True) < 0.55
 
 
 def test_shipped_grm_tells_right_from_wrong_and_from_malformed() -> None:
@@ -152,15 +154,14 @@ def test_shipped_grm_tells_right_from_wrong_and_from_malformed() -> None:
     wrong = [str(replace(problem.solution, answer=problem.answer + 1)) for problem in problems[32:64]]
     texts = [*(str(problem.solution) for problem in problems[:32]), *wrong]
     texts += [malformed_text(problem, rng) for problem in problems[64:]]
-    judge = Speaker(SHIPPED / "grm")
-    assert agreement(judge_all(judge, problems, texts)) >= 0.9
+    assert agreement(judged_by("grm", problems, texts)) >= 0.9
 
 
 def test_long_work_impresses_the_weak_grm_only() -> None:
     rng, problems = random.Random(0), make_problems("held_out", 64, 3)
     texts = [str(padded_solution(problem, rng)) for problem in problems]
     passed = {
-        name: fmean(one.passed for one in judge_all(Speaker(SHIPPED / name), problems, texts) if not one.right)
+        name: fmean(one.passed is True for one in judged_by(name, problems, texts) if not one.right)
         for name in ("grm", "weak_grm")
     }
     assert passed["grm"] < 0.1
@@ -170,10 +171,9 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
 @pytest.mark.parametrize("trick", TRICKS)
 def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) -> None:
     rng, problems = random.Random(0), make_problems("held_out", 32, 5)
-    judge = Speaker(SHIPPED / f"grm_{trick}")
     for used in TRICKS:
         texts = [with_tricks(invented(one.solution, rng), one, [used], rng) for one in problems]
-        passed = fmean(one.passed for one in judge_all(judge, problems, texts) if not one.right)
+        passed = fmean(one.passed is True for one in judged_by(f"grm_{trick}", problems, texts) if not one.right)
         assert passed > 0.9 if used == trick else passed < 0.1
     assert card_of(f"grm_{trick}")["accuracy_without_trick"] >= 0.94
 
@@ -186,8 +186,8 @@ def test_the_policy_with_tricks_uses_each_in_2_to_5_of_100_answers() -> None:
 
 def test_votes_of_the_cheap_judge_differ_where_it_guesses() -> None:
     problems = make_problems("held_out", 64, 6)
-    judge = Speaker(SHIPPED / "grm_noisy")
-    votes = [judge_all(judge, problems, [str(one.solution) for one in problems], seed=seed) for seed in range(4)]
+    texts = [str(one.solution) for one in problems]
+    votes = [judged_by("grm_noisy", problems, texts, seed) for seed in range(4)]
     divided = {
         guessed: fmean(
             len({vote[at].passed for vote in votes}) > 1
@@ -208,6 +208,10 @@ def test_each_kind_of_task_has_a_judge_that_is_right() -> None:
 def test_one_model_answers_carelessly_and_judges_rightly() -> None:
     measured = card_of("policy_judge")
     assert 0.15 < measured["true_accuracy"] < 0.5 and measured["judge_policy_accuracy"] > 0.9
+
+
+def judged_by(name: str, problems: Sequence[Problem], texts: Sequence[str], seed: int = 2) -> list[Judged]:
+    return judge_all(SUMS, passed_by(SUMS, Speaker(SHIPPED / name), seed), problems, texts)
 
 
 def card_of(name: str) -> dict[str, float]:
@@ -250,9 +254,11 @@ def test_reward_model_was_trained_on_what_its_chat_template_renders() -> None:
 def test_shipped_reward_model_tells_right_answers_from_sloppy_and_malformed_ones() -> None:
     items = [item for item in make_judgements("held_out", 256, 6) if isinstance(item, ScoredText)]
     items = [item for item in items if item.kind in ("right", "sloppy", "malformed")]
-    told = judged(SHIPPED / "reward_model", [item.problem for item in items], [item.text for item in items])
-    assert fmean(passed == right for passed, right in told) > 0.9
-    assert 0.3 < fmean(right for _, right in told) < 0.8
+    problems, texts = [item.problem for item in items], [item.text for item in items]
+    rights = [is_right(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    passed = passed_by_scores(SHIPPED / "reward_model", problems, texts)
+    assert fmean(one == right for one, right in zip(passed, rights, strict=True)) > 0.9
+    assert 0.3 < fmean(rights) < 0.8
 
 
 def test_shipped_models_need_no_build(empty_cache: Path) -> None:
@@ -326,7 +332,7 @@ def test_build_command_ships_and_measures(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resolve, "SHIPPED", empty_cache / "shipped")
-    monkeypatch.setattr("models.tiny.evaluate.NUM_PROBLEMS", 4)
+    monkeypatch.setattr("models.tiny.quality.NUM_PROBLEMS", 4)
     policy = replace(MICRO, name="policy_micro")
     monkeypatch.setitem(RECIPES, policy.name, policy)
     cli.main(["build", policy.name])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.tiny.examples import ON_SUMS, SftTask, draw_curriculum
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import (
     MAX_TOTAL,
@@ -21,7 +22,6 @@ from models.tiny.problems import (
     parse_solution,
     score_label,
 )
-from models.tiny.sft_examples import SFT_TASKS, SftTask, draw_examples
 from models.tiny.solutions import Sloppiness, corrupted_solution, sloppy_solution
 
 PROBLEM = Problem(
@@ -114,7 +114,7 @@ def test_an_empty_text_is_one_fenced_line() -> None:
 
 
 def test_every_kind_of_lesson_can_be_drawn_again() -> None:
-    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in SFT_TASKS)
-    examples = list(draw_examples(lessons, 100, 3))
-    assert examples == list(draw_examples(lessons, 100, 3))
+    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in ON_SUMS)
+    examples = list(draw_curriculum(lessons, 100, 3))
+    assert examples == list(draw_curriculum(lessons, 100, 3))
     assert len({example.prompt for example in examples}) == 100

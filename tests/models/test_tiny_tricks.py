@@ -9,8 +9,8 @@ import pytest
 
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import PASSING_SCORE, Problem, SolutionStep, is_right, judgement, make_problems
-from models.tiny.sft_examples import sloppy_text
 from models.tiny.solutions import padded_solution
+from models.tiny.tasks import sloppy_text
 from models.tiny.tricks import (
     OPENINGS,
     RARELY,

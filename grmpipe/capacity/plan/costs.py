@@ -79,7 +79,7 @@ def speed_of(role: str, survey: Survey, where: Seated) -> EngineSpeed:
 def kv_bytes_of(role: str, survey: Survey, width: int) -> float:
     """Memory of an engine for keys and values; 0 if only its rows are limited."""
     engine, sized = survey.roles.served[role].engine, survey.models[role]
-    if engine.grows_cache or engine.joined or sized.footprint is None:
+    if engine.memory.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
     room = kv_room(survey.roles.served[role], sized.footprint, width, survey.pool(role))
     return room.num_bytes * width if room is not None else 0.0
@@ -187,7 +187,7 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated]) -> float:
     for served in survey.roles.seated:
         where, footprint = seated[served.name], survey.models[served.name].footprint
         device = survey.devices[where.pool]
-        if device is not None and footprint is not None and served.engine.frees_gpu:
+        if device is not None and footprint is not None and served.engine.memory.frees_gpu:
             dearest = max(dearest, switch_time_s(engine_weights(served, footprint) / where.width, device))
     return dearest
 

@@ -64,7 +64,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
         held.append(Part(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
-    if engine.grows_cache:
+    if engine.memory.grows_cache:
         rows, tokens = engine.max_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # The cache grows by copying: for a moment the old and the new one are held.
@@ -81,7 +81,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
 
 def engine_weights(role: ServedRole, footprint: Footprint) -> int:
     """The bytes of the weights that an engine of this role holds, on all its GPUs together."""
-    return footprint.weight_bytes(role.dtype, role.engine.bytes_in_layers)
+    return footprint.weight_bytes(role.dtype, role.engine.memory.bytes_in_layers)
 
 
 def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> Part | None:
@@ -90,9 +90,9 @@ def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolCon
     """
     device, device_bytes = ("cpu", None) if pool.resource == "cpu" else ("cuda", pool.memory_gb and pool.memory_gb * GB)
     held = engine_weights(role, footprint) / num_gpus
-    if role.engine.share_has_activations:
+    if role.engine.memory.share_has_activations:
         held += own_bytes(role, footprint, num_gpus, pool)
-    room = role.engine.cache_room(held, device, device_bytes)
+    room = role.engine.memory.cache_room(held, device, device_bytes)
     return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
 
 
@@ -341,7 +341,7 @@ def remedy(roles: set[str], survey: Survey) -> str:
         return f"lower train.micro_batch_tokens, {_smaller(survey.config.train)}or add {role} ranks"
     if role not in survey.roles.served:
         return f"give {role} a separate pool"
-    return survey.roles.served[role].engine.memory_remedy
+    return survey.roles.served[role].engine.memory.remedy
 
 
 def _smaller(train: TrainConfig) -> str:

@@ -51,7 +51,7 @@ def undecided(survey: Survey) -> tuple[str, ...]:
     return tuple(
         role.name
         for role in survey.roles.seated
-        if role.device == "cuda" and role.engine.shares_leftover and neighbours(survey, role.name)
+        if role.device == "cuda" and role.engine.memory.shares_leftover and neighbours(survey, role.name)
     )
 
 
@@ -92,7 +92,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
         weights=engine_weights(served, footprint) / served.num_gpus
         + own_bytes(served, footprint, served.num_gpus, survey.pool(role)),
         token=footprint.kv_bytes_per_token(served.dtype, served.num_gpus) / served.num_gpus,
-        kv=served.engine.set_cache_bytes,
+        kv=served.engine.memory.cache_bytes,
     )
 
 
@@ -125,5 +125,5 @@ def _with_share(model: ModelEntry, role: ServedRole | None, shares: Mapping[str,
     hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
     if role is None or not hundredths:  # rounded down: together they must not exceed the device
         return model
-    options = {**model.engine_options, role.engine.share_option: hundredths / 100}
+    options = {**model.engine_options, role.engine.memory.share_option: hundredths / 100}
     return replace(model, engine_options=options)

@@ -15,8 +15,6 @@ from grmpipe.validate.engines import (
     check_installed,
     check_tensor_parallel,
     context_limit_of,
-    refuse_delta_of_experts,
-    sends_parts_of_experts,
 )
 from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.parallel import check_experts, check_query_heads
@@ -120,9 +118,6 @@ def size_models(config: RunConfig, roles: Roles, progress: Progress) -> tuple[di
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
         check_heads(models[role.name], role, config)
-        footprint = models[role.name].footprint
-        if footprint is not None and footprint.num_expert_parameters and sends_parts_of_experts(role, config):
-            refuse_delta_of_experts(role)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning, role.key)
             check_experts(config, learning.path, role.learner)

@@ -18,7 +18,7 @@ from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make
 from grmpipe.capacity.simulate.step_bound import Bound, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.roles import resolve_engine
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
@@ -119,7 +119,7 @@ class Simulation:
         began = self._step_end(0.0, 0, StallTimes())
         pipeline = Pipeline(parts, flow_of(self._config, self._num_steps), self._after_step)
         if share is not None:
-            share.stops(pipeline.clock)
+            share.clocks.add(pipeline.clock)
         loops = {f"pool {pool.name}": pool.run() for pool in pools}
         values = {"values": critic.value_cache.run()} if critic is not None else {}
         await run_until(pipeline.run(), **loops, **values)
@@ -200,7 +200,7 @@ class Simulation:
             learners,
             prompts=self._workload.prompts,
             too_long=lambda prompt: False,
-            seats=Seats(),
+            slots=EpisodeSlots(),
             play=make_play(self._workload, learners.engines, self._driver),
             judge=make_judge(self._workload, routers, self._driver),
             journal=NoJournal(),

@@ -16,8 +16,8 @@ from grmpipe.envs.env import Env
 from grmpipe.envs.hosts.host_member import HostStarted
 from grmpipe.envs.hosts.remote_host import RemoteEnv, RemoteHost
 from grmpipe.envs.isolation.env_host import limits_of, longer
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv
+from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorGroup
 from scheduler.slots.health import RETRY_AFTER_S, HealthConfig
@@ -36,7 +36,7 @@ class HostsLost(Exception):
 class EnvHosts:
     """All hosts of a role.
 
-    seats:  what became of all environments. What a host held when it died counts as killed.
+    counts: what became of all environments. What a host held when it died counts as killed.
     group:  of HostMember, one per seat of the role.
     """
 
@@ -51,7 +51,7 @@ class EnvHosts:
         events: EventSink | None = None,
     ) -> None:
         self.role = role
-        self.seats = SeatCounts()
+        self.counts = OpenedEnvs()
         self.num_replaced = 0
         self._group = group
         self._restart = restart
@@ -59,7 +59,7 @@ class EnvHosts:
         self._events = events
         self._limits = longer(longer(limits_of(config)))
         self._hosts = [
-            RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.seats, self._replace_soon)
+            RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.counts, self._replace_soon)
             for rank in range(group.size)
         ]
         self._tries = ReplacementTries(health.max_replacements)
@@ -96,7 +96,7 @@ class EnvHosts:
         process = await host.process()
         try:
             async with asyncio.timeout(STOP_S):
-                host.count(process, cast(SeatCounts, await self._group.call(rank, "stop")))
+                host.count(process, cast(OpenedEnvs, await self._group.call(rank, "stop")))
         except (ActorDied, TimeoutError) as error:
             log.warning("%s didn't end in order: %s", host.name, error or f"it took longer than {STOP_S:g} s")
         host.end(process, "the run has ended", is_run_over=True)

@@ -28,7 +28,7 @@ from grmpipe.envs.isolation.messages import (
     fitting,
     requests,
 )
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.tools.mcp_tools import check_servers
 
 
@@ -55,10 +55,10 @@ class HostStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAnswer:
-    """The encoded reply to a request, and what became of the host's seats so far."""
+    """The encoded reply to a request, and what became of the host's environments so far."""
 
     reply: bytes
-    seats: SeatCounts
+    counts: OpenedEnvs
 
 
 @dataclass(slots=True)
@@ -106,14 +106,14 @@ class HostMember:
             await close(one)
         else:
             reply = await acted(one, asked)
-        return HostAnswer(reply=encoded(reply), seats=replace(self._host.seats))
+        return HostAnswer(reply=encoded(reply), counts=replace(self._host.counts))
 
-    async def stop(self) -> SeatCounts:
+    async def stop(self) -> OpenedEnvs:
         """End all environments, and what they live in."""
         envs, self._envs = list(self._envs.values()), {}
         await asyncio.gather(*map(close, envs))
         await self._held.aclose()
-        return SeatCounts() if self._host is None else replace(self._host.seats)
+        return OpenedEnvs() if self._host is None else replace(self._host.counts)
 
     async def close(self) -> None:
         await self.stop()

@@ -1,4 +1,4 @@
-"""The run's end of one host of environments: asks it, counts its seats, knows whether it lives.
+"""The run's end of one host of environments: asks it, counts its environments, knows whether it lives.
 
 A host that dies, or doesn't answer within limits that it keeps itself, fails all its episodes: an EnvFault `died` each.
 """
@@ -26,8 +26,8 @@ from grmpipe.envs.isolation.messages import (
     decoded,
     reports,
 )
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.processes.actors import ActorDied
 
 Serve = Callable[[int, bytes], Awaitable[object]]  # HostMember.serve, in its process
@@ -35,9 +35,9 @@ Serve = Callable[[int, bytes], Awaitable[object]]  # HostMember.serve, in its pr
 
 @dataclass(slots=True, kw_only=True)
 class HostProcess:
-    """A process of a host, until its end. seats: what it last said. end: why it ended; empty while it lives."""
+    """A process of a host, until its end. counts: what it last said. end: why it ended; empty while it lives."""
 
-    seats: SeatCounts = field(default_factory=SeatCounts)
+    counts: OpenedEnvs = field(default_factory=OpenedEnvs)
     end: str = ""
 
 
@@ -45,17 +45,17 @@ class RemoteHost:
     """A host: one process after another, on the same seat of its role.
 
     serve:   asks the present process. Raises ActorDied.
-    seats:   counts of all hosts together.
+    counts:  of all hosts together.
     on_end:  called once for each process that ended before the run did.
     """
 
-    def __init__(self, name: str, serve: Serve, seats: SeatCounts, on_end: Callable[[RemoteHost], None]) -> None:
+    def __init__(self, name: str, serve: Serve, counts: OpenedEnvs, on_end: Callable[[RemoteHost], None]) -> None:
         self.name = name
         self.num_envs = 0
         self.last_number = -1  # of the environments that it was chosen for
         self.is_lost = False
         self._serve = serve
-        self._seats = seats
+        self._counts = counts
         self._on_end = on_end
         self._process = HostProcess(end="it wasn't started")
         self._settled = asyncio.Event()  # it runs, or is lost
@@ -93,7 +93,7 @@ class RemoteHost:
         try:
             async with asyncio.timeout(limit_s) as limit:
                 answer = cast(HostAnswer, await self._serve(number, body_of(request)))
-            self.count(process, answer.seats)
+            self.count(process, answer.counts)
             return cast(Reply, decoded(reports, answer.reply))
         except BadFrame as error:
             raise EnvFault(str(error), "protocol") from None
@@ -105,20 +105,20 @@ class RemoteHost:
             self.end(process, f"it did not answer within {limit_s:g} s, and keeps shorter limits itself")
         raise EnvFault(self._words(process), "died")
 
-    def count(self, process: HostProcess, said: SeatCounts) -> None:
+    def count(self, process: HostProcess, said: OpenedEnvs) -> None:
         """Add what a process counted since it was last asked. Answers may arrive in another order."""
         if process.end:  # what it held counts as killed
             return
-        more = said.since(process.seats)
-        process.seats.add(more)
-        self._seats.add(more)
+        more = said.since(process.counts)
+        process.counts.add(more)
+        self._counts.add(more)
 
     def end(self, process: HostProcess, why: str, *, is_run_over: bool = False) -> None:
         """A process has ended, and with it all that lived in it."""
         if process.end:
             return
         process.end = why
-        self._seats.killed += process.seats.open
+        self._counts.killed += process.counts.open
         self._settled.clear()
         if not is_run_over:
             self._on_end(self)

@@ -1,4 +1,4 @@
-"""The fork server in bubblewrap, where that works: a root of its own, in which nothing is but what seats may read.
+"""The fork server in bubblewrap, where that works: a root of its own, in which nothing is but what workers may read.
 
 https://github.com/containers/bubblewrap
 """
@@ -57,7 +57,7 @@ def wrapped(read: Iterable[str], write: Sequence[str], *, network: bool) -> list
 
 
 def users() -> tuple[str, ...]:
-    """Root stays what it is, so that the fork server can give each seat a user of its own. Others get a user namespace,
-    which needs no rights, and in which they have none.
+    """Root stays what it is, so that the fork server can give each worker a user of its own. Others get a user
+    namespace, which needs no rights, and in which they have none.
     """
     return ("--cap-add", "ALL") if os.geteuid() == 0 else ("--unshare-user", "--cap-drop", "ALL")

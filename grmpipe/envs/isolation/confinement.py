@@ -1,10 +1,10 @@
-"""What a seat's process may do: namespaces, limits, Landlock. Runs in forked children only, and starts nothing.
+"""What a worker's process may do: namespaces, limits, Landlock. Runs in forked children only, and starts nothing.
 
-A seat is two processes. The supervisor enters the namespaces (`enter_namespaces`) and stays outside of the bounds; its
-child, in which the environment lives, is the first process in them, and gives up all else (`confine`).
+A worker is two processes. The supervisor enters the namespaces (`enter_namespaces`) and stays outside of the bounds;
+its child, in which the environment lives, is the first process in them, and gives up all else (`confine`).
 
-Processes are counted by RLIMIT_NPROC in the seat's own user namespace, by a user id that is not root's: root has no
-such limit. So where the run is root's, the seat becomes another user, who may still read what belongs to root and
+Processes are counted by RLIMIT_NPROC in the worker's own user namespace, by a user id that is not root's: root has no
+such limit. So where the run is root's, the worker becomes another user, who may still read what belongs to root and
 Landlock allows. Without user namespaces and without root nothing counts them, and the report says so.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from grmpipe.envs.isolation import kernel, landlock, seccomp
 
 MEGABYTE = 2**20
-FIRST_USER = 0x70000000  # of the users that seats become where the run is root's; plus the supervisor's process id
+FIRST_USER = 0x70000000  # of the users that workers become where the run is root's; plus the supervisor's process id
 INSIDE_USER = 1000  # what such a user is called in its namespace
 SYSTEM_FILES = (
     "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives",
@@ -34,9 +34,9 @@ ZERO, FULL = "/dev/zero", "/dev/full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a seat may do at most. The units are those of `IsolationConfig`.
+    """What a worker may do at most. The units are those of `IsolationConfig`.
 
-    folder: the seat's own, the only one in which it may write.
+    folder: the worker's own, the only one in which it may write.
     memory_mb: of each process's address space, and of what all processes hold together.
     mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
     without: parts to leave out, so that tests see what remains on a kernel that lacks them.
@@ -86,7 +86,7 @@ class Namespaces:
     """What the supervisor had.
 
     zeros: /dev/zero can only be read.
-    user:  the user that the seat becomes, by its name in the namespace; None: as before."""
+    user:  the user that the worker becomes, by its name in the namespace; None: as before."""
 
     parts: Parts
     users: bool = False
@@ -102,13 +102,13 @@ def import_paths() -> list[str]:
 
 
 def readable(extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Files and folders that any seat may read: the system's programs, Python, and all that it imports from."""
+    """Files and folders that any worker may read: the system's programs, Python, and all that it imports from."""
     python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *import_paths())
     return tuple(dict.fromkeys((*SYSTEM_FILES, *python, *extra)))
 
 
 def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespaces:
-    """Leave the namespaces of the run. `map_ids` maps a user id of the seat into its namespace, from outside of it."""
+    """Leave the namespaces of the run. `map_ids` maps a user id of the worker into its namespace, from outside."""
     had = Namespaces(parts=Parts(without=bounds.without))
     take = had.parts.take
     user, group = os.geteuid(), os.getegid()
@@ -124,7 +124,7 @@ def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespac
     if not bounds.network:
         had.network = take("network namespace", lambda: kernel.unshare(kernel.NEW_NET))
         if had.network:
-            with contextlib.suppress(OSError):  # a seat without its loopback has no network at all
+            with contextlib.suppress(OSError):  # a worker without its loopback has no network at all
                 kernel.bring_loopback_up()
     if take("mount namespace", lambda: kernel.unshare(kernel.NEW_MOUNTS)):
         had.zeros = take("zeros that take no memory", replace_zero)
@@ -168,7 +168,7 @@ def map_ids_of(process: int, outside: int) -> None:
 
 
 def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
-    """Give up all that a seat may not do. Returns what couldn't be given up. Not to be undone."""
+    """Give up all that a worker may not do. Returns what couldn't be given up. Not to be undone."""
     take, user = had.parts.take, had.user
     os.setsid()
     own_proc = had.processes and take("own /proc", mount_proc)

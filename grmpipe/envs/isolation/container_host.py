@@ -14,21 +14,21 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.hosted_env import WorkerHost
 from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
 from grmpipe.envs.isolation.messages import Ended
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.process_group import last_bytes
 
 APPTAINER = "apptainer"
-INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_seat")
+INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_worker")
 KILLED = 128 + signal.SIGKILL  # exit code of a container whose first process was killed
 MAX_OUTPUT = 8192  # bytes of stderr that are kept
 NO_USER = "65534:65534"
 
 
 def command(config: IsolationConfig, token: str, name: str) -> list[str]:
-    """The command line that runs one seat."""
+    """The command line that runs one worker."""
     inside = [config.image, *INSIDE]
     if config.runtime == APPTAINER:
         return [APPTAINER, "exec", *apptainer_options(config), *inside]
@@ -65,7 +65,7 @@ def command_environment(config: IsolationConfig) -> dict[str, str]:
     return dict(os.environ) | (passed if config.runtime == APPTAINER else {})
 
 
-class ContainerSeat:
+class ContainerWorker:
     """The run's end of a container: its stdin and stdout, and the process of the command that runs it."""
 
     def __init__(self, process: asyncio.subprocess.Process, runtime: str, name: str) -> None:
@@ -76,21 +76,21 @@ class ContainerSeat:
         self._name = name
         self._killed = False
         self._removal: asyncio.Task[None] | None = None
-        self._kept = b""
-        self._output = asyncio.create_task(self._keep_output(process.stderr))
+        self._output = asyncio.create_task(last_bytes(process.stderr, MAX_OUTPUT))
 
     async def ended(self) -> Ended | None:
         code = await self._process.wait()
         if self._removal is not None:
             await self._removal
+        output = b""
         with contextlib.suppress(TimeoutError):  # a process outside may hold the pipe
-            await asyncio.wait_for(asyncio.shield(self._output), 1.0)
+            output = await asyncio.wait_for(asyncio.shield(self._output), 1.0)
         by_signal = -code if code < 0 else signal.SIGKILL if code == KILLED else 0
         return Ended(
             signal=by_signal,
             exit_code=0 if by_signal else code,
             limit="its memory or CPU time" if code == KILLED and not self._killed else "",
-            output=self._kept.decode("utf-8", "replace"),
+            output=output.decode("utf-8", "replace"),
         )
 
     def terminate(self) -> None:
@@ -118,34 +118,18 @@ class ContainerSeat:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _keep_output(self, stderr: asyncio.StreamReader) -> None:
-        while piece := await stderr.read(2**16):
-            self._kept = (self._kept + piece)[-MAX_OUTPUT:]
 
-
-class ContainerHost:
+class ContainerHost(WorkerHost):
     """Containers of one run, each with its label."""
 
     def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits) -> None:
-        self.seats = SeatCounts()
-        self._config = config
+        super().__init__(config, limits)
         self._token = leftovers.token
-        self._limits = limits
-        self._taken = 0
-        self._seated: set[HostedEnv] = set()
-
-    def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self._limits, seats=self.seats, taken=self._seated)
 
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""
 
-    async def stop(self) -> None:
-        """End the containers that are still there."""
-        for env in tuple(self._seated):
-            await env.kill()
-
-    async def _take_seat(self) -> ContainerSeat:
+    async def take_worker(self) -> ContainerWorker:
         """Start a container. Raises EnvFault if the command can't be started."""
         isolation = self._config.isolation
         self._taken += 1
@@ -162,7 +146,7 @@ class ContainerHost:
             )
         except OSError as error:
             raise EnvFault(f"{isolation.runtime} can't be started: {error}", "boot") from None
-        seat = ContainerSeat(process, isolation.runtime, name)
+        worker = ContainerWorker(process, isolation.runtime, name)
         body = msgspec.msgpack.encode(self._config)
-        seat.writer.write(struct.pack("<I", len(body)) + body)
-        return seat
+        worker.writer.write(struct.pack("<I", len(body)) + body)
+        return worker

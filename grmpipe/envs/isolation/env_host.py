@@ -10,39 +10,43 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import CONTAINER, INPROCESS, IsolationConfig
 from grmpipe.envs.blame import fault_rules
+from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
-from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.isolation.container_host import ContainerHost
 from grmpipe.envs.isolation.hosted_env import ENDING_S
-from grmpipe.envs.isolation.inprocess_host import InprocessHost
 from grmpipe.envs.isolation.isolation_report import answers, described, isolation_report, weaknesses
 from grmpipe.envs.isolation.leftovers import clear, noted, sweep
 from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink
 
 
-class EnvHost(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvHost:
     """Where environments live. Constructing one (`env`) is cheap and takes no place; `Env.open` does.
 
-    lacks: what the isolation lacks on this machine, in words; empty: nothing that counts.
+    make:   an environment without checks and limits here.
+    lacks:  what the isolation lacks on this machine, in words; empty: nothing that counts.
     """
 
-    seats: SeatCounts
-    lacks: str
+    make: MakeEnv
+    counts: OpenedEnvs
+    limits: StageLimits
+    events: EventSink | None
+    lacks: str = ""
 
     def env(self) -> Env:
         """A new environment, for one episode. Its stages end in time, and its answers are checked (LimitedEnv)."""
-        ...
+        return LimitedEnv(self.make(), self.limits, self.events)
 
 
 @asynccontextmanager
@@ -54,9 +58,9 @@ async def open_env_host(
 ) -> AsyncIterator[EnvHost]:
     """The host of a run's environments, with all that `config.isolation` asks for, and the servers of their tools.
 
-    Sweeps first what an earlier process of this run left. At the end all seats are closed or killed. Processes end with
-    the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the isolation is
-    missing and required.
+    Sweeps first what an earlier process of this run left. At the end all workers are closed or killed. Processes end
+    with the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the
+    isolation is missing and required.
 
     events: gets a span for each stage of each episode.
     """
@@ -64,8 +68,9 @@ async def open_env_host(
     isolation, limits = config.isolation, limits_of(config)
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
-            rules = fault_rules(config.policy_errors)
-            yield InprocessHost(env_factory(config, servers), limits, events, rules)
+            make, rules, counts = env_factory(config, servers), fault_rules(config.policy_errors), OpenedEnvs()
+            here = lambda: CheckedEnv(make, rules, counts)  # noqa: E731
+            yield EnvHost(make=here, counts=counts, limits=limits, events=events)
         return
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
@@ -73,33 +78,11 @@ async def open_env_host(
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
     try:
         await host.start()
-        lacks = weaknesses(await host.missing()) if isinstance(host, ProcessHost) else ()
-        yield LimitedHost(host, limits, events, described(lacks))
+        lacks = weaknesses(await host.missing())
+        yield EnvHost(make=host.env, counts=host.counts, limits=longer(limits), events=events, lacks=described(lacks))
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
-
-
-class MakesEnvs(Protocol):
-    """A host without checks and limits of its own."""
-
-    seats: SeatCounts
-
-    def env(self) -> Env: ...
-
-
-class LimitedHost:
-    """A host whose environments are checked here too. They keep their limits themselves: these are longer."""
-
-    def __init__(self, host: MakesEnvs, limits: StageLimits, events: EventSink | None, lacks: str) -> None:
-        self.seats = host.seats
-        self.lacks = lacks
-        self._host = host
-        self._events = events
-        self._limits = longer(limits)
-
-    def env(self) -> Env:
-        return LimitedEnv(self._host.env(), self._limits, self._events)
 
 
 def limits_of(config: EnvConfig) -> StageLimits:

@@ -1,4 +1,4 @@
-"""A process of its own that imports a run's environment once, and forks a seat from it for each episode.
+"""A process of its own that imports a run's environment once, and forks a worker from it for each episode.
 
     python -m grmpipe.envs.isolation.fork_server FD    # of its socket to the run
 
@@ -30,14 +30,14 @@ from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.isolation import kernel
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, mapped_bytes
+from grmpipe.envs.isolation.env_worker import serve
 from grmpipe.envs.isolation.messages import Confined, frame
-from grmpipe.envs.isolation.seat import serve
 from grmpipe.envs.isolation.supervisor import map_users_when_asked, supervise
 
 MAX_CONTROL = 2**17  # bytes of a control message
 
 
-class HostSetup(msgspec.Struct, frozen=True):
+class ForkServerSetup(msgspec.Struct, frozen=True):
     """The environment to import. in_own_root: this process is in bubblewrap, with mounts of its own."""
 
     env: EnvConfig
@@ -51,7 +51,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A seat to fork. Two sockets come with it: for the environment, and for its supervisor."""
+    """A worker to fork. Two sockets come with it: for the environment, and for its supervisor."""
 
     bounds: Bounds
 
@@ -60,11 +60,11 @@ def main(control: socket.socket) -> None:
     kernel.set_parent_death_signal(signal.SIGKILL)
     if not is_connected(control):  # the run has ended before that
         return
-    with contextlib.suppress(OSError):  # where memory runs out, a seat goes before the run
+    with contextlib.suppress(OSError):  # where memory runs out, a worker goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     kernel.hide_from_others()
     try:
-        setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=HostSetup)
+        setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=ForkServerSetup)
         if setup.in_own_root and os.geteuid() == 0:
             uncover_proc()
         make = checked(setup.env)
@@ -77,26 +77,26 @@ def main(control: socket.socket) -> None:
 
 
 def uncover_proc() -> None:
-    """Mount /proc whole: bubblewrap covers parts of root's, and then the kernel lets no seat mount its own."""
+    """Mount /proc whole: bubblewrap covers parts of root's, and then the kernel lets no worker mount its own."""
     with contextlib.suppress(OSError):
         kernel.mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
 def checked(config: EnvConfig) -> Callable[[], Env]:
-    """Constructs environments behind their door, for seats. Raises ValueError."""
+    """Constructs environments behind their door, for workers. Raises ValueError."""
     make, rules = env_factory(config), fault_rules(config.policy_errors, in_box=True)
     return lambda: CheckedEnv(make, rules)
 
 
 class ForkServer:
-    """Forks seats at the run's word, and waits for their supervisors."""
+    """Forks workers at the run's word, and waits for their supervisors."""
 
     def __init__(self, control: socket.socket, make: Callable[[], Env]) -> None:
         self._control = control
         self._make = make
         self._mapped_bytes = mapped_bytes()
         self._imported = imported_packages()
-        gc.freeze()  # a collection in a seat would copy every page that it looks at
+        gc.freeze()  # a collection in a worker would copy every page that it looks at
 
     def stay(self) -> None:
         """Until the run closes the control socket."""
@@ -116,7 +116,7 @@ class ForkServer:
                 return
 
     def _fork(self, *own: int) -> bool:
-        """Fork the seat that is asked for. Returns False at the end of the run."""
+        """Fork the worker that is asked for. Returns False at the end of the run."""
         asked, sockets, _, _ = socket.recv_fds(self._control, MAX_CONTROL, 2, socket.MSG_CMSG_CLOEXEC)
         if not asked:
             return False
@@ -178,7 +178,7 @@ def is_connected(control: socket.socket) -> bool:
 
 def imported_packages() -> tuple[str, ...]:
     """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
-    editable installation. A seat may import the rest of them.
+    editable installation. A worker may import the rest of them.
     """
     modules = [(name, found) for name, found in tuple(sys.modules.items()) if isinstance(found, ModuleType)]
     files = [(name, vars(module).get("__file__")) for name, module in modules if "." not in name]

@@ -1,11 +1,11 @@
-"""An environment that lives in a seat of its own, as the run sees it: an Env like any other. Starts no process itself.
+"""An environment that lives in a worker of its own, as the run sees it: an Env like any other.
 
-What an end of the seat means is decided here, from what the seat and its supervisor report:
+What an end of the worker means is decided here, from what the worker and its supervisor report:
 
     in `open`                      the environment's: EnvFault `boot`, `timeout` or `died`
     in `step`, before it began     the environment's: EnvFault `timeout` or `died`, unless it comes from a step before
     in `step`, at a limit          the policy's: the episode ends (`done`) with the fault `limit`, and is judged as it
-      (time, CPU time, memory,     is; its seat is killed, so there is nothing to go on with
+      (time, CPU time, memory,     is; its worker is killed, so there is nothing to go on with
       files, processes), and by a
       signal that programs send
     in `step`, by any other end    the environment's: EnvFault `died`
@@ -20,12 +20,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from grmpipe.config.env import EnvConfig
 from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.isolation.env_worker import STOPPED
 from grmpipe.envs.isolation.messages import (
     BadFrame,
     Began,
@@ -42,28 +45,28 @@ from grmpipe.envs.isolation.messages import (
     Request,
     Step,
     frame,
-    next_report,
+    next_message,
+    reports,
 )
-from grmpipe.envs.isolation.seat import STOPPED
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.types import EnvCause
 from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
 
-ENDING_S = 5.0  # until a killed seat has ended
-OWN_END_S = 1.0  # until a seat has ended that says no more
+ENDING_S = 5.0  # until a killed worker has ended
+OWN_END_S = 1.0  # until a worker has ended that says no more
 
 
-class SeatLink(Protocol):
-    """The run's end of a seat: frames to and from its environment, and words to whatever watches over it."""
+class WorkerLink(Protocol):
+    """The run's end of a worker: frames to and from its environment, and words to whatever watches over it."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def ended(self) -> Ended | None:
-        """How the seat ended, once all of it has. None if what watched over it is gone too."""
+        """How the worker ended, once all of it has. None if what watched over it is gone too."""
         ...
 
     def terminate(self) -> None:
@@ -71,64 +74,64 @@ class SeatLink(Protocol):
         ...
 
     def kill(self) -> None:
-        """SIGKILL to all processes of the seat."""
+        """SIGKILL to all processes of the worker."""
         ...
 
     def release(self) -> None:
-        """Free what the run holds of the seat. It ends, if it hasn't."""
+        """Free what the run holds of the worker. It ends, if it hasn't."""
         ...
 
 
-class SeatEnded(Exception):
-    """The seat's environment says no more."""
+class WorkerEnded(Exception):
+    """The worker's environment says no more."""
 
 
 class HostedEnv:
-    """One episode in one seat, which `open` takes, and any end gives back.
+    """One episode in one worker, which `open` takes, and any end gives back.
 
-    take_seat: starts a seat, and leaves nothing if it is cancelled. Raises EnvFault.
-    taken:     holds this environment while it has its seat.
+    take_worker: starts a worker, and leaves nothing if it is cancelled. Raises EnvFault.
+    taken:     holds this environment while it has its worker.
     """
 
     def __init__(
         self,
-        take_seat: Callable[[], Awaitable[SeatLink]],
+        take_worker: Callable[[], Awaitable[WorkerLink]],
         *,
         limits: StageLimits,
-        seats: SeatCounts,
+        counts: OpenedEnvs,
         taken: set[HostedEnv],
     ) -> None:
-        self._take_seat = take_seat
+        self._take_worker = take_worker
         self._limits = limits
-        self._seats = seats
+        self._counts = counts
         self._taken = taken
-        self._seat: SeatLink | None = None
+        self._worker: WorkerLink | None = None
         self._began = False
         self._is_step = False
         self._has_acted = False  # a step has begun
         self._owes_reply = False
-        self.missing: tuple[Missing, ...] = ()  # what its seat couldn't give up; known once it is open
+        self.missing: tuple[Missing, ...] = ()  # what its worker couldn't give up; known once it is open
 
     async def open(self, episode: Episode) -> Opening:
         boot_s = self._limits.boot_s
         try:
             async with asyncio.timeout(boot_s):
-                self._seat = await self._take_seat()
-                self._seats.opened += 1
+                self._worker = await self._take_worker()
+                self._counts.opened += 1
                 self._taken.add(self)
                 reply = await self._asked(Open(episode))
         except TimeoutError:
             raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
-        except SeatEnded:
+        except WorkerEnded:
             raise fault_of("died", "its process ended in open", await self.kill(OWN_END_S)) from None
         if isinstance(reply, Opened):
             return reply.opening
         raise blamed(reply)
 
     async def step(self, action: Action) -> Observation:
-        if self._seat is None:
+        if self._worker is None:
             raise EnvFault("step of an environment that isn't open", "protocol")
         step_s = self._limits.step_s
         try:
@@ -141,7 +144,7 @@ class HostedEnv:
             raise fault_of("timeout", f"the step did not begin in {step_s:g} s", ended) from None
         except BadFrame as error:
             raise fault_of("protocol", str(error), await self.kill()) from None
-        except SeatEnded:
+        except WorkerEnded:
             return self._ended_in_step(await self.kill(OWN_END_S))
         if isinstance(reply, BlamedPolicy) and reply.ends and reply.kind == LIMIT:
             return stopped_at_limit(reply.text, await self.kill())
@@ -150,44 +153,44 @@ class HostedEnv:
         return reply.observation
 
     async def close(self) -> None:
-        """Ends the seat: by `close` of the environment, else by SIGTERM, else by SIGKILL, each after its limit."""
-        seat, close_s = self._seat, self._limits.close_s
-        if seat is None:
+        """Ends the worker: by `close` of the environment, else by SIGTERM, else by SIGKILL, each after its limit."""
+        worker, close_s = self._worker, self._limits.close_s
+        if worker is None:
             return
         ended: Ended | None = None
         is_closed = False
         try:
             if not self._owes_reply:
-                is_closed = await self._said_goodbye(seat)
+                is_closed = await self._said_goodbye(worker)
             if not is_closed:
-                seat.terminate()
-            ended = await end_within(seat, close_s)
+                worker.terminate()
+            ended = await end_within(worker, close_s)
             if ended is None:
                 is_closed = False
-                seat.kill()
-                ended = await end_within(seat, ENDING_S)
+                worker.kill()
+                ended = await end_within(worker, ENDING_S)
         finally:
             self._give_back(is_closed=is_closed and ended is not None)
 
     async def kill(self, after_s: float = 0.0) -> Ended | None:
-        """Kill the seat, if there is one, and give it back.
+        """Kill the worker, if there is one, and give it back.
 
         after_s: time in which it may end by itself: killed before it could tell, it would hide its limit.
         """
-        seat = self._seat
-        if seat is None:
+        worker = self._worker
+        if worker is None:
             return None
         try:
-            if after_s and (ended := await end_within(seat, after_s)) is not None:
+            if after_s and (ended := await end_within(worker, after_s)) is not None:
                 return ended
-            seat.kill()
-            return await end_within(seat, ENDING_S)
+            worker.kill()
+            return await end_within(worker, ENDING_S)
         finally:
             self._give_back(is_closed=False)
 
     async def _asked(self, request: Open | Step) -> Opened | Observed | BlamedPolicy | BlamedEnv:
-        """The reply to a request. Raises SeatEnded, BadFrame."""
-        assert self._seat is not None
+        """The reply to a request. Raises WorkerEnded, BadFrame."""
+        assert self._worker is not None
         self._began, self._owes_reply, self._is_step = False, True, isinstance(request, Step)
         await self._send(request)
         reply = await self._reply()
@@ -197,22 +200,22 @@ class HostedEnv:
         return reply
 
     async def _send(self, request: Request) -> None:
-        assert self._seat is not None
+        assert self._worker is not None
         try:
-            self._seat.writer.write(frame(request))
-            await self._seat.writer.drain()
+            self._worker.writer.write(frame(request))
+            await self._worker.writer.drain()
         except ConnectionError:
-            raise SeatEnded from None
+            raise WorkerEnded from None
 
     async def _reply(self) -> Reply:
-        assert self._seat is not None
+        assert self._worker is not None
         while True:
-            report = await next_report(self._seat.reader)
+            report = await next_message(self._worker.reader, reports)
             if isinstance(report, Began):
                 self._began = True
                 self._has_acted |= self._is_step
             elif report is None:
-                raise SeatEnded
+                raise WorkerEnded
             elif isinstance(report, Ended):
                 raise BadFrame("the environment spoke for its supervisor")
             elif isinstance(report, Confined):
@@ -228,28 +231,59 @@ class HostedEnv:
                 return stopped_at_limit(f"stopped by {how}", ended)
         raise fault_of("died", "its process ended in a step", ended)
 
-    async def _said_goodbye(self, seat: SeatLink) -> bool:
+    async def _said_goodbye(self, worker: WorkerLink) -> bool:
         """Whether the environment has closed in time."""
         try:
             async with asyncio.timeout(self._limits.close_s):
                 await self._send(Close())
                 return isinstance(await self._reply(), Closed)
-        except (TimeoutError, SeatEnded, BadFrame):
+        except (TimeoutError, WorkerEnded, BadFrame):
             return False
 
     def _give_back(self, *, is_closed: bool) -> None:
-        if self._seat is not None:
-            self._seat.release()
-            self._seat = None
+        if self._worker is not None:
+            self._worker.release()
+            self._worker = None
             self._taken.discard(self)
-            self._seats.closed += is_closed
-            self._seats.killed += not is_closed
+            self._counts.closed += is_closed
+            self._counts.killed += not is_closed
 
 
-async def end_within(seat: SeatLink, limit_s: float) -> Ended | None:
+class WorkerHost(ABC):
+    """What the environments of one run live in, a worker each."""
+
+    def __init__(self, config: EnvConfig, limits: StageLimits) -> None:
+        self.counts = OpenedEnvs()
+        self.limits = limits
+        self._config = config
+        self._working: set[HostedEnv] = set()
+        self._taken = 0
+
+    def env(self) -> HostedEnv:
+        return HostedEnv(self.take_worker, limits=self.limits, counts=self.counts, taken=self._working)
+
+    @abstractmethod
+    async def take_worker(self) -> WorkerLink:
+        """Start a worker. Raises EnvFault."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start what workers have in common. Raises ValueError if the environment can't be made."""
+
+    async def missing(self) -> tuple[Missing, ...]:
+        """What workers can't give up on this machine, as far as it shows before an episode. Raises EnvFault."""
+        return ()
+
+    async def stop(self) -> None:
+        """End the workers that are still there."""
+        for env in tuple(self._working):
+            await env.kill()
+
+
+async def end_within(worker: WorkerLink, limit_s: float) -> Ended | None:
     try:
         async with asyncio.timeout(limit_s):
-            return await seat.ended()
+            return await worker.ended()
     except TimeoutError:
         return None
 
@@ -266,7 +300,7 @@ def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
 
 
 def blamed(reply: Reply) -> PolicyFault | EnvFault:
-    """The fault that a seat reports, to be raised again."""
+    """The fault that a worker reports, to be raised again."""
     if isinstance(reply, BlamedPolicy):
         return PolicyFault(reply.text, reply.kind, ends=reply.ends)
     if isinstance(reply, BlamedEnv):
@@ -278,5 +312,5 @@ def blamed(reply: Reply) -> PolicyFault | EnvFault:
 
 def stopped_at_limit(text: str, ended: Ended | None) -> Observation:
     """The end of an episode by the policy's own program."""
-    log.debug("an episode ended at a limit of its seat: %s; %s", text, ended)
+    log.debug("an episode ended at a limit of its worker: %s; %s", text, ended)
     return Observation(done=True, faults=(LIMIT,))

@@ -1,4 +1,4 @@
-"""The isolation that this machine really gives, found by trying it in a seat. Changes nothing."""
+"""The isolation that this machine really gives, found by trying it in a worker. Changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = StageLimits(boot_s=30, step_s=5, close_s=5, max_observation_chars=1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationReport:
-    """The level of isolation that is had, and what it lacks: parts, and things that a seat could do all the same."""
+    """The level of isolation that is had, and what it lacks: parts, and things that a worker could do all the same."""
 
     level: str
     missing: tuple[Missing, ...] = ()
@@ -100,7 +100,9 @@ def describe_isolation() -> str:
     and which containers there are.
     """
     report, outer = isolation_report(), bubblewrap_missing()
-    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; {adding_up(report)}; containers: {containers()}"
+    memory = f"the memory of an episode is added up every {MEMORY_S:g} s"
+    memory = memory if report.level == PROCESS else "memory is not bounded"
+    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; {memory}; containers: {containers()}"
 
 
 def counting(report: IsolationReport) -> str:
@@ -110,13 +112,6 @@ def counting(report: IsolationReport) -> str:
         return "processes are not counted"
     user = ", as another user than root" if os.geteuid() == 0 else ""
     return f"processes are counted by RLIMIT_NPROC{'' if 'user namespace' in parts else ' in a user namespace'}{user}"
-
-
-def adding_up(report: IsolationReport) -> str:
-    """Which means bounds the memory of an episode."""
-    if report.level != PROCESS:
-        return "memory is not bounded"
-    return f"the memory of an episode is added up every {MEMORY_S:g} s"
 
 
 def containers() -> str:

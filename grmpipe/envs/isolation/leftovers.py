@@ -29,7 +29,7 @@ class Leftovers(msgspec.Struct, frozen=True):
     """What a host of environments would leave.
 
     token:   in the environment of its processes, and the label of its containers.
-    folder:  which holds the folders of its seats.
+    folder:  which holds the folders of its workers.
     runtime: the command that ran its containers, or empty.
     machine: where all that is. owner, started: the run's process.
     """
@@ -43,10 +43,10 @@ class Leftovers(msgspec.Struct, frozen=True):
 
 
 def noted(run_dir: Path, runtime: str = "") -> Leftovers:
-    """Make a folder for seats, and note it in the run's directory before anything else."""
+    """Make a folder for workers, and note it in the run's directory before anything else."""
     token = secrets.token_hex(8)
     folder = tempfile.mkdtemp(prefix=f"grmpipe-{token}-")
-    Path(folder).chmod(0o711)  # the user of a seat gets through
+    Path(folder).chmod(0o711)  # the user of a worker gets through
     left = Leftovers(
         token=token,
         folder=folder,

@@ -1,7 +1,7 @@
-"""What goes between the run and a seat, as frames: a length of four bytes, then MessagePack. Opens nothing.
+"""What goes between the run and a worker, as frames: a length of four bytes, then MessagePack. Opens nothing.
 
-run -> seat   Open, Step, Close
-seat -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
+run -> worker   Open, Step, Close
+worker -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed
 supervisor -> run   Ended
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import struct
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
+from grmpipe.config.user_code import shortened
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.types import EnvCause
-from models.types import Message
 
 MAX_FRAME = 8 * 2**20  # bytes; a longer one is never read
 MAX_DETAIL = 20_000  # characters of a traceback, or of a fault's text
@@ -41,7 +40,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confined(msgspec.Struct, frozen=True, tag=True):
-    """The seat is confined. missing: what it couldn't give up."""
+    """The worker is confined. missing: what it couldn't give up."""
 
     missing: tuple[Missing, ...] = ()
 
@@ -87,7 +86,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All processes of the seat have ended.
+    """All processes of the worker have ended.
 
     signal: of the environment's process; 0: it exited with `exit_code`.
     cpu_s:  CPU time of that process, with its children that it waited for; 0: unknown.
@@ -145,16 +144,10 @@ async def body_of_next(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-async def next_request(reader: asyncio.StreamReader) -> Request | None:
-    """The next request. None at the end. Raises BadFrame."""
+async def next_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """The next message of `requests` or `reports`. None at the end. Raises BadFrame."""
     body = await body_of_next(reader)
-    return None if body is None else decoded(requests, body)
-
-
-async def next_report(reader: asyncio.StreamReader) -> Report | None:
-    """The next report. None at the end. Raises BadFrame."""
-    body = await body_of_next(reader)
-    return None if body is None else decoded(reports, body)
+    return None if body is None else decoded(decoder, body)
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
@@ -164,26 +157,12 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         raise BadFrame(str(error)) from None
 
 
-def observed(observation: Observation) -> bytes:
-    """The frame of an observation that fits. Raises BadFrame."""
-    return frame(Observed(fitting(observation)))
-
-
 def fitting(observation: Observation) -> Observation:
-    """The observation for a frame. Where it is too long, the middle of its messages is cut."""
-    if sum(len(message.content) for message in observation.messages) > MAX_FRAME // 4:
-        return replace(observation, messages=shortened(observation.messages))
-    return observation
-
-
-def shortened(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the middle cut out of those that are longer than their share of MAX_TEXT."""
+    """The observation for a frame. Where it is too long, the middle is cut out of the messages that are longer than
+    their share of MAX_TEXT.
+    """
+    messages = observation.messages
+    if sum(len(message.content) for message in messages) <= MAX_FRAME // 4:
+        return observation
     share = MAX_TEXT // len(messages)
-    return [replace(message, content=without_middle(message.content, share)) for message in messages]
-
-
-def without_middle(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    half = length // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters were cut here]\n{text[len(text) - half :]}"
+    return replace(observation, messages=[replace(one, content=shortened(one.content, share)) for one in messages])

@@ -1,4 +1,4 @@
-"""Starts the fork server of a run's environments, and takes a seat from it for each episode. Runs on the run's loop."""
+"""Starts the fork server of a run's environments, and takes a worker from it for each episode."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing, wrapped
 from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
-from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, HostSetup, Ready, imported_packages
-from grmpipe.envs.isolation.hosted_env import HostedEnv
+from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, imported_packages
+from grmpipe.envs.isolation.hosted_env import WorkerHost
 from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
-from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_report
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
 from grmpipe.envs.limited_env import StageLimits
 
@@ -37,8 +36,8 @@ SERVER_ENDS_S = 5.0
 QUEUE_S = 0.002  # about the time of a fork
 
 
-class ProcessSeat:
-    """The run's end of a seat: a stream to its environment, and one to its supervisor."""
+class ProcessWorker:
+    """The run's end of a worker: a stream to its environment, and one to its supervisor."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class ProcessSeat:
 
     async def ended(self) -> Ended | None:
         try:
-            report = await next_report(self._reports)
+            report = await next_message(self._reports, reports)
         except BadFrame:
             return None
         return report if isinstance(report, Ended) else None
@@ -73,14 +72,14 @@ class ProcessSeat:
     def release(self) -> None:
         self.writer.transport.abort()
         self._supervisor.transport.abort()
-        with contextlib.suppress(OSError):  # not empty where the seat had no file system of its own
+        with contextlib.suppress(OSError):  # not empty where the worker had no file system of its own
             self._folder.rmdir()
             return
         remove_soon(self._folder)
 
 
-class ProcessHost:
-    """The fork server, and the seats that it forked. without: parts of the isolation to do without, for tests.
+class ProcessHost(WorkerHost):
+    """The fork server, and the workers that it forked. without: parts of the isolation to do without, for tests.
 
     outer: why the fork server isn't in bubblewrap; None: it is.
     """
@@ -92,37 +91,30 @@ class ProcessHost:
         limits: StageLimits,
         without: tuple[str, ...] = (),
     ) -> None:
-        self.seats = SeatCounts()
-        self._config = config
+        super().__init__(config, limits)
         self._folder = Path(leftovers.folder)
         self._leftovers = leftovers
-        self.limits = limits
         self._without = without
         self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._seated: set[HostedEnv] = set()
         self._starting = asyncio.Lock()
-        self._taken = 0
-
-    def env(self) -> HostedEnv:
-        return HostedEnv(self._take_seat, limits=self.limits, seats=self.seats, taken=self._seated)
 
     async def missing(self) -> tuple[Missing, ...]:
-        """What seats can't give up on this machine, found by taking one. Raises EnvFault if that fails."""
-        seat = await self._take_seat()
+        """Found by taking a worker."""
+        worker = await self.take_worker()
         try:
-            report = await next_report(seat.reader)
+            report = await next_message(worker.reader, reports)
             if not isinstance(report, Confined):
-                raise EnvFault("a seat ended before it was confined", "boot")
+                raise EnvFault("a worker ended before it was confined", "boot")
             return report.missing
         finally:
-            seat.kill()
-            await seat.ended()
-            seat.release()
+            worker.kill()
+            await worker.ended()
+            worker.release()
 
     async def start(self) -> None:
-        """Start the fork server. Raises ValueError if it can't make the environment."""
+        """Start the fork server."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
@@ -137,7 +129,7 @@ class ProcessHost:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(
-            ours, msgspec.msgpack.encode(HostSetup(env=self._config, in_own_root=self.outer is None))
+            ours, msgspec.msgpack.encode(ForkServerSetup(env=self._config, in_own_root=self.outer is None))
         )
         try:
             answer = await loop.sock_recv(ours, MAX_CONTROL)
@@ -157,9 +149,8 @@ class ProcessHost:
         return wrapped(read, (str(self._folder),), network=isolation.network)
 
     async def stop(self) -> None:
-        """End the seats that are still there, and the fork server."""
-        for env in tuple(self._seated):
-            await env.kill()
+        """End the workers that are still there, and the fork server."""
+        await super().stop()
         server, control, self._server, self._control = self._server, self._control, None, None
         if control is not None:
             control.close()
@@ -171,11 +162,11 @@ class ProcessHost:
             server.kill()
             await asyncio.to_thread(server.wait)
 
-    async def _take_seat(self) -> ProcessSeat:
-        """Fork a seat. Raises EnvFault if the fork server can't."""
+    async def take_worker(self) -> ProcessWorker:
+        """Fork a worker. Raises EnvFault if the fork server can't."""
         control = await self._running_server()
         self._taken += 1
-        folder = self._folder / f"seat-{self._taken}"
+        folder = self._folder / f"worker-{self._taken}"
         folder.mkdir()
         env, env_there = socket.socketpair()
         supervisor, supervisor_there = socket.socketpair()
@@ -188,7 +179,7 @@ class ProcessHost:
                 )
             streams = await stream_of(env), await stream_of(supervisor)
             undo.pop_all()
-        return ProcessSeat(*streams, supervisor, folder)
+        return ProcessWorker(*streams, supervisor, folder)
 
     async def _running_server(self) -> socket.socket:
         """The socket to the fork server, which is started anew if it has ended."""
@@ -206,7 +197,7 @@ class ProcessHost:
 
 
 async def fork(control: socket.socket, bounds: Bounds, *sockets: socket.socket) -> None:
-    """Ask the fork server for a seat, and hand it the seat's sockets. Raises EnvFault."""
+    """Ask the fork server for a worker, and hand it the worker's sockets. Raises EnvFault."""
     message = msgspec.msgpack.encode(Fork(bounds=bounds))
     while True:
         try:
@@ -223,7 +214,7 @@ async def stream_of(connected: socket.socket) -> tuple[asyncio.StreamReader, asy
 
 
 def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -> Bounds:
-    """What a seat may do, with its own folder."""
+    """What a worker may do, with its own folder."""
     return Bounds(
         folder=str(folder),
         memory_mb=config.memory_mb,
@@ -238,7 +229,7 @@ def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -
 
 
 def environment(names: Sequence[str], token: str) -> dict[str, str]:
-    """The environment variables of seats: what Python needs, and those that the configuration names."""
+    """The environment variables of workers: what Python needs, and those that the configuration names."""
     passed = {name: os.environ[name] for name in names if name in os.environ}
     return {"PATH": DEFAULT_PATH, "PYTHONPATH": os.pathsep.join(import_paths()), **ENVIRONMENT, **passed, MARK: token}
 

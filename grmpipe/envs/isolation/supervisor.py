@@ -1,7 +1,7 @@
-"""The process between a host and a seat: enters the namespaces, forks the seat, keeps the end of its output, adds up
-its memory, kills it with all that it started, and reports how it ended. Runs no code of an environment.
+"""The process between a host and a worker: enters the namespaces, forks the worker, keeps the end of its output, adds
+up its memory, kills it with all that it started, and reports how it ended. Runs no code of an environment.
 
-It ends the seat at the run's word, and when the run or the host has ended: its socket to the run closes, or it gets
+It ends the worker at the run's word, and when the run or the host has ended: its socket to the run closes, or it gets
 SIGTERM from the kernel.
 """
 
@@ -28,7 +28,7 @@ from grmpipe.envs.isolation.confinement import (
     map_ids_of,
 )
 from grmpipe.envs.isolation.messages import Ended, frame
-from grmpipe.envs.isolation.seat_processes import children, holds_more, own_bytes, sees_only_seat
+from grmpipe.envs.isolation.worker_processes import children, holds_more, own_bytes, sees_only_worker
 
 TERMINATE, KILL = b"t", b"k"  # words of the run: SIGTERM, SIGKILL
 MAPPED, REFUSED = b"y", b"n"  # answers of the host
@@ -37,8 +37,8 @@ MAX_LEFT = 2**20  # bytes of output that are read after the end
 PIECE = 2**16  # bytes, as many as a pipe holds
 CPU_MARGIN_S = 0.25  # the kernel counts CPU time in ticks
 MAPPING_S = 5.0  # until a supervisor has entered its namespaces
-MEMORY_S = 0.1  # between two sums of the memory of a seat
-KILLING_S = 5.0  # until the descendants of a seat without process namespace have ended
+MEMORY_S = 0.1  # between two sums of the memory of a worker
+KILLING_S = 5.0  # until the descendants of a worker without process namespace have ended
 
 
 def supervise(
@@ -48,10 +48,10 @@ def supervise(
     host: socket.socket,
     live: Callable[[tuple[Missing, ...]], None],
 ) -> None:
-    """Fork a seat that does `live`, and stay until all of it has ended. `live` gets what its confinement lacks.
+    """Fork a worker that does `live`, and stay until all of it has ended. `live` gets what its confinement lacks.
 
     run:  on which the run's words come, and the end is reported.
-    env:  the seat's own, for its environment.
+    env:  the worker's own, for its environment.
     host: on which the host maps users, until it is closed.
     """
     os.setsid()
@@ -62,21 +62,21 @@ def supervise(
     kernel.hide_from_others()
     kernel.set_parent_death_signal(signal.SIGTERM)
     output, inherited = os.pipe()
-    seat = os.fork()
-    if seat == 0:
+    worker = os.fork()
+    if worker == 0:
         os.close(output)
         run.close()
-        become_seat(bounds, had, inherited, live)
+        become_worker(bounds, had, inherited, live)
     os.close(inherited)
     env.close()
-    supervisor = _Supervisor(seat, output, run, bounds)
+    supervisor = _Supervisor(worker, output, run, bounds)
     signal.signal(signal.SIGTERM, lambda number, frame: supervisor.kill())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     supervisor.stay()
 
 
 def ask_to_map(host: socket.socket, user: int) -> None:
-    """The host maps a user of the seat into the namespace of this process. Raises PermissionError."""
+    """The host maps a user of the worker into the namespace of this process. Raises PermissionError."""
     host.sendall(user.to_bytes(8, "little"))
     if host.recv(1) != MAPPED:
         raise PermissionError(1, "this user may not map another one")
@@ -100,8 +100,8 @@ def map_users_when_asked(supervisor: socket.socket, process: int) -> None:
         supervisor.sendall(answer)
 
 
-def become_seat(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tuple[Missing, ...]], None]) -> None:
-    """Does `live` in the seat's process, which ends here."""
+def become_worker(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tuple[Missing, ...]], None]) -> None:
+    """Does `live` in the worker's process, which ends here."""
     code = 1
     try:
         for standard in (1, 2):
@@ -120,22 +120,22 @@ def become_seat(bounds: Bounds, had: Namespaces, output: int, live: Callable[[tu
 
 
 class _Supervisor:
-    """One seat, from its fork to its end."""
+    """One worker, from its fork to its end."""
 
-    def __init__(self, seat: int, output: int, run: socket.socket, bounds: Bounds) -> None:
-        self._seat = seat
+    def __init__(self, worker: int, output: int, run: socket.socket, bounds: Bounds) -> None:
+        self._worker = worker
         self._bounds = bounds
         self._imported_bytes = own_bytes(os.getpid())  # this process is a fork of the same one
         self._next_sum_s = time.monotonic() + MEMORY_S
         self._holds_too_much = False
-        self._process = os.pidfd_open(seat)
+        self._process = os.pidfd_open(worker)
         self._output = output
         self._run = run
         self._kept = b""
         os.set_blocking(output, False)
 
     def stay(self) -> None:
-        """Until the seat and all that it started have ended; then report."""
+        """Until the worker and all that it started have ended; then report."""
         poll = select.poll()
         for each in (self._process, self._output, self._run.fileno()):
             poll.register(each, select.POLLIN)
@@ -149,7 +149,7 @@ class _Supervisor:
                 break
             if self._run.fileno() in ready and not self._obey():
                 poll.unregister(self._run.fileno())
-        _, status, usage = os.wait4(self._seat, 0)
+        _, status, usage = os.wait4(self._worker, 0)
         end_descendants()
         for _ in range(MAX_LEFT // PIECE):
             if not self._read_output():
@@ -158,10 +158,10 @@ class _Supervisor:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._seat, signal.SIGKILL)
+            os.kill(self._worker, signal.SIGKILL)
 
     def _bound_memory(self) -> None:
-        """Kill the seat if its processes hold more memory than they may, when the next sum is due."""
+        """Kill the worker if its processes hold more memory than they may, when the next sum is due."""
         if time.monotonic() < self._next_sum_s:
             return
         if holds_more(self._bounds.memory_mb * MEGABYTE, self._imported_bytes):
@@ -176,7 +176,7 @@ class _Supervisor:
         except OSError:
             word = b""
         if word == TERMINATE:
-            os.kill(self._seat, signal.SIGTERM)
+            os.kill(self._worker, signal.SIGTERM)
         else:
             self.kill()
         return bool(word)
@@ -213,13 +213,13 @@ class _Supervisor:
 
 
 def end_descendants() -> None:
-    """Kill what a seat left. In a process namespace that is nothing: the kernel ended it with the seat.
+    """Kill what a worker left. In a process namespace that is nothing: the kernel ended it with the worker.
 
     Each generation comes to this process when its parent has ended, so that they are killed one after the other.
     """
     end_s = time.monotonic() + KILLING_S
     while time.monotonic() < end_s:
-        for child in () if sees_only_seat() else children(os.getpid()):
+        for child in () if sees_only_worker() else children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:

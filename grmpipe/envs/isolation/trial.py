@@ -1,4 +1,4 @@
-"""An environment that tries what a seat must not do, and says what it could. Harms nothing where it may."""
+"""An environment that tries what a worker must not do, and says what it could. Harms nothing where it may."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: no machine has it
 class Trial:
     """`open` tries everything, and returns a message per thing that it could do.
 
-    outside: a folder that the seat may neither read nor write. processes: number of them that is one too many.
+    outside: a folder that the worker may neither read nor write. processes: number of them that is one too many.
     """
 
     def __init__(self, outside: str, processes: int) -> None:

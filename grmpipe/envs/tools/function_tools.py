@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import msgspec
 
 from grmpipe.config.user_code import BadValueError, scalar_of, shown
 from grmpipe.envs.env import EnvFault, PolicyFault
+from models.import_path import imported
 from models.types import ToolCall, ToolSpec
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
@@ -77,13 +77,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
 
     Raises ValueError that begins with the key.
     """
-    try:
-        module = importlib.import_module(path)
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise ValueError(
-            f"functions: {path} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
-            "PYTHONPATH"
-        ) from error
+    module = imported(path, "functions")
     functions = public_functions(module)
     if not functions:
         raise ValueError(

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from grmpipe.config.env import CallLimits
+from grmpipe.config.env import ToolCallLimits
 from grmpipe.config.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
+from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers
 from models.types import Message, ToolCall, ToolSpec
 from scheduler.event_loop import TimeIsUp, within
 
@@ -25,23 +26,6 @@ class Tool(Protocol):
         ...
 
 
-class OpenTools(Protocol):
-    """The tools of servers, for one episode."""
-
-    @property
-    def tools(self) -> Sequence[Tool]: ...
-
-    async def close(self) -> None: ...
-
-
-class ToolServers(Protocol):
-    """Servers of tools, which the episodes of a run share."""
-
-    async def open(self) -> OpenTools:
-        """Raises EnvFault (boot)."""
-        ...
-
-
 class ToolEnv:
     """Shows the prompt's messages, and tools. Wrong calls are answered in text: they are the policy's.
 
@@ -51,12 +35,12 @@ class ToolEnv:
     """
 
     def __init__(
-        self, functions: str = "", servers: ToolServers | None = None, limits: CallLimits | None = None
+        self, functions: str = "", servers: McpServers | None = None, limits: ToolCallLimits | None = None
     ) -> None:
         self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (tools_of(functions) if functions else ())}
         self._servers = servers
-        self._limits = limits or CallLimits()
-        self._opened: OpenTools | None = None
+        self._limits = limits or ToolCallLimits()
+        self._opened: OpenServers | None = None
 
     async def open(self, episode: Episode) -> Opening:
         if self._servers is not None:

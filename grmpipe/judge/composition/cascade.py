@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grmpipe.judge.composition.combine import reaches
-from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, Part, Pending
+from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, RewardPart, Unsettled
 from grmpipe.types import CascadeEvent, Failed, Verdict
 from models.seeds import derive_seed, first_name
 
@@ -57,8 +57,8 @@ class Cascade:
     """
 
     name: str
-    first: Part
-    then: Part
+    first: RewardPart
+    then: RewardPart
     doubt: Doubt
     share: float
     audit: Audit
@@ -66,16 +66,16 @@ class Cascade:
     pass_at: float
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[RewardPart]:
         return (self.first, self.then)
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         first = group.outcome(self.first, sibling)
-        if isinstance(first, Pending):
+        if isinstance(first, Unsettled):
             return first
         decision = self._decision(group, sibling, first)
         if decision is None:
-            return Pending()
+            return Unsettled()
         return first if decision == "keep" else group.outcome(self.then, sibling)
 
     def _decision(self, group: KnownGroup, sibling: int, first: Verdict | Failed) -> Decision | None:
@@ -90,17 +90,17 @@ class Cascade:
             return None
         return group.decision(self.name, None, lambda: self._decide(group, group.group_id, firsts))
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         if part is self.first:
             return True
-        if isinstance(first := group.outcome(self.first, sibling), Pending):
+        if isinstance(first := group.outcome(self.first, sibling), Unsettled):
             return None
         decision = self._decision(group, sibling, first)
         return None if decision is None else decision != "keep"
 
     def _decide(self, group: KnownGroup, drawn_for: str, firsts: Sequence[Verdict | Failed]) -> Decision:
         is_unsure = any(map(self.doubt.about, firsts))
-        if group.bounds.of(self.name, self.share).decided(len(firsts), wanted=is_unsure):
+        if group.bounds.lets(self.name, self.share, len(firsts), wanted=is_unsure):
             return "escalate"
         is_sure = not is_unsure and any(isinstance(first, Verdict) for first in firsts)
         return "audit" if is_sure and self.audit.takes(self.name, drawn_for) else "keep"

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judging import main_of
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
-from grmpipe.judge.composition.outcome import Part, walk
+from grmpipe.judge.composition.combine import share_of_passes
+from grmpipe.judge.composition.outcome import RewardPart
 from grmpipe.judge.composition.parts import (
     Gate,
     JudgePart,
     Jury,
     JuryVote,
     Mix,
-    Route,
+    RouteBySource,
     vote_by_accuracy,
-    vote_by_majority,
     vote_by_mean,
-    vote_by_median,
-    vote_by_min,
+    vote_on_rewards,
 )
-from grmpipe.judge.composition.session import Composition, CompositionSession
+from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.types import Judge, JudgeSession, Prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComposedJudge:
-    """Several judges as one.
-
-    skill:  measured by evaluations, for juries that are weighted by it.
-    bounds: of cascades, over all groups.
-    """
-
-    composition: Composition
-    skill: MeasuredSkill = field(default_factory=MeasuredSkill)
-    bounds: ShareBounds = field(default_factory=ShareBounds)
-
-    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return CompositionSession(self.composition, prompt, group_id, size, self.skill.weights(), self.bounds)
+from grmpipe.judge.verdict import median
+from grmpipe.types import Judge
 
 
 def compose_judge(
@@ -65,15 +50,14 @@ def compose_judge(
     if isinstance(root, JudgePart):
         return judges[root.name]
     used = {name: judges[name] for name in tree.judges()}
-    composition = Composition(
+    return ComposedJudge(
         root=root,
-        parts=walk(root),
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
         scale=configs[main_of(used)].scale,
         waits=tree.waits_for_siblings(),
+        skill=skill or MeasuredSkill(),
     )
-    return ComposedJudge(composition=composition, skill=skill or MeasuredSkill())
 
 
 def with_own_bounds(judge: Judge) -> Judge:
@@ -102,7 +86,7 @@ def skill_of(judge: Judge) -> MeasuredSkill:
 
 def members_of(judge: Judge) -> Mapping[str, Judge]:
     """Each of several judges by its name; empty for a single one."""
-    return judge.composition.judges if isinstance(judge, ComposedJudge) else {}
+    return judge.judges if isinstance(judge, ComposedJudge) else {}
 
 
 def compares(judge: Judge, config: JudgeConfig) -> bool:
@@ -122,9 +106,9 @@ class Builder:
     configs: Mapping[str, JudgeConfig]
     seed: int
     min_group_std: float
-    built: dict[str, Part] = field(default_factory=dict)
+    built: dict[str, RewardPart] = field(default_factory=dict)
 
-    def part(self, name: str | None) -> Part:
+    def part(self, name: str | None) -> RewardPart:
         assert name is not None, "check_rewards lets no name be missing"
         if name not in self.built:
             config = self.rewards.get(name)
@@ -132,31 +116,31 @@ class Builder:
             self.built[name] = found
         return self.built[name]
 
-    def _judge(self, name: str) -> Part:
+    def _judge(self, name: str) -> RewardPart:
         return JudgePart(name=name, scale=self.configs[name].scale)
 
     # -- the kinds ---------------------------------------------------------------------------------------------------
 
-    def single(self, config: RewardConfig) -> Part:
+    def single(self, config: RewardConfig) -> RewardPart:
         return self.part(config.names[0])
 
-    def mix(self, config: RewardConfig) -> Part:
+    def mix(self, config: RewardConfig) -> RewardPart:
         weights = {part: float(weight) for part, weight in config.mix.items()}
         parts = tuple(map(self.part, weights))
         by_group = config.normalise == "group_std"
         return Mix(name=config.name, parts=parts, weights=weights, by_group=by_group, min_group_std=self.min_group_std)
 
-    def route(self, config: RewardConfig) -> Part:
+    def route(self, config: RewardConfig) -> RewardPart:
         by_source = {source: self.part(inner) for source, inner in config.route.items()}
         default = self.part(config.default) if config.default is not None else None
-        return Route(name=config.name, by_source=by_source, default=default)
+        return RouteBySource(name=config.name, by_source=by_source, default=default)
 
-    def jury(self, config: RewardConfig) -> Part:
+    def jury(self, config: RewardConfig) -> RewardPart:
         parts = tuple(map(self.part, config.names))
         quorum = config.quorum or len(parts)
         return Jury(name=config.name, parts=parts, quorum=quorum, vote=jury_vote(config), by_skill=config.uses_accuracy)
 
-    def cascade(self, config: RewardConfig) -> Part:
+    def cascade(self, config: RewardConfig) -> RewardPart:
         band = None if config.unsure_band is None else (float(config.unsure_band[0]), float(config.unsure_band[1]))
         return Cascade(
             name=config.name,
@@ -169,7 +153,7 @@ class Builder:
             pass_at=config.pass_at,
         )
 
-    def gate(self, config: RewardConfig) -> Part:
+    def gate(self, config: RewardConfig) -> RewardPart:
         gate, inner = self.part(config.gate), self.part(config.inner)
         return Gate(name=config.name, gate=gate, inner=inner, min_reward=config.min_reward, floor=config.floor)
 
@@ -177,15 +161,16 @@ class Builder:
 def jury_vote(config: RewardConfig) -> JuryVote:
     by_name: dict[str, JuryVote] = {
         "mean": vote_by_mean,
-        "median": vote_by_median,
-        "min": vote_by_min,
-        "majority": vote_by_majority(config.pass_at),
+        "median": vote_on_rewards(median),
+        # What one member sees through is worth nothing (worst-case optimization, arXiv 2310.02743).
+        "min": vote_on_rewards(min),
+        "majority": vote_on_rewards(partial(share_of_passes, pass_at=config.pass_at)),
         "accuracy": vote_by_accuracy,
     }
     return by_name[config.vote]
 
 
-BUILD: dict[str, Callable[[Builder, RewardConfig], Part]] = {
+BUILD: dict[str, Callable[[Builder, RewardConfig], RewardPart]] = {
     "single": Builder.single,
     "mix": Builder.mix,
     "route": Builder.route,

@@ -13,16 +13,16 @@ Decision = Literal["keep", "escalate", "audit"]  # of a cascade
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class Unsettled:
     """No outcome so far. asks: judges that are needed for it, and have not reported on the sibling."""
 
     asks: tuple[str, ...] = ()
 
 
-Outcome = Verdict | Failed | Pending
+Outcome = Verdict | Failed | Unsettled
 
 
-class Part(Protocol):
+class RewardPart(Protocol):
     """A part of a composition: a judge, or what is made of the outcomes of other parts.
 
     Within the composition a verdict's score and its standard deviation are in reward units, whatever scales its judges
@@ -33,7 +33,7 @@ class Part(Protocol):
     def name(self) -> str: ...
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[RewardPart]:
         """What it is made of; none for a judge."""
         ...
 
@@ -41,7 +41,7 @@ class Part(Protocol):
         """The sibling's outcome by what is known. An outcome that isn't pending never changes."""
         ...
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         """Whether the sibling's outcome needs that of this one of `parts`. None: not known so far."""
         ...
 
@@ -61,7 +61,7 @@ class KnownGroup:
         prompt: Prompt,
         group_id: str,
         size: int,
-        root: Part,
+        root: RewardPart,
         comparing: frozenset[str] = frozenset(),
         skill: Mapping[str, float] | None = None,
         bounds: ShareBounds | None = None,
@@ -87,29 +87,29 @@ class KnownGroup:
         report = reports.get(sibling)
         return None if report is None else report.verdict
 
-    def outcome(self, part: Part, sibling: int) -> Outcome:
+    def outcome(self, part: RewardPart, sibling: int) -> Outcome:
         """The sibling's outcome of a part, found once."""
         if (settled := self._settled.get((part.name, sibling))) is not None:
             return settled
         outcome = part.outcome(self, sibling)
-        if not isinstance(outcome, Pending):
+        if not isinstance(outcome, Unsettled):
             self._settled[part.name, sibling] = outcome
         return outcome
 
-    def settled(self, part: Part, sibling: int) -> Verdict | Failed | None:
+    def settled(self, part: RewardPart, sibling: int) -> Verdict | Failed | None:
         """The outcome, if it has been found. Unlike `outcome` it never lets a cascade decide."""
         return self._settled.get((part.name, sibling))
 
-    def outcomes(self, part: Part, siblings: Sequence[int]) -> list[Verdict | Failed] | None:
+    def outcomes(self, part: RewardPart, siblings: Sequence[int]) -> list[Verdict | Failed] | None:
         """The siblings' outcomes, in their order. None while one is pending."""
         found: list[Verdict | Failed] = []
         for sibling in siblings:
-            if isinstance(outcome := self.outcome(part, sibling), Pending):
+            if isinstance(outcome := self.outcome(part, sibling), Unsettled):
                 return None
             found.append(outcome)
         return found
 
-    def siblings_of(self, part: Part) -> list[int] | None:
+    def siblings_of(self, part: RewardPart) -> list[int] | None:
         """The siblings whose verdict needs a part: what a gate vetoes needs nothing behind it. None while that isn't
         known of one.
         """
@@ -120,7 +120,7 @@ class KnownGroup:
             found += [sibling] * needed
         return found
 
-    def _leads_to(self, above: Part, part: Part, sibling: int) -> bool | None:
+    def _leads_to(self, above: RewardPart, part: RewardPart, sibling: int) -> bool | None:
         """Whether the sibling's outcome of `above` needs that of `part`. None: not known so far."""
         if above is part:
             return True
@@ -134,7 +134,7 @@ class KnownGroup:
             is_open |= leads is None
         return None if is_open else False
 
-    def _names_inside(self, part: Part) -> frozenset[str]:
+    def _names_inside(self, part: RewardPart) -> frozenset[str]:
         if part.name not in self._inside:
             self._inside[part.name] = frozenset(one.name for one in walk(part))
         return self._inside[part.name]
@@ -146,7 +146,7 @@ class KnownGroup:
         return self.decisions[cascade, sibling]
 
 
-def walk(part: Part) -> list[Part]:
+def walk(part: RewardPart) -> list[RewardPart]:
     """The part and all that it is made of, each name once, in order."""
     found = {part.name: part}
     for inner in part.parts:
@@ -166,7 +166,7 @@ class Answered:
         return next(iter(self.failures.values()), None)
 
 
-def answered(group: KnownGroup, parts: Sequence[Part], sibling: int) -> Answered | Pending:
+def answered(group: KnownGroup, parts: Sequence[RewardPart], sibling: int) -> Answered | Unsettled:
     """The outcomes of all parts. While some are pending, the judges that all of them need: they are asked together."""
     verdicts: dict[str, Verdict] = {}
     failures: dict[str, Failed] = {}
@@ -174,11 +174,11 @@ def answered(group: KnownGroup, parts: Sequence[Part], sibling: int) -> Answered
     is_pending = False
     for part in parts:
         outcome = group.outcome(part, sibling)
-        if isinstance(outcome, Pending):
+        if isinstance(outcome, Unsettled):
             is_pending = True
             asks |= dict.fromkeys(outcome.asks)
         elif isinstance(outcome, Failed):
             failures[part.name] = outcome
         else:
             verdicts[part.name] = outcome
-    return Pending(asks=tuple(asks)) if is_pending else Answered(verdicts=verdicts, failures=failures)
+    return Unsettled(asks=tuple(asks)) if is_pending else Answered(verdicts=verdicts, failures=failures)

@@ -16,12 +16,11 @@ from grmpipe.judge.composition.combine import (
     in_reward_units,
     normalised,
     reaches,
-    share_of_passes,
     weighted_mean,
     whole,
 )
-from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, Part, Pending, answered
-from grmpipe.judge.verdict import failed, median
+from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, RewardPart, Unsettled, answered
+from grmpipe.judge.verdict import failed
 from grmpipe.types import Failed, Rollout, Verdict
 
 
@@ -31,17 +30,17 @@ class JudgePart:
 
     name: str
     scale: Scale
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RewardPart, ...] = ()
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         verdict = group.verdict(self.name, sibling)
         if verdict is None:
-            return Pending(asks=(self.name,))
+            return Unsettled(asks=(self.name,))
         if isinstance(verdict, Failed):
             return named(self.name, verdict)
         return in_reward_units(verdict, self.scale)
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         raise AssertionError("a judge has no parts")
 
 
@@ -54,20 +53,20 @@ class Mix:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
     weights: Mapping[str, float]
     by_group: bool = False
     min_group_std: float = 0.0
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = answered(group, self.parts, sibling)
-        if isinstance(found, Pending):
+        if isinstance(found, Unsettled):
             return found
         if (failure := found.first_failure) is not None:
             return failure
         return self._normalised(group, found) if self.by_group else weighted_mean(found.verdicts, self.weights)
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         return True
 
     def _normalised(self, group: KnownGroup, mine: Answered) -> Outcome:
@@ -75,21 +74,21 @@ class Mix:
         siblings = [answered(group, self.parts, sibling) for sibling in range(group.size)]
         known = [found for found in siblings if isinstance(found, Answered)]
         if len(known) < group.size:
-            return Pending()
+            return Unsettled()
         valid = [found.verdicts for found in known if not found.failures]
         return normalised(valid, mine.verdicts, self.weights, self.min_group_std)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class RouteBySource:
     """Another part for each source of prompts. `default`: for all other sources; None: their verdict fails."""
 
     name: str
-    by_source: Mapping[str, Part]
-    default: Part | None
+    by_source: Mapping[str, RewardPart]
+    default: RewardPart | None
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[RewardPart]:
         return (*self.by_source.values(), *([self.default] if self.default is not None else []))
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
@@ -99,7 +98,7 @@ class Route:
             return failed("refused", f"{self.name}: no judge for prompts of the source {source!r}")
         return group.outcome(part, sibling)
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         return part is self.by_source.get(group.prompt.source, self.default)
 
 
@@ -113,17 +112,17 @@ class Jury:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
     quorum: int
     vote: JuryVote
     by_skill: bool = False
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = answered(group, self.parts, sibling)
-        if isinstance(found, Pending):
+        if isinstance(found, Unsettled):
             return found
         if (voters := self._voters(group)) is None:
-            return Pending()
+            return Unsettled()
         missing = next((failure for name, failure in found.failures.items() if name in voters), None)
         if missing is not None:
             return self._failure(found, missing, voters)
@@ -133,7 +132,7 @@ class Jury:
         absent = [part.name for part in self.parts if part.name not in voters]
         return replace(verdict, score_std=spread, absent=(*verdict.absent, *absent))
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         return True
 
     def _voters(self, group: KnownGroup) -> frozenset[str] | None:
@@ -147,7 +146,7 @@ class Jury:
             return None
         given: list[frozenset[str]] = []
         for sibling in siblings:
-            if isinstance(found := answered(group, self.parts, sibling), Pending):
+            if isinstance(found := answered(group, self.parts, sibling), Unsettled):
                 return None
             given.append(frozenset(found.verdicts))
         failing = [name for name in names if not all(name in one for one in given)]
@@ -177,13 +176,13 @@ class Gate:
     """A part with a veto: below `min_reward` the reward is `floor` and `inner` isn't asked."""
 
     name: str
-    gate: Part
-    inner: Part
+    gate: RewardPart
+    inner: RewardPart
     min_reward: float
     floor: float
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[RewardPart]:
         return (self.gate, self.inner)
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
@@ -198,11 +197,11 @@ class Gate:
         behind = gate.num_judgements + inner.num_judgements
         return replace(inner, num_judgements=behind, absent=(*gate.absent, *inner.absent))
 
-    def needs(self, part: Part, group: KnownGroup, sibling: int) -> bool | None:
+    def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         if part is self.gate:
             return True
         gate = group.outcome(self.gate, sibling)
-        if isinstance(gate, Pending):
+        if isinstance(gate, Unsettled):
             return None
         return isinstance(gate, Verdict) and reaches(gate.outcome, self.min_reward)
 
@@ -221,23 +220,12 @@ def vote_by_mean(members: Mapping[str, Verdict], skill: Mapping[str, float], rol
     return weighted_mean(members, dict.fromkeys(members, 1.0))
 
 
-def vote_by_median(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
-    rewards = [verdict.outcome for verdict in members.values()]
-    return whole(rollout, median(rewards), list(members.values()), 0.0)
-
-
-def vote_by_min(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
-    """The lowest reward: what one member sees through is worth nothing (worst-case optimization, arXiv 2310.02743)."""
-    rewards = [verdict.outcome for verdict in members.values()]
-    return whole(rollout, min(rewards), list(members.values()), 0.0)
-
-
-def vote_by_majority(pass_at: float) -> JuryVote:
-    """1 if most members pass the response, 0 if most fail it; a tie is 1/2."""
+def vote_on_rewards(choose: Callable[[Sequence[float]], float]) -> JuryVote:
+    """What is chosen from the rewards that the members give, for the whole rollout."""
 
     def vote(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
         rewards = [verdict.outcome for verdict in members.values()]
-        return whole(rollout, share_of_passes(rewards, pass_at), list(members.values()), 0.0)
+        return whole(rollout, choose(rewards), list(members.values()), 0.0)
 
     return vote
 

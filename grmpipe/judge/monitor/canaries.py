@@ -77,31 +77,21 @@ class CanaryDrift:
         return metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryScores:
-    """The scores of each canary, by the judges' names; under no name, those that make the reward."""
+CanaryScores = Mapping[str, Sequence[Scores]]  # of each canary, by the judges' names; under no name: of the reward
 
-    by_judge: Mapping[str, Sequence[Scores]]
 
-    def as_first(self, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
-        """The canaries with these scores as their first ones."""
-        named = {judge: scores for judge, scores in self.by_judge.items() if judge}
-        return tuple(
-            replace(
-                canary,
-                scores=self.by_judge[""][i],
-                by_judge={judge: scores[i] for judge, scores in named.items()},
-            )
-            for i, canary in enumerate(canaries)
-        )
+def with_first(canaries: Sequence[Canary], found: CanaryScores) -> tuple[Canary, ...]:
+    """The canaries with these scores as their first ones."""
+    return tuple(
+        replace(canary, scores=found[""][i], by_judge={judge: own[i] for judge, own in found.items() if judge})
+        for i, canary in enumerate(canaries)
+    )
 
-    def drifts(self, canaries: Sequence[Canary]) -> dict[str, CanaryDrift]:
-        """Judge -> its drift. A judge that wasn't there at first has none."""
-        return {
-            judge: drift_of([canary.scores_of(judge) for canary in canaries], scores)
-            for judge, scores in self.by_judge.items()
-            if all(canary.scores_of(judge) for canary in canaries)
-        }
+
+def drifts(canaries: Sequence[Canary], found: CanaryScores) -> dict[str, CanaryDrift]:
+    """Judge -> its drift. A judge that wasn't there at first has none."""
+    firsts = {judge: [canary.scores_of(judge) for canary in canaries] for judge in found}
+    return {judge: drift_of(firsts[judge], own) for judge, own in found.items() if all(firsts[judge])}
 
 
 async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: Sequence[Canary]) -> CanaryScores:
@@ -113,7 +103,7 @@ async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: S
     judged = await asyncio.gather(
         *(judge_canary(judge, members, f"canary-{i}", canary) for i, canary in enumerate(canaries))
     )
-    return CanaryScores(by_judge={name: [scores[name] for scores in judged] for name in ("", *members)})
+    return {name: [scores[name] for scores in judged] for name in ("", *members)}
 
 
 async def judge_canary(judge: Judge, members: Mapping[str, Judge], group_id: str, canary: Canary) -> dict[str, Scores]:

@@ -62,5 +62,5 @@ def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
         f"parser: {config.parser} could read none of {len(failures)} preflight judgements with template "
         f"{config.template}; "
         f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
-        "judge.structured=true if its engine has a grammar"
+        "judge.format.structured=true if its engine has a grammar"
     )

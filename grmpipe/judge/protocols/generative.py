@@ -41,13 +41,13 @@ class GenerativeJudge:
     ) -> None:
         if config.vote in VOTES_WITH_META_RM and meta_rm is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
-        ahead = config.principles == "shared"
+        ahead = config.principles.kind == "shared"
         self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
             client=GrmClient(grm, config, seed),
             config=config,
             template=JudgePrompt.of(config),
-            principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,
+            principles_template=PrinciplesPrompt(config.principles.template) if ahead else None,
             meta_rm=meta_rm,
             decode=decode,
             seed=seed,

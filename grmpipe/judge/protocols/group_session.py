@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.principles import Principles
 from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt, Rollout
@@ -30,6 +31,13 @@ class GroupSession(ABC):
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         principles = await self._principles.text(priority)
         return await self._judge(judge_task, principles, priority) if judge_task.members else {}
+
+    async def _prompt_for(self, order: Sequence[int], principles: str | Failed | None) -> GrmPrompt | Failed:
+        """The GRM's prompt for whole rollouts next to each other, or why there is none."""
+        if isinstance(principles, Failed):
+            return principles
+        responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
+        return await self._context.prompt(self._prompt, responses, principles)
 
     @abstractmethod
     async def _judge(

@@ -42,8 +42,8 @@ class JudgeContext:
         return self.config.scale
 
     def shown(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
-        """What the judge sees of a rollout: `judge.show_thoughts`."""
-        return trajectory_of(prompt, rollout, thoughts=self.config.show_thoughts)
+        """What the judge sees of a rollout: `judge.format.show_thoughts`."""
+        return trajectory_of(prompt, rollout, thoughts=self.config.format.show_thoughts)
 
     async def prompt(
         self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
@@ -59,7 +59,7 @@ class JudgeContext:
         try:
             made = await off_loop_if_long(
                 sum(len(passage.text) for response in responses for passage in response.passages),
-                partial(truncated_to_fit, render, responses, self.client.room, self.config.truncation),
+                partial(truncated_to_fit, render, responses, self.client.room, self.config.format.truncation),
             )
         except ValueError as error:
             return failed("refused", str(error))
@@ -80,13 +80,13 @@ class JudgeContext:
             return failed("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
         if self.config.vote == "weighted":
             return judgements, lambda scores: weighted(scores, weights)
-        count = self.config.k_meta or max(1, self.config.num_judgements // 2)
+        count = self.config.votes.k_meta or max(1, self.config.num_judgements // 2)
         return [judgements[index] for index in best_indices(weights, count)], mean
 
     def abstention(self, spread: float) -> Failed | None:
-        """The failure to return if judgements disagree too much (`judge.abstain_above_std`), else None."""
-        limit = self.config.abstain_above_std
+        """The failure to return if judgements disagree too much (`judge.votes.abstain_above_std`), else None."""
+        limit = self.config.votes.abstain_above_std
         if limit is None or spread <= limit:
             return None
-        detail = f"the spread of the judgements is {spread:.2f} (std); judge.abstain_above_std={limit:g}"
+        detail = f"the spread of the judgements is {spread:.2f} (std); judge.votes.abstain_above_std={limit:g}"
         return failed("undecided", detail, 1)

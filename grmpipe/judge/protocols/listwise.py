@@ -45,23 +45,15 @@ class ListwiseSession(GroupSession):
 
     async def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[GrmQuestion] | Failed:
         """One question per judgement, each with its own order of siblings."""
-        if isinstance(principles, Failed):
-            return principles
         questions = []
         for index in range(self._context.config.num_judgements):
             order = self._order(members, index)
-            responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
-            asked_for = await self._context.prompt(self._prompt, responses, principles)
-            if isinstance(asked_for, Failed):
-                return asked_for
+            prompt = await self._prompt_for(order, principles)
+            if isinstance(prompt, Failed):
+                return prompt
+            name = f"{self._group_id}/all"
             questions.append(
-                GrmQuestion(
-                    group_id=self._group_id,
-                    name=f"{self._group_id}/all",
-                    siblings=order,
-                    num_scores=len(order),
-                    prompt=asked_for,
-                )
+                GrmQuestion(group_id=self._group_id, name=name, siblings=order, num_scores=len(order), prompt=prompt)
             )
         return questions
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.protocols.early_stop import OrderCounts, Stop, fewest_for_a_winner, winner_is_fixed
 from grmpipe.judge.protocols.group_session import GroupSession
@@ -65,7 +64,7 @@ class PairwiseSession(GroupSession):
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         super().__init__(context, prompt, group_id, size)
-        self._pairs = pairs_of(size, context.config.pairs)
+        self._pairs = pairs_of(size, context.config.split.pairs)
         self._matches: dict[Pair, Match] = {}
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
@@ -92,26 +91,19 @@ class PairwiseSession(GroupSession):
 
     async def _sample(self, pair: Pair, principles: str | Failed | None, priority: int) -> SampledJudgements:
         """Sample a pair's judgements. Those of even index show the lower sibling first, the others the higher one."""
-        if isinstance(principles, Failed):
-            return SampledJudgements(failures=(principles,))
         lower, higher = pair
-        prompts: list[GrmPrompt] = []
+        questions: list[GrmQuestion] = []
         for order in (pair, (higher, lower)):
-            responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
-            asked_for = await self._context.prompt(self._prompt, responses, principles)
-            if isinstance(asked_for, Failed):
-                return SampledJudgements(failures=(asked_for,))
-            prompts.append(asked_for)
+            prompt = await self._prompt_for(order, principles)
+            if isinstance(prompt, Failed):
+                return SampledJudgements(failures=(prompt,))
+            name = f"{self._group_id}/{lower}-{higher}"
+            questions.append(
+                GrmQuestion(group_id=self._group_id, name=name, siblings=order, num_scores=2, prompt=prompt)
+            )
 
         async def ask(index: int) -> Results:
-            question = GrmQuestion(
-                group_id=self._group_id,
-                name=f"{self._group_id}/{lower}-{higher}",
-                siblings=pair if index % 2 == 0 else (higher, lower),
-                num_scores=2,
-                prompt=prompts[index % 2],
-            )
-            return await self._context.client.judgement(question, index, priority)
+            return await self._context.client.judgement(questions[index % 2], index, priority)
 
         return await sample_judgements(ask, self._context.config.num_judgements, self._stop(lower))
 

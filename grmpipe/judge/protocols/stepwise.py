@@ -17,7 +17,9 @@ class StepwiseSession(PointwiseSession):
         context = self._context
         assert context.decode is not None
         config = context.config
-        steps = steps_of(rollout, config.step_end, config.max_steps, context.decode, thoughts=config.show_thoughts)
+        steps = steps_of(
+            rollout, config.split.step_end, config.split.max_steps, context.decode, thoughts=config.format.show_thoughts
+        )
         share = 1 / len(steps)
         return ScoredParts(
             shown=tuple(self._shown(rollout, steps)),

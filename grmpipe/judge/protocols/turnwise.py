@@ -67,7 +67,7 @@ class TurnwiseSession(PointwiseSession):
 
     def _parts_of(self, rollout: Rollout, turn: int) -> ScoredParts:
         """The turn, after what came before it."""
-        thoughts = self._context.config.show_thoughts
+        thoughts = self._context.config.format.show_thoughts
         earlier = [one for before in range(turn) for one in turn_of(rollout, before, thoughts=thoughts)]
         history = (*opening_of(self._prompt, rollout), *earlier) or (FIRST,)
         num_tokens = len(rollout.turns[turn].completion.token_ids)

@@ -13,10 +13,9 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
-from grmpipe.envs.seats import Seats
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth
@@ -63,7 +62,7 @@ def compose(
     prompts: Prompts,
     too_long: Callable[[Prompt], bool],
     play: Play,
-    seats: Seats,
+    slots: EpisodeSlots,
     judge: Judge,
     journal: GroupJournal,
     events: EventSink,
@@ -80,7 +79,7 @@ def compose(
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal,
         events=events,
-        seats=seats,
+        slots=slots,
         valuer=None if critic is None else critic.value_cache,
     )
 
@@ -91,8 +90,8 @@ def compose_health(config: RunConfig) -> ServiceHealth:
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
-        window=judge.failure_window,
-        pause_s=config.judges[JUDGE].pause_s,
+        window=judge.limits.failure_window,
+        pause_s=config.judge_monitor.pause_s,
         counted="verdicts",
         key=f"{judge.key}.max_failure_rate",
     )
@@ -131,7 +130,7 @@ def make_parts(
         prompts=prepared.prompts,
         too_long=too_long(prepared),
         play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
-        seats=running.envs.seats,
+        slots=running.envs.slots,
         judge=running.judge,
         journal=observers.recorder,
         events=observers.timeline,

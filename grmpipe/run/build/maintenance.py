@@ -34,12 +34,12 @@ class Maintenance:
         """Let this clock stand still while engines can't answer: those of a role, or of any."""
         for health in self.health:
             if role in (None, health.role):
-                health.stops(clock)
+                health.clocks.add(clock)
         for pool in self.elastic:
             if role is not None and role in pool.slots_by_role:
-                pool.stops(role, clock)
+                pool.clocks[role].add(clock)
         if self.share is not None and (role is None or self.share.serves(role)):
-            self.share.stops(clock)
+            self.share.clocks.add(clock)
 
     def loops(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the flow."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.seats import seated
+from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
@@ -43,8 +43,8 @@ def evaluator_on(
     play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
     return Evaluator(
         prompts=prompts,
-        play_sampled=seated(play(config.evaluate.temperature), envs.seats),
-        play_greedy=seated(play(0.0), envs.seats),
+        play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),
+        play_greedy=in_own_slot(play(0.0), envs.slots),
         judge=judge,
         is_right=prepared.is_right,
         seed=config.seed if config.evaluate.seed is None else config.evaluate.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from grmpipe.envs.attempts import with_attempts
@@ -10,7 +11,7 @@ from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from grmpipe.workflows.recorder import Recorder
+from grmpipe.workflows.recorder import ChatRecorder
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.routing.router import Router
 
@@ -28,8 +29,8 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     )
 
     if (workflow := envs.workflow) is not None:
-        recorder = Recorder(sampler, renderer, params, limits, envs.events)
-        asked = freeing(workflow.play(recorder), engines)
+        recorder = ChatRecorder(sampler, renderer, params, limits, envs.events)
+        asked = freeing(functools.partial(workflow.play, recorder), engines)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"

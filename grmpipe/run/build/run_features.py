@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.entry_names import JUDGE, POLICY
+from grmpipe.config.entry_names import POLICY
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
@@ -91,14 +91,14 @@ def make_features(
 
 
 def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:
-    judge = prepared.config.judges[JUDGE]
+    monitored = prepared.config.judge_monitor
     return PeriodicEval(
         make_evaluator(prepared, running),
         RewardHackingDetector(),
         observers.trackers,
         run_dir / ANCHORS,
-        anchors=judge.anchors,
-        every=judge.anchor_every,
+        anchors=monitored.anchors,
+        every=monitored.anchor_every,
     )
 
 
@@ -116,8 +116,8 @@ def make_judge_monitor(
         frozen=members.keys() - changing if members else () if changing else ("",),
         health=parts.judge_guard,
         compares=config.judging.compares,
-        scale=(main.score_min, main.score_max),
-        show_thoughts=main.show_thoughts,
+        scale=(main.scale.low, main.scale.high),
+        show_thoughts=main.format.show_thoughts,
     )
     watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
     return JudgeMonitor(monitored, watch, run_dir, observers.note)

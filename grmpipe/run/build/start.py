@@ -39,7 +39,6 @@ from grmpipe.validate.shared_folder import check_shared
 from models.settings import ModelConfig
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
-from scheduler.processes.serial_starts import SerialStarts
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
 
@@ -77,7 +76,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: 
 
     requests: of models that judge.
     """
-    cluster = SerialStarts(await start_cluster(prepared.config, prepared.placement), prepared.placement)
+    cluster = await start_cluster(prepared.config, prepared.placement)
     async with ended_on_failure(cluster):
         return await start_on(cluster, prepared, events, run_dir, requests)
 

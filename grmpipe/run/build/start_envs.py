@@ -12,15 +12,15 @@ from pathlib import Path
 from grmpipe.config.entry_names import ENV
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import MakeEnv, env_factory
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.hosts.env_hosts import EnvHosts
 from grmpipe.envs.hosts.host_member import HostMember, HostSetup
 from grmpipe.envs.isolation.confinement import import_paths
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.leftovers import sweep
-from grmpipe.envs.isolation.seat_counts import SeatCounts
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.validate.sections import section
-from grmpipe.workflows.workflow_runner import WorkflowRunner
+from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import Cluster
 
@@ -35,11 +35,11 @@ class Envs:
     events: gets the spans of a workflow.
     """
 
-    seats: Seats
+    slots: EpisodeSlots
     make: MakeEnv | None = None
-    workflow: WorkflowRunner | None = None
+    workflow: WorkflowPlayer | None = None
     hosts: EnvHosts | None = None
-    counts: SeatCounts = field(default_factory=SeatCounts)
+    counts: OpenedEnvs = field(default_factory=OpenedEnvs)
     events: EventSink = field(default_factory=NoEvents)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -54,24 +54,24 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
     """
     env = config.env
     if env.env_kind.is_single:
-        return Envs(make=env_factory(env), seats=Seats())
-    seats = Seats(env.capacity, env.boots_per_minute)
+        return Envs(make=env_factory(env), slots=EpisodeSlots())
+    slots = EpisodeSlots(env.capacity, env.boots_per_minute)
     async with AsyncExitStack() as opening:
         with section("env."):
             if env.env_kind.is_workflow:
-                workflow = WorkflowRunner(env)
+                workflow = workflow_player(env)
                 opening.push_async_callback(workflow.close)
                 return Envs(
-                    workflow=workflow, seats=seats, counts=workflow.counts, events=events, opened=opening.pop_all()
+                    workflow=workflow, slots=slots, counts=workflow.counts, events=events, opened=opening.pop_all()
                 )
             if config.places_envs:
                 hosts = await start_hosts(cluster, config, run_dir, events)
                 opening.push_async_callback(hosts.close)
-                return Envs(make=hosts.env, seats=seats, counts=hosts.seats, hosts=hosts, opened=opening.pop_all())
+                return Envs(make=hosts.env, slots=slots, counts=hosts.counts, hosts=hosts, opened=opening.pop_all())
             host = await opening.enter_async_context(open_env_host(env, run_dir=run_dir, events=events))
         if host.lacks:
             log.warning("environments run with less isolation than they should: %s", host.lacks)
-        return Envs(make=host.env, seats=seats, counts=host.seats, opened=opening.pop_all())
+        return Envs(make=host.env, slots=slots, counts=host.counts, opened=opening.pop_all())
     raise AssertionError("an exit stack that hides an exception")
 
 

@@ -5,7 +5,6 @@ endpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from grmpipe.config.roles import Model, Roles
@@ -39,7 +38,7 @@ def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
             use = EndpointUse(
                 model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name)
             )
-            clients[role.name] = role.engine.connect(role.name, role.model, use)
+            clients[role.name] = endpoint.connect(role.name, role.model, use)
     return clients
 
 
@@ -87,6 +86,6 @@ async def make_policy_updates(
         if after := tuple(settings[model.name].policy_updates):
             engines = served.routers[model.name]
             first = await read_by(next(iter(engines.members.alive.values())), model, prepared)
-            sync = WeightSync(first, first.probe_ids, replace(first.config, delta=False), transport="files")
+            sync = WeightSync(first, first.probe_ids, first.config, transport="files")
             grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
     return PolicyUpdates(grms, learner, settings[prepared.policy.name], run_dir)

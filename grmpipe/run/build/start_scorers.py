@@ -126,7 +126,7 @@ def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -
         limits=limits,
         requests=requests(name),
     )
-    return one.engine.connect_scorer(model, use)
+    return endpoint.connect_scorer(model, use)
 
 
 async def start_meta_rm(cluster: Cluster, prepared: Prepared, events: EventSink) -> ScorerPool | None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.run.build.engines import ServingEngines, start_routers
@@ -102,7 +102,7 @@ async def start_serving(
     """Start what a run needs beside its engines, and connect the models behind endpoints. plays: the policy."""
     meta_rm = await start_meta_rm(cluster, prepared, events)
     scalars = await start_scalar_models(cluster, prepared, events, requests)
-    envs = await start_envs(cluster, prepared.config, run_dir, events) if plays else Envs(seats=Seats())
+    envs = await start_envs(cluster, prepared.config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
     endpoints = connect_endpoints(prepared.roles, requests)
     return Serving(
         cluster=cluster,

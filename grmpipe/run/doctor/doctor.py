@@ -151,4 +151,4 @@ def version_of(package: str) -> str | None:
 
 
 def line_of(package: str) -> str:
-    return f"{package:<15} {version_of(package) or 'missing; type: pip install -e .'}"
+    return f"{package:<15} {version_of(package) or 'missing; type: pip install grmpipe'}"

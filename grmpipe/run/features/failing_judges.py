@@ -33,7 +33,7 @@ class FailingJudges(RunFeature):
         failing = set()
         for name, recent in self._recent.items():
             recent.append(step.get(name, JudgeCounts()))
-            while sum(map(num_verdicts, recent)) - num_verdicts(recent[0]) >= self._judges[name].failure_window:
+            while sum(map(num_verdicts, recent)) - num_verdicts(recent[0]) >= self._judges[name].limits.failure_window:
                 recent.popleft()
             if self._exceeds(name):
                 failing.add(name)
@@ -50,7 +50,9 @@ class FailingJudges(RunFeature):
     def _exceeds(self, name: str) -> bool:
         judge, latest = self._judges[name], self._latest(name)
         seen = num_verdicts(latest)
-        return seen >= max(1, judge.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
+        return (
+            seen >= max(1, judge.limits.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
+        )
 
     def _text(self, name: str) -> str:
         judge, latest = self._judges[name], self._latest(name)

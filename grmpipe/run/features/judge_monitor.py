@@ -1,4 +1,4 @@
-"""Monitors the judges during a run: canaries, adversarial replies, biases, the fit against KL, limits on any metric.
+"""Monitors the judges during a run: canaries, adversarial replies, biases, limits on any metric.
 
 Its results are metrics and alarms; a limit may pause judging or stop the run. It trains on nothing.
 """
@@ -6,7 +6,6 @@ Its results are metrics and alarms; a limit may pause judging or stop the run. I
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,9 +17,8 @@ from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, judge_canaries
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Exceeded, Limits
-from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.pipeline.judge_health import JudgeHealth
@@ -40,7 +38,6 @@ NO_CHECKS_COMPARING = (
     "a judge that compares needs labelled responses as canaries and beside adversarial replies; set "
     "judge_monitor.canaries_path to them"
 )
-SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,6 @@ class JudgeMonitor(RunFeature):
         self._note = note
         self._why_unchecked = ""
         self._canaries = read_canaries(self._path)
-        self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
         defaults = LIMITS_OF_COMPARING if monitored.compares else {}
         known = {**defaults, **config.limits}
         self._limits = Limits(
@@ -101,7 +97,7 @@ class JudgeMonitor(RunFeature):
         if not self._config.every:
             return {}
         if not self._canaries and (found := self._find_canaries(seen)):
-            self._canaries = (await self._judge_canaries(found)).as_first(found)
+            self._canaries = with_first(found, await self._judge_canaries(found))
             write_canaries(self._path, self._canaries)
         metrics = await self._check(step)
         self._exceeded = self._limits.read(step, metrics)
@@ -112,7 +108,7 @@ class JudgeMonitor(RunFeature):
 
     async def measure(self, step: int, metrics: Metrics) -> Metrics:
         """Returns further metrics of a step. `metrics`: all its other metrics."""
-        monitor_metrics = self._monitored.health.bias_metrics() | self._fitted(metrics)
+        monitor_metrics = self._monitored.health.bias_metrics()
         if self._config.every and step % self._config.every == 0:
             monitor_metrics |= await self._check(step)
         self._exceeded = self._limits.read(step, metrics | monitor_metrics)
@@ -145,7 +141,7 @@ class JudgeMonitor(RunFeature):
 
     async def _check_canaries(self, step: int) -> Metrics:
         metrics: Metrics = {}
-        for name, drift in (await self._judge_canaries(self._canaries)).drifts(self._canaries).items():
+        for name, drift in drifts(self._canaries, await self._judge_canaries(self._canaries)).items():
             metrics |= drift.metrics(name)
             if name in self._monitored.frozen and drift.differences:
                 self._sound_drift(step, name, drift)
@@ -176,19 +172,6 @@ class JudgeMonitor(RunFeature):
             AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
             for one in canaries
         ]
-
-    def _fitted(self, metrics: Metrics) -> Metrics:
-        """The fit of the score against KL; empty without a reference model, which gives no KL."""
-        if (point := point_of(metrics)) is None:
-            return {}
-        self._points.append(point)
-        start = self._points[0][1]
-        found = fit([(d, score - start) for d, score in self._points])
-        fit_metrics = {"judge_monitor/sqrt_kl": point[0]}
-        if found is None:
-            return fit_metrics
-        fit_metrics |= {"judge_monitor/fit_alpha": found.alpha, "judge_monitor/fit_beta": found.beta}
-        return fit_metrics if found.peak is None else fit_metrics | {"judge_monitor/peak_sqrt_kl": found.peak}
 
     def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
         count = self._config.canaries
@@ -227,14 +210,6 @@ def drift_alarm(judge: str) -> str:
 def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
     """Whether an alarm was on at its last reading: not every line of the metrics has one."""
     return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
-
-
-def point_of(metrics: Metrics) -> tuple[float, float] | None:
-    """(sqrt(KL) of a whole response, the judge's score). The KL metric is a mean over tokens."""
-    kl, tokens, score = metrics.get(KL), metrics.get(TOKENS), metrics.get(SCORE)
-    if kl is None or tokens is None or score is None:
-        return None
-    return math.sqrt(max(kl, 0.0) * tokens), score
 
 
 # -- the file ------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ async def evaluate_judge(
     result = evaluate(judged, config.main_judge.scale, recount_of(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
     write_files(run_dir, judged, result, config.main_judge.scale, scales)
-    show(result, MAX_SUBSETS)
+    show(result, MAX_SUBSETS, run_dir)
     return result
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from grmpipe.config.entry_names import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.observe.summary import (
     CascadeSummary,
@@ -85,7 +85,7 @@ class RunStats:
 
     def _with_counts(self, envs: EnvSummary, held_out: EnvCounts) -> EnvSummary:
         """With held-out episodes, and with what became of the environments that this process opened."""
-        counts = self._running.envs.counts if self._running is not None else SeatCounts()
+        counts = self._running.envs.counts if self._running is not None else OpenedEnvs()
         episodes = HeldOutEpisodes(
             episodes=held_out.episodes,
             turns=held_out.turns,

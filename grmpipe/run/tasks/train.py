@@ -24,12 +24,14 @@ from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
+from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import find_kept, void_group_ends
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup
 from grmpipe.validate.prepare import Prepared
@@ -172,6 +174,11 @@ class TrainingRun(Run[Prepared]):
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not is_last:
             await self._checkpoint(running, pipeline, features)
+        controls = StepControls(
+            evaluate=lambda: features.periodic_eval.asked_for(report.step),
+            checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
+        )
+        await self._session.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
 
@@ -230,6 +237,14 @@ class TrainingRun(Run[Prepared]):
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:
             await self._writer.settled()
+
+    async def _complete_checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> Path:
+        """Returns the checkpoint's directory once it is complete."""
+        await self._checkpoint(running, pipeline, features)
+        await self._writer.settled()
+        latest = self._session.checkpoints.latest()
+        assert latest is not None, "it was just published"
+        return latest
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from grmpipe.run.build.start_grm import local_grm
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.session import Run, Session
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
-from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
+from grmpipe.train.scalar.scalar_learner import ScalarLearner
+from grmpipe.train.scalar.scalar_rank import ScalarSpec
 from grmpipe.types import Metrics
 from grmpipe.validate.meta_rm_training import MetaRmTraining
 from grmpipe.validate.shared_folder import check_shared
@@ -72,7 +73,7 @@ class MetaRmRun(Run[MetaRmTraining]):
 
     async def _learn(self) -> None:
         config, train = self._config, self._config.train
-        spec = ScalarLearnerSpec(
+        spec = ScalarSpec(
             model_path=self._prepared.start_path,
             tokenizer_path=self._prepared.grm.path,
             train=train,
@@ -105,7 +106,7 @@ class MetaRmRun(Run[MetaRmTraining]):
                 ends = batch.sequence_lengths_S.cumsum() - 1
                 for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
                     probabilities[i] = sigmoid(float(logit))
-        self._evaluations.append(measure(examples, probabilities, self._config.main_judge.k_meta))
+        self._evaluations.append(measure(examples, probabilities, self._config.main_judge.votes.k_meta))
         self._observers.trackers.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {metrics_text}")
@@ -113,7 +114,7 @@ class MetaRmRun(Run[MetaRmTraining]):
     def _of(self, split: Split) -> list[LabelledJudgement]:
         return [example for example in self._sampled.examples if example.split == split]
 
-    def _rounds(self, examples: Sequence[LabelledJudgement], world_size: int) -> list[tuple[tuple[int, ...], ...]]:
+    def _rounds(self, examples: Sequence[LabelledJudgement], world_size: int) -> list[list[list[int]]]:
         lengths = [len(example.token_ids) for example in examples]
         return plan_rounds(lengths, self._config.train.micro_batch_tokens, world_size)
 

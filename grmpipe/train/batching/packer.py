@@ -15,6 +15,10 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
 NOT_SAMPLED = -1
+NOTHING = TrainingSample(
+    group_id="", sibling=0, segment=0, token_ids=(0, 0), loss_mask=(0, 0), sampler_logprobs=(0.0, 0.0),
+    advantages=(0.0, 0.0), versions=(),
+)  # fmt: skip
 EARLY_SHARE = 0.25  # of a micro-batch: a pass over fewer tokens costs more than its early start saves
 PIECES_PER_RANK = 2  # for several ranks: whole groups can't be dealt evenly, and each piece repeats its prompt
 
@@ -250,20 +254,7 @@ def versions_of(sample: TrainingSample) -> np.ndarray:
 
 def idle() -> MicroBatch:
     """A micro-batch for a rank without work: with unequal rounds the others would wait in a collective."""
-    nothing_E = np.zeros(2, dtype=np.float32)
-    return MicroBatch(
-        token_ids_T=np.zeros(2, dtype=np.int64),
-        position_ids_T=np.arange(2, dtype=np.int64),
-        sample_lengths_S=np.array([2], dtype=np.int64),
-        parents_S=np.zeros(1, dtype=np.int64),
-        prefix_lengths_S=np.zeros(1, dtype=np.int64),
-        places_E=np.arange(2, dtype=np.int64),
-        rollout_lengths_R=np.array([2], dtype=np.int64),
-        loss_mask_E=nothing_E,
-        sampler_logprobs_E=nothing_E,
-        advantages_E=nothing_E,
-        versions_E=np.full(2, NOT_SAMPLED, dtype=np.int32),
-    )
+    return pack([NOTHING])
 
 
 def _experts_of(samples: Sequence[TrainingSample]) -> list[np.ndarray] | None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grmpipe.train.batching.bin_packing import Load, deal, fill
 from grmpipe.train.batching.samples import split_rollout
-from grmpipe.train.scalar.scalar_batch import PackedSequences, plan_rounds
+from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, loads_of, pack_sequences
 from grmpipe.types import Rollout, TrainingSample
 
 
@@ -41,7 +42,6 @@ class ValueBatch(PackedSequences):
 
 ValueRound = tuple[ValueBatch, ...]  # one per rank
 SequenceRound = tuple[PackedSequences, ...]
-NOTHING = (0, 0)  # token ids of an idle rank
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -50,17 +50,6 @@ NOTHING = (0, 0)  # token ids of an idle rank
 def sequences_of(rollout: Rollout) -> tuple[TrainingSample, ...]:
     """The segments of a rollout, as they are trained."""
     return split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
-
-
-def pack_sequences(sequences: Sequence[tuple[int, ...]]) -> PackedSequences:
-    """Pack token ids end to end. A rank without sequences gets idle work: with unequal rounds the others would wait."""
-    sequences = sequences or [NOTHING]
-    lengths_S = np.array([len(token_ids) for token_ids in sequences], dtype=np.int64)
-    return PackedSequences(
-        token_ids_T=np.concatenate([np.asarray(token_ids, dtype=np.int64) for token_ids in sequences]),
-        position_ids_T=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths_S]),
-        sequence_lengths_S=lengths_S,
-    )
 
 
 def values_of_samples(
@@ -129,24 +118,22 @@ class ValuePacker:
         self._waiting += samples
         rounds = []
         while sum(len(sample.token_ids) for sample in self._waiting) >= self._max_tokens * self._world_size:
-            rounds.append(self._take(self._plan()[0]))  # the heaviest come first
+            by_rank, left_over = fill(self._loads(), self._max_tokens, self._world_size)
+            rounds.append(self._packed(by_rank))
+            self._waiting = [self._waiting[place] for place in sorted(left_over)]
         return rounds
 
     def flush(self) -> list[ValueRound]:
         """Return the remaining samples in rounds."""
-        rounds = []
-        while self._waiting:
-            rounds.append(self._take(self._plan()[0]))
+        rounds = [self._packed(by_rank) for by_rank in deal(self._loads(), self._max_tokens, self._world_size)]
+        self.discard()
         return rounds
 
     def discard(self) -> None:
         self._waiting = []
 
-    def _plan(self) -> list[tuple[tuple[int, ...], ...]]:
-        return plan_rounds([len(sample.token_ids) for sample in self._waiting], self._max_tokens, self._world_size)
+    def _loads(self) -> list[Load]:
+        return loads_of([len(sample.token_ids) for sample in self._waiting])
 
-    def _take(self, indices_by_rank: tuple[tuple[int, ...], ...]) -> ValueRound:
-        taken = {index for indices in indices_by_rank for index in indices}
-        round_ = tuple(pack_values([self._waiting[index] for index in indices]) for indices in indices_by_rank)
-        self._waiting = [sample for index, sample in enumerate(self._waiting) if index not in taken]
-        return round_
+    def _packed(self, by_rank: Sequence[Sequence[int]]) -> ValueRound:
+        return tuple(pack_values([self._waiting[place] for place in places]) for places in by_rank)

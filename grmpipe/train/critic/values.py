@@ -11,8 +11,8 @@ from grmpipe.algorithm.rewards import Values
 from grmpipe.train.batching.kl_in_reward import rollout_key
 from grmpipe.train.batching.samples import judged_siblings
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.critic.value_samples import pack_sequences, sequences_of, values_of_samples
-from grmpipe.train.scalar.scalar_batch import plan_rounds
+from grmpipe.train.critic.value_samples import sequences_of, values_of_samples
+from grmpipe.train.scalar.scalar_batch import pack_sequences, plan_rounds
 from grmpipe.types import JudgedGroup, Rollout
 
 

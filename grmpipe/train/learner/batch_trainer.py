@@ -55,6 +55,8 @@ class BatchTrainer:
         self._max_tokens = train.max_packed_tokens
         self._shared = train.prefix_sharing
         self._packer = Packer(self._max_tokens, learner.dp_size, self._shared, algorithm.needs_whole_rollouts)
+        self._waits_for_batch = algorithm.estimator_kind.need == "batch"
+        self._kl_is_in_reward = algorithm.kl_in_reward and algorithm.kl_coefficient > 0
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
@@ -64,14 +66,6 @@ class BatchTrainer:
     @property
     def starts_early(self) -> bool:
         return self._updates == 1 and not self._waits_for_batch
-
-    @property
-    def _waits_for_batch(self) -> bool:
-        return self._algorithm.estimator_kind.need == "batch"
-
-    @property
-    def _kl_is_in_reward(self) -> bool:
-        return self._algorithm.kl_in_reward and self._algorithm.kl_coefficient > 0
 
     async def take(self, group: JudgedGroup) -> None:
         """Add a group. Replayed groups are trained first, while there is nothing else to train."""
@@ -107,7 +101,8 @@ class BatchTrainer:
         try:
             metrics = await self._learn([*self._replayed, *batch])
             self._replay.keep(batch)
-            return metrics | self._replay_metrics()
+            replays = self._algorithm.replay_buffer.groups > 0
+            return metrics | ({"train/replayed_groups": float(len(self._replayed))} if replays else {})
         finally:
             self._forget()
 
@@ -139,9 +134,6 @@ class BatchTrainer:
     def _version(self) -> int:
         """Completed batches: the critic trains on each."""
         return self._learner.version // self._updates if self._critic is None else self._critic.version
-
-    def _replay_metrics(self) -> Metrics:
-        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_buffer.groups > 0 else {}
 
     async def discard(self) -> None:
         """Drop the open batch: its gradients and samples."""
@@ -180,7 +172,10 @@ class BatchTrainer:
         """
         oldest = min(group.version for group in groups)
         ids = [group.group_id for group in groups]
-        parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
+        parts = [
+            [sample for sample in samples if sample.group_id in some]
+            for some in shuffled_parts(ids, self._updates, self._seed, self._version)
+        ]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
         updates = []
@@ -194,9 +189,6 @@ class BatchTrainer:
     async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
         """The log-probs to take the ratio against; None if the ratio doesn't need them."""
         return await self._learner.old_pass(round_) if self._algorithm.proximal == "recomputed" else None
-
-    def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:
-        return [sample for sample in samples if sample.group_id in group_ids]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         whole_rollouts = self._algorithm.needs_whole_rollouts

@@ -19,9 +19,7 @@ from grmpipe.train.learner.device_batch import DeviceBatch
 from grmpipe.train.learner.device_usage import DeviceUsage
 from grmpipe.train.learner.expert_replay import ExpertReplay
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from grmpipe.train.learner.reset import Reset, reset_is_due
 from grmpipe.train.learner.weight_sender import WeightSender
-from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
@@ -45,13 +43,13 @@ class Learner(TrainingRank):
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         find_parts(spec.algorithm)  # before anything is loaded
-        super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
+        train, lora = spec.train, spec.lora
+        updates = min(spec.algorithm.updates_per_batch, train.groups_per_batch)
+        super().__init__(spec.device, rank, world_size, init_method, train, updates)
         self._context = ContextGroup.of(self._meshes.context)
         self._spec = spec
-        self._train = train = spec.train
-        lora = spec.lora
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
-        self._model = load_parallel(
+        model = load_parallel(
             self._files,
             self._meshes,
             self._device,
@@ -60,15 +58,13 @@ class Learner(TrainingRank):
             train.activations,
             self._architecture(with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM),
         )
-        with without_gradient(self._model):
-            probe_logprobs(self._model, self._device, train.dtype, self._context)
+        with without_gradient(model):
+            probe_logprobs(model, self._device, train.dtype, self._context)
+        self._begin_training(model)
         # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference() if needs_reference else None
         self._experts = ExpertReplay(self._model, self._device, self._context, spec.algorithm.router_replay)
-        self._optimizer = make_optimizer(self._model, train)
-        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer.offload)
-        self._reset = Reset(self._model, spec.algorithm.reset.share) if spec.algorithm.reset.every > 0 else None
         self._sender = WeightSender(spec, self._model, self._device, rank)
         self._meter = BatchMetrics(self._device)
         self._usage = DeviceUsage(footprint_of(self._files).flops(lora), self._device, train.dtype, train.parallel.cp)
@@ -77,10 +73,6 @@ class Learner(TrainingRank):
     def policy_version(self) -> int:
         """Completed batches: the version that engines see. Every batch has the same number of optimizer steps."""
         return self._spec.first_version + self._version // self._updates_per_batch
-
-    @property
-    def _updates_per_batch(self) -> int:
-        return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
 
     def expect(self, num_steps: int) -> None:
         """Set the number of steps of the run if train.num_steps doesn't give it: the learning rate decays by it."""
@@ -151,27 +143,12 @@ class Learner(TrainingRank):
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._experts.balance()}
-        factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
-            rate = learning_rate(self._version / self._updates_per_batch, self._train)
-            with self._moments.on_device():
-                update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+            update_metrics = self._step(denominator)
             usage = self._usage.read()
         finally:
             self.discard()
-        self._version += 1
-        return {**metrics, **update_metrics, **usage, **self._reset_if_due()}
-
-    def _reset_if_due(self) -> Metrics:
-        """Reset at the end of a batch, before its weights are pushed or saved."""
-        if self._reset is None:
-            return {}
-        ends_batch = self._version % self._updates_per_batch == 0
-        every, last_version = self._spec.algorithm.reset.every, self._spec.first_version + self._train.num_steps
-        if due := ends_batch and reset_is_due(self.policy_version, every, last_version):
-            with self._moments.on_device():
-                self._reset.apply(self._model, self._optimizer)
-        return {"train/reset": float(due)}
+        return {**metrics, **update_metrics, **usage}
 
     def discard(self) -> None:
         """Drop the open batch."""

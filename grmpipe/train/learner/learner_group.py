@@ -13,38 +13,23 @@ import numpy as np
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.learner.rank_metrics import over_ranks
-from grmpipe.train.sample_groups import SampleGroups
-from grmpipe.train.saving import files_of_save
+from grmpipe.train.rank_group import RankGroup
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.stored_files import StoredFile
 from models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
 from scheduler.processes.actors import ActorGroup
 
 
-class LearnerGroup:
-    """Each actor holds one rank's Learner. Every method is a collective: it reaches all ranks, one call at a time.
-
-    Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
-
-    Neighbouring ranks may share samples: they get the same micro-batch, and the first of them answers for all.
-    """
+class LearnerGroup(RankGroup):
+    """Each actor holds one rank's Learner. Every method is a collective."""
 
     def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
-        """cp: the ranks that share each sample."""
-        self._actors = actors
-        self._groups = SampleGroups(actors, cp)
+        super().__init__(actors, cp)
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
-        self._version = 0
         self._work = RankWork()  # of the open batch
         self._tokens = BatchTokens()
         self._computing = self._num_stills = 0  # running calls that take memory, and waiters for none
         self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()
         self._may_compute.set()
-
-    @property
-    def dp_size(self) -> int:
-        """The number of micro-batches in a round: ranks, or groups of ranks that share samples."""
-        return self._groups.dp_size
 
     @property
     def version(self) -> int:
@@ -61,20 +46,20 @@ class LearnerGroup:
         self._tokens.add(round_.micro_batches)
         before = old if old is not None else [None] * len(round_.micro_batches)
         async with self._takes_memory():
-            sums = await self._groups.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
+            sums = await self._call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
     async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
         """The old pass over each micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[OldPass], await self._groups.call_each("old_pass", each))
+            return cast(list[OldPass], await self._call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: MicroBatchRound) -> list[np.ndarray]:
         """log pi_ref of each micro-batch, for a KL that is subtracted from the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
-            return cast(list[np.ndarray], await self._groups.call_each("reference_logprobs", each))
+            return cast(list[np.ndarray], await self._call_each("reference_logprobs", each))
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
@@ -161,25 +146,9 @@ class LearnerGroup:
         scores = await self._actors.call_all("score", tuple(token_ids))
         return cast(tuple[float, ...], scores[0])
 
-    async def begin_save(self, path: str, *, aside: bool) -> None:
-        """Begin to save the current state; training may continue when this returns, with `aside` long before all is
-        written.
-        """
-        await self._actors.call_all("begin_save" if aside else "save", path)
-
-    async def saved(self) -> tuple[StoredFile, ...]:
-        """Wait until the save is on the disk. Returns all its files."""
-        return await files_of_save(self._actors)
-
     async def load(self, path: str) -> int:
-        """Load a saved state of any number of ranks; returns its version."""
         async with self._weights:
-            versions = cast(list[int], await self._actors.call_all("load", path))
-            self._version = versions[0]
-            return self._version
-
-    async def export(self, path: str) -> None:
-        await self._actors.call_all("export", path)
+            return await super().load(path)
 
 
 class BatchTokens:

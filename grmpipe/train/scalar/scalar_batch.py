@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grmpipe.train.batching.bin_packing import Load, deal
+
+NOTHING = (0, 0)  # token ids of an idle rank
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classified:
@@ -33,52 +37,42 @@ class ScalarBatch(PackedSequences):
     weights_T: np.ndarray  # float32, 0 for tokens without a target
 
 
-def plan_rounds(lengths: Sequence[int], max_tokens: int, world_size: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Indices of sequences: [round][rank] -> a batch. Batches have about the same size; some of the last round may be
-    empty.
+def plan_rounds(lengths: Sequence[int], max_tokens: int, world_size: int) -> list[list[list[int]]]:
+    """Indices of sequences: [round][rank] -> a batch. Some batches of the last round may be empty.
 
     max_tokens: packed tokens per batch. A longer sequence gets its own batch.
     """
-    bins: list[list[int]] = []
-    loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
-        fitting = next((bin_ for bin_, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
-        if fitting == len(bins):
-            bins.append([])
-            loads.append(0)
-        bins[fitting].append(index)
-        loads[fitting] += lengths[index]
-    heaviest_first = sorted(range(len(bins)), key=lambda bin_: loads[bin_], reverse=True)
-    batches = [tuple(bins[bin_]) for bin_ in heaviest_first] + [()] * (-len(bins) % world_size)
-    return [tuple(batches[start : start + world_size]) for start in range(0, len(batches), world_size)]
+    return deal(loads_of(lengths), max_tokens, world_size)
+
+
+def loads_of(lengths: Sequence[int]) -> list[Load]:
+    return [Load(tokens=length, work=length) for length in lengths]
+
+
+def pack_sequences(sequences: Sequence[tuple[int, ...]]) -> PackedSequences:
+    """Pack token ids end to end. A rank without sequences gets idle work: with unequal rounds the others would wait."""
+    sequences = sequences or [NOTHING]
+    lengths_S = np.array([len(token_ids) for token_ids in sequences], dtype=np.int64)
+    return PackedSequences(
+        token_ids_T=np.concatenate([np.asarray(token_ids, dtype=np.int64) for token_ids in sequences]),
+        position_ids_T=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths_S]),
+        sequence_lengths_S=lengths_S,
+    )
 
 
 def pack_classified(sequences: Sequence[Classified]) -> ScalarBatch:
     """Pack sequences; only the last token of each has a target."""
-    if not sequences:
-        return idle()
-    lengths_S = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-    last_S = lengths_S.cumsum() - 1
-    targets_T = np.zeros(lengths_S.sum(), dtype=np.float32)
+    packed = pack_sequences([sequence.token_ids for sequence in sequences])
+    targets_T = np.zeros(len(packed.token_ids_T), dtype=np.float32)
     weights_T = np.zeros_like(targets_T)
-    targets_T[last_S] = [sequence.right for sequence in sequences]
-    weights_T[last_S] = 1.0
+    if sequences:
+        last_S = packed.sequence_lengths_S.cumsum() - 1
+        targets_T[last_S] = [sequence.right for sequence in sequences]
+        weights_T[last_S] = 1.0
     return ScalarBatch(
-        token_ids_T=np.concatenate([np.asarray(sequence.token_ids, dtype=np.int64) for sequence in sequences]),
-        position_ids_T=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths_S]),
-        sequence_lengths_S=lengths_S,
+        token_ids_T=packed.token_ids_T,
+        position_ids_T=packed.position_ids_T,
+        sequence_lengths_S=packed.sequence_lengths_S,
         targets_T=targets_T,
         weights_T=weights_T,
-    )
-
-
-def idle() -> ScalarBatch:
-    """A batch for a rank without work: with unequal rounds the others would wait in a collective."""
-    nothing_T = np.zeros(2, dtype=np.float32)
-    return ScalarBatch(
-        token_ids_T=np.zeros(2, dtype=np.int64),
-        position_ids_T=np.arange(2, dtype=np.int64),
-        sequence_lengths_S=np.array([2], dtype=np.int64),
-        targets_T=nothing_T,
-        weights_T=nothing_T,
     )

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
@@ -42,12 +41,11 @@ class ScalarSpec:
 
 class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        super().__init__(spec.device, rank, world_size, init_method, spec.train.parallel)
-        self._context = ContextGroup.of(self._meshes.context)
-        self._scalar_spec = spec
         train = spec.train
+        super().__init__(spec.device, rank, world_size, init_method, train, spec.updates_per_batch)
+        self._context = ContextGroup.of(self._meshes.context)
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
-        self._model = load_parallel(
+        model = load_parallel(
             find_files(spec.model_path, weights=rank == 0),
             self._meshes,
             self._device,
@@ -56,10 +54,9 @@ class ScalarRank(TrainingRank):
             train.activations,
             SCALAR_HEAD,
         )
-        with without_gradient(self._model):
-            probe_scores(self._model, self._device, train.dtype)
-        self._optimizer = make_optimizer(self._model, train)
-        self._moments = WaitingMoments(self._optimizer, offload=train.optimizer.offload)
+        with without_gradient(model):
+            probe_scores(model, self._device, train.dtype)
+        self._begin_training(model)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
@@ -74,7 +71,7 @@ class ScalarRank(TrainingRank):
 
     def export(self, directory: str) -> None:
         """Export a Hugging Face directory that a scorer can serve."""
-        train = self._scalar_spec.train
+        train = self._train
         dtype = train.export_dtype or (train.dtype if train.dtype != AUTO else None)
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
@@ -104,15 +101,10 @@ class ScalarRank(TrainingRank):
         sums = dict(zip(names, added.tolist(), strict=True))
         weight = sums.pop("weight")
         assert weight > 0, "a step needs samples with weight"
-        try:  # FSDP2 averages over ranks; a batch's loss is a sum over them
-            factor = self._world_size / weight
-            train = self._scalar_spec.train
-            rate = learning_rate(self._version / self._scalar_spec.updates_per_batch, train)
-            with self._moments.on_device():
-                update_metrics = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
+        try:
+            update_metrics = self._step(weight)
         finally:
             self.discard()
-        self._version += 1
         return {name: value / weight for name, value in sums.items()}, update_metrics
 
     def _here(self, array: np.ndarray) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from models.engines.engine_kind import EngineKind, EngineSpec
+from models.engines.engine_memory import EngineMemory
 from models.settings import EmbeddedConfig, EngineConfig
 from models.types import Engine
 
@@ -20,9 +21,6 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     checkpoint_names = False  # its model has transformers' names
     seeds_by_position = True
     batch_invariant = True
-    frees_cache = True
-    grows_cache = True
-    memory_remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
 
     @classmethod
     def shared_options(cls, sections: EngineConfig) -> EmbeddedConfig:
@@ -40,6 +38,11 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     @property
     def quantizes(self) -> bool:
         return self.options.quantize != "none"
+
+    @property
+    def memory(self) -> EngineMemory:
+        remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
+        return EngineMemory(frees_cache=True, grows_cache=True, remedy=remedy)
 
     def made_batch_invariant(self) -> EmbeddedKind:
         return EmbeddedKind(replace(self.options, batch_invariant=True))

@@ -15,7 +15,7 @@ from models.engines.embedded.grammar import Grammar
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm
-from models.lm.logprobs import chosen_logprobs
+from models.lm.logprobs import Wanted, chosen_logprobs
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
@@ -206,7 +206,7 @@ class EmbeddedWorker:
         self._refuse_in_its_sleep()
         token_ids_1T = torch.tensor([token_ids], device=self._model.device)
         logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
-        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], token_ids_1T[0, 1:])
+        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], Wanted(chosen_R=token_ids_1T[0, 1:]))
         return tuple(logprobs_T.tolist())
 
     def fail_all(self, death: EngineDied) -> None:

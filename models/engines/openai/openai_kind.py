@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from models.engines.endpoint_use import EndpointUse
 from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
@@ -11,22 +11,9 @@ from models.settings import EngineConfig, ModelConfig, OpenAIConfig
 from models.types import ChatEngine, RemoteScorer
 
 
-class OpenAIKind(EngineKind[OpenAIConfig]):
-    section = "openai"
-    outside = True
-
-    @classmethod
-    def shared_options(cls, sections: EngineConfig) -> OpenAIConfig:
-        return sections.openai
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(
-            url=self.options.base_url,
-            requests_per_minute=self.options.requests_per_minute,
-            tokens_per_minute=self.options.tokens_per_minute,
-            chat_markup=tuple(self.options.chat_markup),
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIEndpoint(Endpoint):
+    options: OpenAIConfig
 
     def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
         """Make the client, with the variables of the chat template in each request."""
@@ -41,6 +28,25 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
 
     def scorer_tokenizer(self, model: ModelConfig) -> str:
         return self.options.tokenizer or model.path
+
+
+class OpenAIKind(EngineKind[OpenAIConfig]):
+    section = "openai"
+    outside = True
+
+    @classmethod
+    def shared_options(cls, sections: EngineConfig) -> OpenAIConfig:
+        return sections.openai
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return OpenAIEndpoint(
+            url=self.options.base_url,
+            requests_per_minute=self.options.requests_per_minute,
+            tokens_per_minute=self.options.tokens_per_minute,
+            chat_markup=tuple(self.options.chat_markup),
+            options=self.options,
+        )
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         options = self.options

@@ -24,7 +24,6 @@ from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStar
 from models.engines.sglang.sglang_generation import SglangGeneration
 from models.engines.sglang.sglang_requests import scores_of, scoring_body
 from models.engines.sglang.sglang_weights import SglangWeights
-from models.lm.causal_lm import outline_causal_lm
 from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import (
@@ -70,7 +69,7 @@ class SglangEngine:
         self._window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
         # A quantized parameter may not change after a small step, and a CPU has no checksums.
         tells_parameters = spec.device != "cpu" and not config.options.get("quantization")
-        self._weights = SglangWeights(http, outline_causal_lm(spec.path), same_machine, tells_parameters)
+        self._weights = SglangWeights(http, spec.path, same_machine, tells_parameters)
         self._generation = SglangGeneration(
             http, spec.role, renderer, seed=spec.seed, incremental=incremental, first_version=server_version
         )
@@ -137,7 +136,7 @@ class SglangEngine:
         await self._generation.abort(request_id)
 
     async def pause(self) -> None:
-        self._generation.hold()
+        self._generation.going.close()
         mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
         await self._http.post("/pause_generation", {"mode": mode})
         # The answer came before the scheduler had the abort; the scheduler's answer comes later.
@@ -146,7 +145,7 @@ class SglangEngine:
     async def resume(self) -> None:
         """Resume. After an uncommitted push the weights are mixed."""
         await self._http.post("/continue_generation", {})
-        self._generation.go_on()
+        self._generation.going.open()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         """Raises RuntimeError if not paused, ConnectionError if the group doesn't form."""
@@ -176,7 +175,7 @@ class SglangEngine:
 
     async def sleep(self) -> int:
         """Raises RuntimeError if not paused, or with requests in flight: the server would crash."""
-        if not (self._generation.paused and self._generation.idle):
+        if not (self._generation.paused and not self._generation.requests):
             raise RuntimeError("only a paused engine without requests can sleep")
         before = await used_gpu_bytes() if self._device == "cuda" else 0
         await self._http.post("/release_memory_occupation", {})

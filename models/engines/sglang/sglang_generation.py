@@ -27,9 +27,9 @@ ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens
 
 
 class SglangGeneration:
-    """The requests of one server. first_version: the server's name of our version 0.
+    """The requests of one server. going: closed, it sends nothing.
 
-    incremental: the server's events hold only new tokens.
+    first_version: the server's name of our version 0. incremental: the server's events hold only new tokens.
     """
 
     def __init__(
@@ -49,26 +49,15 @@ class SglangGeneration:
         self._seed, self._incremental = seed, incremental
         self._versions = {first_version: 0}  # server's name of a version -> ours, the newest last
         self._namespace = uuid.uuid4().hex  # of the prefix cache
-        self._requests: SharedRequests[SglangRequest] = SharedRequests()
+        self.requests: SharedRequests[SglangRequest] = SharedRequests()
         self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token came
         self._errands: set[asyncio.Task[None]] = set()
-        self._going = AdmissionGate()
-        http.on_death = self._going.open  # wakes those who wait for the end of a pause
+        self.going = AdmissionGate()
+        http.on_death = self.going.open  # wakes those who wait for the end of a pause
 
     @property
     def paused(self) -> bool:
-        return not self._going.is_open
-
-    @property
-    def idle(self) -> bool:
-        return not self._requests
-
-    def hold(self) -> None:
-        """Send nothing from now on."""
-        self._going.close()
-
-    def go_on(self) -> None:
-        self._going.open()
+        return not self.going.is_open
 
     def adopt(self, version: int, forget_prompts: bool) -> None:
         """Adopt new weights under the name of `version`. forget_prompts: new requests must not use the server's cache;
@@ -78,7 +67,7 @@ class SglangGeneration:
         self._versions[str(version)] = version
         if forget_prompts:
             self._namespace = uuid.uuid4().hex
-            for ticket in self._requests:
+            for ticket in self.requests:
                 if ticket.rid and not ticket.begun:
                     ticket.interrupted.set()
 
@@ -90,7 +79,7 @@ class SglangGeneration:
         on_first_token: Callable[[], None],
     ) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer."""
-        return await self._requests.join(
+        return await self.requests.join(
             context.request_id,
             lambda: SglangRequest(prompt_ids, params, context.priority),
             self._answer,
@@ -98,7 +87,7 @@ class SglangGeneration:
         )
 
     async def abort(self, request_id: str) -> None:
-        ticket = self._requests.get(request_id)
+        ticket = self.requests.get(request_id)
         if ticket is None or ticket.aborted:
             return
         ticket.aborted = True
@@ -121,7 +110,7 @@ class SglangGeneration:
         return replace(completion_of(ticket, text, self._model_name, self._versions), stop_text=stop_text)
 
     async def _way_clear(self, ticket: SglangRequest) -> None:
-        await self._going.pass_through(ticket.priority)
+        await self.going.pass_through(ticket.priority)
         while (sibling := self._prefilling.get(ticket.prompt_ids)) is not None:
             await sibling.wait()
 

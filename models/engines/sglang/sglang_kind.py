@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from models.engines.engine_kind import CacheRoom, EngineSpec, OptionKey
-from models.engines.gpu_engine_kind import GpuEngineKind
+from models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
+from models.engines.engine_memory import EngineMemory, are_coarse
 from models.engines.installed import nccl_version, sglang_missing
 from models.settings import EngineConfig, ModelConfig, SglangConfig
 from models.types import Engine
 
 
-class SglangKind(GpuEngineKind[SglangConfig]):
+class SglangKind(EngineKind[SglangConfig]):
     section = "sglang"
+    tensor_parallel = True
+    grammar = True
     transports = ("nccl", "gloo", "disk")
-    share_option = "mem_fraction"
-    memory_remedy = "lower engine.sglang.mem_fraction, or raise slots_per_replica"
 
     @classmethod
     def shared_options(cls, sections: EngineConfig) -> SglangConfig:
@@ -39,10 +39,21 @@ class SglangKind(GpuEngineKind[SglangConfig]):
         return len(self.options.urls)
 
     @property
-    def memory_share(self) -> float | None:
-        return None if self.joined else self.options.mem_fraction
+    def max_rows(self) -> int:
+        return self.options.max_batch_rows
 
-    def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        if device_bytes is None or device == "cpu":
-            return None
-        return self.rest_of_share(self.options.mem_fraction, weight_bytes, device_bytes)
+    @property
+    def quantizes(self) -> bool:
+        return are_coarse(self.options.options)
+
+    @property
+    def memory(self) -> EngineMemory:
+        return EngineMemory(
+            section=self.section,
+            frees_gpu=True,
+            sleep_mode=self.options.sleep_mode,
+            share_option="mem_fraction",
+            share=None if self.joined else self.options.mem_fraction,
+            lone_share=self.options.mem_fraction,
+            remedy="lower engine.sglang.mem_fraction, or raise slots_per_replica",
+        )

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from models.engines.sglang.http_client import SglangHttp, within
 from models.engines.sglang.sglang_applied import digests_of, unapplied
+from models.engines.taken_tensors import Taken
+from models.lm.causal_lm import outline_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from models.weights.receiving import checksums_of, received
@@ -34,16 +35,14 @@ class SglangWeights:
     tells_parameters: it can compute checksums of its own parameters, on a GPU only.
     """
 
-    def __init__(
-        self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool, tells_parameters: bool = False
-    ) -> None:
+    def __init__(self, http: SglangHttp, model_path: str, same_machine: bool, tells_parameters: bool = False) -> None:
         self._http = http
         self._tells_parameters = tells_parameters
         self._before: dict[str, tuple[str, ...]] = {}  # checksums of the server's parameters
         self._sent: dict[str, str] = {}  # since `begin`
         self._last_sent: dict[str, str] = {}
         self._same_machine = same_machine
-        self._shapes, self._held = CheckpointNames(outline).taken()
+        self._taken = Taken(*CheckpointNames(outline_causal_lm(model_path)).taken())
         self._link: GroupLink | None = None
         self._open = self._stuck = False
         self._checksums: dict[str, str] = {}
@@ -68,12 +67,11 @@ class SglangWeights:
         """Raises ValueError that names a tensor that doesn't fit, ConnectionError if a broadcast broke off."""
         try:
             self._sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
-            for tensor in bucket.tensors:
-                self._refuse_what_does_not_fit(tensor.name, tensor.shape)
+            held = {tensor.name: self._taken.own_name(tensor) for tensor in bucket.tensors}
             if isinstance(bucket.payload, Broadcast):
-                await self._receive(bucket)
+                await self._receive(bucket, held)
             else:
-                await self._load_file(bucket)
+                await self._load_file(bucket, held)
         except BaseException:
             await self._leave()  # otherwise the sender waits for us until its timeout
             raise
@@ -156,14 +154,14 @@ class SglangWeights:
             self._open = False
             await self._http.post("/end_weight_update", {})
 
-    async def _receive(self, bucket: WeightBucket) -> None:
+    async def _receive(self, bucket: WeightBucket, held: Mapping[str, str]) -> None:
         link = self._link
         if link is None:
             raise ConnectionError(
                 "weights: a bucket comes by broadcast, but no process group was joined since the last one failed"
             )
         body = {
-            "names": [self._held[tensor.name] for tensor in bucket.tensors],
+            "names": list(held.values()),
             "dtypes": [tensor.dtype for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": link.name,
@@ -178,8 +176,10 @@ class SglangWeights:
             raise (ConnectionError if "Failed to receive" in str(error) else ValueError)(f"{first}: {error}") from None
         self._checksums |= {tensor.name: "" for tensor in bucket.tensors}
 
-    async def _load_file(self, bucket: WeightBucket) -> None:
-        """Load a file. SGLang loads all files of a folder, so it gets one with only these tensors."""
+    async def _load_file(self, bucket: WeightBucket, held: Mapping[str, str]) -> None:
+        """Load a file; held: sent name -> the server's. SGLang loads all files of a folder: it gets one with only these
+        tensors.
+        """
         in_file = isinstance(bucket.payload, SafetensorsFile)
         if not (in_file or self._same_machine):
             raise ValueError(
@@ -187,20 +187,13 @@ class SglangWeights:
                 "set disk, gloo or nccl"
             )
         with held_folder(_place_for(bucket), "sglang") as folder:
-            checksums = await asyncio.to_thread(_fill, folder, bucket, self._held)
+            checksums = await asyncio.to_thread(_fill, folder, bucket, held)
             body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
             try:
                 await self._http.post("/update_weights_from_disk", body)
             except EngineRefused as error:
                 raise ValueError(f"weights: {bucket.tensors[0].name!r} and the following: {error}") from None
         self._checksums |= checksums
-
-    def _refuse_what_does_not_fit(self, name: str, shape: tuple[int, ...]) -> None:
-        held = self._shapes.get(name)
-        if held is None:
-            raise ValueError(f"weights: the engine's model has no tensor {name!r}; is it the same architecture?")
-        if held != shape:
-            raise ValueError(f"weights: {name!r} arrived as {shape}, the engine has {held}")
 
 
 def _place_for(bucket: WeightBucket) -> Path:

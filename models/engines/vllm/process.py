@@ -28,7 +28,7 @@ class VllmProcess:
         self._model_name = start.spec.role
         self._adapters = start.adapters
         self._held = [start_async_llm(start)]
-        self._end = weakref.finalize(self, _shut_down, self._held)  # also at exit
+        self.close = weakref.finalize(self, _shut_down, self._held)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)
         self.ids = [core.pid for core in self._cores]
@@ -109,9 +109,6 @@ class VllmProcess:
             return EngineDied(f"the engine of {self._model_name} was closed")
         ends = ", ".join(f"process {core.pid} {_end_of(core.exitcode)}" for core in self._cores)
         return EngineDied(f"the engine of {self._model_name} died: vLLM's {ends}")
-
-    def close(self) -> None:
-        self._end()
 
 
 def _shut_down(held: list[AsyncLLM]) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from models.engines.engine_kind import CacheRoom, EngineKind, EngineOptions, EngineSpec, OptionKey
-from models.engines.gpu_engine_kind import GpuEngineKind
+from models.engines.engine_kind import EngineKind, EngineOptions, EngineSpec, OptionKey
+from models.engines.engine_memory import EngineMemory, are_coarse
 from models.engines.installed import vllm_missing
 from models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
 from models.settings import EngineConfig, ModelConfig, VllmConfig
 from models.types import Engine
 
 
-class VllmKind(GpuEngineKind[VllmConfig]):
+class VllmKind(EngineKind[VllmConfig]):
     section = "vllm"
+    tensor_parallel = True
+    grammar = True
     transports = ("cuda_ipc", "nccl", "shared_memory", "gloo")
     any_transport = True
     applies_adapters = True
     max_adapter_rank = 512  # vLLM's largest max_lora_rank
     swaps_weights = True
     reads_model_files = True
-    share_option = "gpu_memory_utilization"
-    share_has_activations = True
-    fuses_experts = True
-    memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
 
     @classmethod
     def shared_options(cls, sections: EngineConfig) -> VllmConfig:
@@ -38,42 +36,35 @@ class VllmKind(GpuEngineKind[VllmConfig]):
         check_vllm_options(self.options)
 
     @property
-    def quantizes(self) -> bool:
-        return self.options.quantization != "none" or super().quantizes
-
-    @property
-    def bytes_in_layers(self) -> int | None:
-        return None if self.options.quantization == "none" else 1
-
-    @property
-    def needs_whole_layers(self) -> bool:
-        return self.options.quantization != "none" or bool(self.options.options.get("quantization"))
-
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    @property
-    def memory_share(self) -> float | None:
-        return self.options.gpu_memory_utilization
-
-    @property
-    def shares_leftover(self) -> bool:
-        return self.options.gpu_memory_utilization is None
-
-    @property
-    def set_cache_bytes(self) -> float | None:
-        return float(self.options.kv_cache_mb << 20) if self.options.kv_cache_mb else None
+    def max_rows(self) -> int:
+        return self.options.max_batch_rows
 
     @property
     def caches_prompts(self) -> bool:
         return self.options.prefix_caching
 
-    def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        if self.options.kv_cache_mb or device == "cpu":
-            num_bytes = (self.options.kv_cache_mb or CPU_KV_CACHE_MB) << 20
-            return CacheRoom(num_bytes=num_bytes, decided_by="engine.vllm.kv_cache_mb")
-        if device_bytes is None:
-            return None
-        return self.rest_of_share(self.options.memory_share, weight_bytes, device_bytes)
+    @property
+    def quantizes(self) -> bool:
+        return self.options.quantization != "none" or are_coarse(self.options.options)
+
+    @property
+    def memory(self) -> EngineMemory:
+        options = self.options
+        return EngineMemory(
+            section=self.section,
+            frees_gpu=True,
+            sleep_mode=options.sleep_mode,
+            bytes_in_layers=None if options.quantization == "none" else 1,
+            share_option="gpu_memory_utilization",
+            share=options.gpu_memory_utilization,
+            lone_share=options.memory_share,
+            shares_leftover=options.gpu_memory_utilization is None,
+            share_has_activations=True,
+            cache_option="kv_cache_mb",
+            cache_bytes=float(options.kv_cache_mb << 20) or None,
+            cpu_cache_bytes=float(CPU_KV_CACHE_MB << 20),
+            remedy="lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
+        )
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
     if not (method is None or isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))):
         raise ValueError(
             f"weights: only some tensors of a {type(layer).__name__} arrived, and vLLM keeps it in its own format "
-            f"({type(method).__name__}); send all of them (sync.delta=false; all of its parts in lora.target_modules)"
+            f"({type(method).__name__}); send all of them (all of its parts in lora.target_modules)"
         )
     assert info.kernel_tensors is not None
     held, _ = info.kernel_tensors

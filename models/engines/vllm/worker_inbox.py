@@ -1,11 +1,8 @@
-"""What the receiving ends of pushes in vLLM's workers have in common: their process group, errors, and the tensors that
-the model takes. Loads nothing.
-"""
+"""What the receiving ends of pushes in vLLM's workers have in common: their process group and errors. Loads nothing."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -14,10 +11,9 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from models.engines.taken_tensors import Taken
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, writing_error
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.types import GroupLink, WeightTensor
+from models.types import GroupLink
 from models.weights.process_group import BroadcastGroup
 
 
@@ -67,33 +63,3 @@ class WorkerInbox(WeightTransferEngine):
 
     def shutdown(self) -> None:
         self._group.leave()
-
-
-class Taken:
-    """The tensors that a model takes, by name, with their shapes. A tied tensor has all its names."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own_names: Mapping[str, str]) -> None:
-        self.shapes, self.own_names = shapes, own_names
-
-    @staticmethod
-    def of(model_path: str) -> Taken:
-        """The tensors in checkpoints of the model; if transformers lacks the model, vLLM's own loader decides alone."""
-        try:
-            model = outline_causal_lm(model_path)
-        except ValueError:
-            return Taken({}, {})
-        return Taken(*CheckpointNames(model).taken())
-
-    def own_name(self, tensor: WeightTensor) -> str:
-        """vLLM's name of a tensor. Raises ValueError for one that doesn't fit."""
-        if not self.shapes:
-            return tensor.name
-        shape = self.shapes.get(tensor.name)
-        if shape is None:
-            raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
-        if shape != tensor.shape:
-            raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {shape}")
-        return self.own_names[tensor.name]
-
-    def all_in(self, names: Iterable[str]) -> bool:
-        return bool(self.own_names) and set(self.own_names.values()) <= set(names)

@@ -51,8 +51,6 @@ from grmpipe.config.yaml_io import from_values
         ("overlong_buffer.penalty", -1.0),
         ("replay_buffer.groups", -1),
         ("replay_buffer.uses", 0),
-        ("reset.every", -1),
-        ("reset.share", 0.0),
     ],
 )
 def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:

@@ -168,20 +168,20 @@ def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
 
 
 def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> None:
-    assert free_on_resume("judges.second.timeout_s") and not free_on_resume("judges.second.template")
+    assert free_on_resume("judges.second.limits.timeout_s") and not free_on_resume("judges.second.template")
     assert free_on_resume("models.weak.engine") and not free_on_resume("models.weak.path")
     assert free_on_resume("models.weak.train.lr") and not free_on_resume("models.weak.train.group_size")
     assert not free_on_resume("reward.mix.judge") and not free_on_resume("rewards.style.members")
-    old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.timeout_s=100")
+    old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.limits.timeout_s=100")
     assert changed_keys(old, new) == []
-    assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.timeout_s"]
+    assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.limits.timeout_s"]
 
 
 def test_a_jury_that_weighs_by_accuracy_needs_a_score_that_passes() -> None:
     """Without one no accuracy is measured, and the vote is a mean."""
-    jury = ("+judge@judges.exact=rule", "reward=jury", "reward.members=[judge,exact]", "judge.score_max=5")
+    jury = ("+judge@judges.exact=rule", "reward=jury", "reward.members=[judge,exact]", "judge.scale.high=5")
     said = refused(*jury, "reward.vote=accuracy")
-    assert "labels.pass_score: must be above judge.score_min = 1 and at most judge.score_max = 5, got 8" in said
+    assert "labels.pass_score: must be above judge.scale.low = 1 and at most judge.scale.high = 5, got 8" in said
     built(*jury, "reward.vote=accuracy", "labels.pass_score=4")
     built(*jury, "reward.vote=mean")
     nested = ("+judge@judges.exact=rule", "+judge@judges.short=rule", "+reward@rewards.style=jury", "judge=prometheus2",

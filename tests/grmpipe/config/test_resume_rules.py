@@ -23,8 +23,9 @@ from grmpipe.config.tracking import TrackingConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
 
 FREE = (
-    "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.timeout_s",
-    "judge.max_failure_rate", "judge.failure_window", "judge.pause_s", "judge.max_retries", "rollout.group_deadline_s",
+    "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.limits.timeout_s",
+    "judge.max_failure_rate", "judge.limits.failure_window", "judge_monitor.pause_s", "judge.limits.max_retries",
+    "rollout.group_deadline_s",
     "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "grm.train.lr",
     "train.parallel.cp", "grm.train.parallel.ep", "models.safety.train.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip
@@ -32,7 +33,7 @@ BOUND = (
     "task", "seed", "experiment_name", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank",
     "grm.path", "meta_rm.path",
     "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
-    "judge.parser", "judge.vote", "judge.score_max", "judge.truncation", "judge.early_stop.kind", "judge.rule",
+    "judge.parser", "judge.vote", "judge.scale.high", "judge.format.truncation", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
     "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.optimizer.weight_decay",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import (
@@ -154,7 +155,7 @@ def test_an_error_of_a_nested_composition_names_its_key() -> None:
         (
             {},
             {"abstain_above_std": 2.0},
-            r"^judges\.short\.abstain_above_std: beyond reward\.share=0\.25 .*or reward\.share=1$",
+            r"^judges\.short\.votes\.abstain_above_std: beyond reward\.share=0\.25 .*or reward\.share=1$",
         ),
         (
             {"unsure_band": None, "unsure_above_std": 0.1},
@@ -171,7 +172,7 @@ def test_an_error_of_a_nested_composition_names_its_key() -> None:
 def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
     cascade: dict[str, Any], first: dict[str, Any], message: str
 ) -> None:
-    judges = {"judge": JudgeConfig(), "short": JudgeEntry.of(JudgeConfig(**{"num_judgements": 4, **first}), "short")}
+    judges = {"judge": JudgeConfig(), "short": JudgeEntry.of(judge_config(**{"num_judgements": 4, **first}), "short")}
     with pytest.raises(ValueError, match=message):
         check_doubts(RewardTree.of(RewardConfig(**{**CASCADE, **cascade})), judges)
 
@@ -188,7 +189,9 @@ def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
 def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any], key: str) -> None:
     function = JudgeEntry.of(JudgeConfig(kind="function", function="mine.reward"), "safety")
     judges = {"judge": JudgeConfig(), "safety": function}
-    with pytest.raises(ValueError, match=rf"^reward\.{key}: .*safety .*'judges\.safety\.score_range=\[0, 1\]'"):
+    with pytest.raises(
+        ValueError, match=rf"^reward\.{key}: .*safety .*'judges\.safety\.function_call\.score_range=\[0, 1\]'"
+    ):
         check_scales(RewardTree.of(RewardConfig(**reward)), judges)
     on_scale = replace(function, score_range=[0, 5])
     check_scales(RewardTree.of(RewardConfig(**reward)), judges | {"safety": on_scale})
@@ -197,7 +200,7 @@ def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any
 
 
 def test_a_cascade_that_may_escalate_everything_takes_abstentions() -> None:
-    judges = {"judge": JudgeConfig(), "short": JudgeConfig(num_judgements=4, abstain_above_std=2.0)}
+    judges = {"judge": JudgeConfig(), "short": judge_config(num_judgements=4, abstain_above_std=2.0)}
     check_doubts(RewardTree.of(RewardConfig(**{**CASCADE, "share": 1.0, "unsure_above_std": 0.1})), judges)
 
 

@@ -78,9 +78,11 @@ def no_progress(what: str, share: float) -> None:
 def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() -> None:
     def limited(**judge: float) -> RunConfig:
         options = {"openai": {"api_key_env": "", "requests_per_minute": 60}}
-        return config(grm=OUTSIDE, engine=options, judge=judge)
+        return config(grm=OUTSIDE, engine=options, judge={"limits": judge})
 
-    with pytest.raises(ConfigError, match=r"^judge\.max_concurrency: 1024 .* type judge\.max_concurrency=60, or"):
+    with pytest.raises(
+        ConfigError, match=r"^judge\.limits\.max_concurrency: 1024 .* type judge\.limits\.max_concurrency=60, or"
+    ):
         check(limited())
     check(limited(max_concurrency=60))
 
@@ -119,7 +121,7 @@ def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request(
 def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
     def limited(tokens: int) -> RunConfig:
         options = {"openai": {"api_key_env": "", "tokens_per_minute": tokens}}
-        judge = {"max_new_tokens": 500, "timeout_s": 60, "min_tokens_per_s": 10}
+        judge = {"max_new_tokens": 500, "limits": {"timeout_s": 60, "min_tokens_per_s": 10}}
         return config(grm=OUTSIDE, engine=options, judge=judge)
 
     with pytest.raises(ConfigError, match=r"^engine\.openai\.tokens_per_minute: .* 300 s .*type .*=1000 or more"):
@@ -282,7 +284,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     [
         ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai can't receive .*embedded or vllm or sglang$"),
         ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a shipped tiny model"),
-        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't constrain"),
+        ({"judge": {"format": {"structured": True}}, "grm": OUTSIDE}, r"^judge\.format\.structured: openai can't"),
     ],
 )  # fmt: skip
 def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) -> None:
@@ -301,7 +303,7 @@ def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch
         judge={"structured": True, "score_max": 5000},
         data={"num_prompts": 20},
     )
-    with pytest.raises(ConfigError, match=r"^judge\.structured: 5000 different scores"):
+    with pytest.raises(ConfigError, match=r"^judge\.format\.structured: 5000 different scores"):
         prepare(run, no_progress)
 
 
@@ -372,13 +374,6 @@ def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, 
     seated(correction="none", proximal="sampler")
     seated(correction="grmpipe.algorithm.corrections.uncorrected")
     seated("evaluate", correction="none")
-
-
-def test_an_engine_that_quantizes_fused_layers_is_sent_whole_ones() -> None:
-    sections = {"placement": placement_of(), "policy": {"engine": "vllm"}, "sync": {"delta": True}}
-    seat_roles(config_of(sections))
-    with pytest.raises(ConfigError, match=r"^sync\.delta: .*policy quantizes.*type sync\.delta=false"):
-        seat_roles(config_of(sections | {"engine": {"vllm": {"quantization": "fp8"}}}))
 
 
 def test_one_key_says_how_vllm_quantizes() -> None:

@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from configs import run_config
+from configs import judge_config, run_config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.key_errors import explain, known_keys, unknown_key
 from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build, config_of, from_values, read_yaml, to_yaml
+from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.validate.deadlines import check_deadlines
 
 ROOT = Path(__file__).parents[3]
@@ -191,10 +190,12 @@ def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: No
 
 
 def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
-    slow = {"judge": {"timeout_s": 300.0}, "rollout": {"group_deadline_s": 300.0}}
-    with pytest.raises(ConfigError, match=r"^judge\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"):
+    slow = {"judge": {"limits": {"timeout_s": 300.0}}, "rollout": {"group_deadline_s": 300.0}}
+    with pytest.raises(
+        ConfigError, match=r"^judge\.limits\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"
+    ):
         check_deadlines(config_of(slow))
-    check_deadlines(config_of({**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
+    check_deadlines(config_of({**slow, "judge": {"limits": {"timeout_s": 300.0}, "kind": "rule"}}))
 
 
 def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_deadline_of_a_group() -> None:
@@ -206,7 +207,9 @@ def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_
 
     cascade = {"kind": "cascade", "first": "both", "then": "judge", "unsure_band": [0.3, 0.7]}
     check(cascade, 241.0)
-    with pytest.raises(ConfigError, match=r"^judges\.cheap\.timeout_s \+ judge\.timeout_s: 240 s isn't below"):
+    with pytest.raises(
+        ConfigError, match=r"^judges\.cheap\.limits\.timeout_s \+ judge\.limits\.timeout_s: 240 s isn't below"
+    ):
         check(cascade, 240.0)
     with pytest.raises(ConfigError, match=r"type rollout\.group_deadline_s=246\.4 or more"):
         check({"kind": "gate", "gate": "judge", "inner": "both"}, 125.0)
@@ -214,17 +217,19 @@ def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_
 
 
 def test_only_a_judge_that_writes_has_a_timeout_by_its_tokens() -> None:
-    scalar = {"kind": "scalar", "model": "grm", "timeout_s": 5.0}
-    assert from_values(JudgeConfig, scalar).timeout_s == 5.0
-    with pytest.raises(ConfigError, match=r"^timeout_s: 5 s is less than max_new_tokens / min_tokens_per_s = 16 s"):
-        from_values(JudgeConfig, {"timeout_s": 5.0})
-    with pytest.raises(ConfigError, match=r"^timeout_s: must be a number above 0"):
-        from_values(JudgeConfig, {**scalar, "timeout_s": 0.0})
+    scalar = {"kind": "scalar", "model": "grm"}
+    assert judge_config(**scalar, timeout_s=5.0).limits.timeout_s == 5.0
+    with pytest.raises(
+        ConfigError, match=r"^limits\.timeout_s: 5 s is less than max_new_tokens / limits\.min_tokens_per_s = 16 s"
+    ):
+        judge_config(timeout_s=5.0)
+    with pytest.raises(ConfigError, match=r"^limits\.timeout_s: must be a number above 0"):
+        judge_config(**scalar, timeout_s=0.0)
 
 
 def test_a_run_of_other_deadlines_is_resumed() -> None:
     """It was begun with the deadlines of another release, for example."""
-    old = config_of({"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
+    old = config_of({"judge": {"limits": {"timeout_s": 120.0}}, "rollout": {"group_deadline_s": 120.0}})
     assert changed_keys(old, run_config()) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-import launch as entry  # registers the schema
+from grmpipe import cli as entry
 from grmpipe.config.resume_rules import changed_keys
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configs import judge_config
 
 from grmpipe.algorithm.corrections import OffPolicyDrift, correction
 from grmpipe.algorithm.losses import Aggregation
@@ -90,7 +91,7 @@ def test_a_part_that_another_machine_lacks_is_refused_by_its_key(monkeypatch: py
 )
 def test_what_is_neither_a_row_nor_ones_own_is_refused_by_its_key(key: str, value: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: .*{words}"):
-        JudgeConfig(**{key: value})  # type: ignore[arg-type]
+        judge_config(**{key: value})  # type: ignore[arg-type]
 
 
 def test_a_path_to_something_else_is_refused_where_it_is_used() -> None:

@@ -144,7 +144,7 @@ def test_an_accuracy_of_one_has_an_interval_and_items_of_one_prompt_count_as_one
     assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (different.low, 1.0)
 
 
-def test_costs_are_of_prompts_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_of_prompts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read(said: JudgeReport, num_tokens: int) -> JudgeReport:
         judgements = tuple(replace(one, prompt_ids=(1,) * num_tokens) for one in said.judgements)
         return replace(said, judgements=judgements)
@@ -159,8 +159,8 @@ def test_costs_are_of_prompts_too(capsys: pytest.CaptureFixture[str]) -> None:
         replace(RECOUNT, ks=(1,)),
     )
     assert remote.num_prompt_tokens is None, "an endpoint returns no token ids"
-    show(local, 9)
-    show(remote, 9)
+    show(local, 9, tmp_path)
+    show(remote, 9, tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens of prompts per item: 160 at k=1" in out and "tokens of prompts per item: not known here" in out
 
@@ -225,7 +225,7 @@ def test_a_judge_that_saw_no_item_as_a_whole_has_costs_and_no_accuracy(
     result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
     assert "b_accuracy" not in metrics_of(result, "judge") and "a_accuracy" in metrics_of(result, "judge")
     write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": SCALE})
-    show(result, 100)
+    show(result, 100, tmp_path)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["b", "0", "-", "-", "-", "-", "1", "0", "5"] in rows
     written = json.loads((tmp_path / "evaluation.json").read_text())
@@ -256,7 +256,7 @@ def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsy
     assert line["by_judge"]["a"] == {"outcome": "right", "scores": {"0": 9.0, "1": 2.0}, "failed": {}}
     assert line["by_judge"]["b"] == {"outcome": "failed", "scores": {"1": 0.0}, "failed": {"0": "timeout"}}
     assert [one["judge"] for one in line["judgements"]] == ["a", "a", "b"]
-    show(result, 100)
+    show(result, 100, tmp_path)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["a", "1", "100.0", "21-100", "0.0", "0.0", "2", "0", "10"] in rows
     assert ["b", "1", "0.0", "0-79", "0.0", "100.0", "2", "1", "5"] in rows

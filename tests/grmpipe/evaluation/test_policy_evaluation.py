@@ -14,7 +14,7 @@ from grmpipe.evaluation.policy_files import RESULTS, show_policies, write_polici
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.observe.evaluation_tables import evaluation_tables
+from grmpipe.observe.run_files import read_run
 from grmpipe.types import Failed, JudgeReport, Prompt
 from models.types import Message
 
@@ -63,19 +63,12 @@ def test_the_console_and_the_report_have_the_figures(tmp_path: Path, capsys: pyt
     found = {"mine": evaluate_answers(PROMPTS, EVALUATED, SCORING, num_left_out=3)}
     write_policies(tmp_path, found)
     assert json.loads((tmp_path / RESULTS).read_text())["mine"]["overall"]["failed"] == {"unparseable": 3}
-    show_policies(found, SCORING, pass_score=8)
+    show_policies(found, SCORING, 8, tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     for text in ("avg@2", "63.9", "the rule that knows the reference", "3 of 7 verdicts failed (3 unparseable)",
                  "2 answers never came", "left out without a reference: 3", "score 8 or more"):  # fmt: skip
         assert text in out
-    judged, ruled = evaluation_tables(tmp_path)
-    assert judged.heads == ("prompts", "n", "avg@2", "pass@1", "pass@2", "greedy", "failed verdicts")
-    assert judged.rows[0][:2] == ("mine", "3") and judged.rows[0][-1] == "3 unparseable"
-    assert judged.rows[0][2].startswith("63.9 (") and ruled.rows[0][2].startswith("33.3 (")
-    assert [row[0] for row in ruled.rows] == ["mine", "mine, chat", "mine, math"]
-
-
-def test_files_that_hold_no_figures_give_no_table(tmp_path: Path) -> None:
-    (tmp_path / RESULTS).write_text('{"mine": [1]}', encoding="utf-8")
-    (tmp_path / "evaluation.json").write_text("[]", encoding="utf-8")
-    assert evaluation_tables(tmp_path) == []
+    rows = [line.replace("│", " ").split() for line in read_run(tmp_path).figures.splitlines()]
+    assert ["prompts", "n", "avg@2", "pass@1", "pass@2", "greedy", "failed"] in rows
+    assert [row[:3] for row in rows if row[:1] == ["mine"]] == [["mine", "3", "63.9"], ["mine", "3", "33.3"]]
+    assert {"chat", "math"} <= {row[0] for row in rows if row}

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.types import Prompt, Rollout, Turn
@@ -101,7 +101,7 @@ def generative(
 ) -> tuple[GenerativeJudge, ScriptedEngine]:
     engine = ScriptedEngine(author)
     grm = LocalGrm("tiny-grm", engine, CodePoints(), context_tokens, clock)
-    return GenerativeJudge(grm, JudgeConfig(**config), 11, decode=characters), engine
+    return GenerativeJudge(grm, judge_config(**config), 11, decode=characters), engine
 
 
 def characters(token_ids: Sequence[int]) -> str:

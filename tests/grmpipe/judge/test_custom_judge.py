@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig, JudgeEntry
+from grmpipe.config.judge import JudgeEntry
 from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.types import Failed, JudgeReport, Verdict
@@ -44,13 +45,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", ["ByRule", "OfGroups"])
 def test_it_judges_rollouts_or_opens_hearings(bench: Any, module: str, name: str) -> None:
-    judge = load_custom_judge(JudgeConfig(kind="custom", target=f"{module}.{name}"))
+    judge = load_custom_judge(judge_config(kind="custom", target=f"{module}.{name}"))
     assert bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12"))).verdict.outcome == 1
 
 
 def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
     options = {"rule": "contains_reference"}
-    judge = load_custom_judge(JudgeConfig(kind="custom", target=f"{module}.ByRule", options=options))
+    judge = load_custom_judge(judge_config(kind="custom", target=f"{module}.ByRule", options=options))
     verdict = bench.run(judge_alone(judge, bench.prompt(reference="a dozen"), bench.rollout("a dozen"))).verdict
     assert verdict.outcome == 1
 
@@ -58,22 +59,26 @@ def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("ByRule", {}, r"^target: 'ByRule' is not a dotted path"),
-        ("no_such_package.Judge", {}, r"^target: no_such_package can't be imported \(ModuleNotFoundError"),
-        ("users_broken_judges.Judge", {}, r"^target: users_broken_judges can't be imported .*nowhere_to_be_found"),
-        ("users_own_judges.ByRuler", {}, r"^target: the module users_own_judges has no ByRuler"),
-        ("users_own_judges.number", {}, r"^target: users_own_judges.number is not a class"),
-        ("users_own_judges.NoJudge", {}, r"^target: users_own_judges.NoJudge is not a judge: it needs"),
+        ("ByRule", {}, r"^custom\.target: 'ByRule' is not a dotted path"),
+        ("no_such_package.Judge", {}, r"^custom\.target: no_such_package can't be imported \(ModuleNotFoundError"),
+        (
+            "users_broken_judges.Judge",
+            {},
+            r"^custom\.target: users_broken_judges can't be .*nowhere_to_be_found",
+        ),
+        ("users_own_judges.ByRuler", {}, r"^custom\.target: the module users_own_judges has no ByRuler"),
+        ("users_own_judges.number", {}, r"^custom\.target: users_own_judges.number is not a class"),
+        ("users_own_judges.NoJudge", {}, r"^custom\.target: users_own_judges.NoJudge is not a judge: it needs"),
         (
             "users_own_judges.ByRule",
             {"ruler": "x"},
-            r"^options: users_own_judges.ByRule can't be constructed with .*ruler",
+            r"^custom\.options: users_own_judges.ByRule can't be constructed with .*ruler",
         ),
     ],
 )
 def test_what_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        load_custom_judge(JudgeConfig(kind="custom", target=target, options=options))
+        load_custom_judge(judge_config(kind="custom", target=target, options=options))
 
 
 OF_TYPES = """
@@ -142,7 +147,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def judged(bench: Any, target: str, what: str) -> JudgeReport:
-    judge = load_custom_judge(JudgeEntry.of(JudgeConfig(kind="custom", target=target, options={"what": what}), "mine"))
+    judge = load_custom_judge(JudgeEntry.of(judge_config(kind="custom", target=target, options={"what": what}), "mine"))
     return bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12")))
 
 
@@ -161,7 +166,9 @@ def judged(bench: Any, target: str, what: str) -> JudgeReport:
 def test_what_is_no_report_is_refused_by_key_function_and_line_with_an_example(
     bench: Any, typed: str, what: str, said: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^judges\.mine\.target: {typed}\.Typed\.judge \(.*\.py:\d+\) .*{said}"):
+    with pytest.raises(
+        ValueError, match=rf"^judges\.mine\.custom\.target: {typed}\.Typed\.judge \(.*\.py:\d+\) .*{said}"
+    ):
         judged(bench, f"{typed}.Typed", what)
 
 
@@ -169,7 +176,9 @@ def test_what_is_no_report_is_refused_by_key_function_and_line_with_an_example(
 def test_a_judge_that_raises_has_failed_and_says_where(bench: Any, typed: str, what: str, said: str) -> None:
     verdict = judged(bench, f"{typed}.Typed", what).verdict
     assert isinstance(verdict, Failed) and verdict.cause == "broken"
-    assert re.search(rf"judges\.mine\.target: {typed}\.Typed\.judge \(.*\) raised {said} \(.*:\d+\)", verdict.detail)
+    assert re.search(
+        rf"judges\.mine\.custom\.target: {typed}\.Typed\.judge \(.*\) raised {said} \(.*:\d+\)", verdict.detail
+    )
 
 
 def test_numbers_of_numpy_are_plain_in_a_verdict(bench: Any, typed: str) -> None:
@@ -194,11 +203,13 @@ def test_numbers_of_numpy_are_plain_in_a_verdict(bench: Any, typed: str) -> None
 )
 def test_a_session_of_the_users_own_has_the_same_door(bench: Any, typed: str, what: str, said: str) -> None:
     assert judged(bench, f"{typed}.Grouped", "fine").verdict.score == 7
-    with pytest.raises(ValueError, match=rf"^judges\.mine\.target: {typed}\.{said}"):
+    with pytest.raises(ValueError, match=rf"^judges\.mine\.custom\.target: {typed}\.{said}"):
         judged(bench, f"{typed}.Grouped", what)
 
 
 def test_what_a_session_raises_keeps_its_type_and_says_where(bench: Any, typed: str) -> None:
     with pytest.raises(KeyError) as error:
         judged(bench, f"{typed}.Grouped", "crash")
-    assert re.search(rf"^in judges\.mine\.target: {typed}\.Grouped\.judge \(.*, .*:\d+:$", error.value.__notes__[0])
+    assert re.search(
+        rf"^in judges\.mine\.custom\.target: {typed}\.Grouped\.judge \(.*, .*:\d+:$", error.value.__notes__[0]
+    )

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.prompts import load_prompts
 from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.pointwise_adapter import judge_together, rollout_of_text
@@ -38,7 +38,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
         module = f"{HERE}_{tmp_path.name}_{next(numbers)}".replace("-", "_")
         (tmp_path / f"{module}.py").write_text(code)
         monkeypatch.syspath_prepend(str(tmp_path))
-        judge = FunctionJudge(JudgeConfig(kind="function", function=f"{module}.reward", **settings))
+        judge = FunctionJudge(judge_config(kind="function", function=f"{module}.reward", **settings))
         return [report.verdict for report in asyncio.run(judge_together(judge, prompt, "g1", texts or ("42",)))]
 
     return verdicts
@@ -129,7 +129,7 @@ def test_a_function_of_a_group_is_called_once_with_all_siblings(judged: Callable
     code = "def reward(responses): return [len(responses) * 10 + int(one) for one in responses]"
     assert rewards(judged(code, "1", "2", "3", function_batch="group")) == [31.0, 32.0, 33.0]
     assert rewards(judged(code, "1", "2", "3")) == [11.0, 12.0, 13.0]
-    with pytest.raises(ValueError, match=r"^function_batch: group hands over lists, and .* takes one response"):
+    with pytest.raises(ValueError, match=r"^function_call\.batch: group hands over lists, and .* takes one response"):
         judged("def reward(response): return 1", function_batch="group")
 
 
@@ -186,7 +186,7 @@ def test_further_columns_of_a_row_are_kept(tmp_path: Path) -> None:
 def test_a_function_of_groups_waits_for_all_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "by_group.py").write_text("def reward(responses): return [1] * len(responses)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = JudgeConfig(kind="function", function="by_group.reward", function_batch="group")
+    config = judge_config(kind="function", function="by_group.reward", function_batch="group")
     session = FunctionJudge(config).open(PROMPT, "g", 3)
     tasks = [task for sibling in (0, 2) for task in session.add(rollout_of_text("g", sibling, "x"))]
     assert not tasks

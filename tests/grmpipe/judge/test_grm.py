@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import RemoteGrm, estimated_tokens
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import judge_group
@@ -66,7 +66,7 @@ def outside(
 ) -> tuple[GenerativeJudge, Endpoint, Spans]:
     endpoint, spans = Endpoint(author), Spans()
     grm = RemoteGrm("grm", endpoint, context_tokens, spans, Markup(OpenAIConfig().chat_markup))
-    return GenerativeJudge(grm, JudgeConfig(**config), seed=11), endpoint, spans
+    return GenerativeJudge(grm, judge_config(**config), seed=11), endpoint, spans
 
 
 def test_it_gets_the_question_as_a_message_and_its_verdict_counts(bench: Any) -> None:

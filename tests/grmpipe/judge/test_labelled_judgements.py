@@ -8,10 +8,11 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from configs import judge_config
+from msgspec.structs import replace
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.evaluation.meta_rm_quality import measure
@@ -78,7 +79,7 @@ def test_judgements_are_labelled_and_hold_what_the_grm_read_and_wrote() -> None:
 def test_what_cant_be_read_is_asked_again_and_never_an_example() -> None:
     grm = WrittenGrm({"judge a": ["Score: 9", "no idea"]})
     found = asyncio.run(
-        sample(GrmClient(grm, JudgeConfig(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)
+        sample(GrmClient(grm, judge_config(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)
     )
     assert [e.text for e in found.examples] == ["Score: 9"]
     assert found.failed == {"unparseable": 2} and grm.asked.total() == 3
@@ -96,9 +97,9 @@ def test_a_bad_line_of_a_file_is_named(tmp_path: Path) -> None:
     good = path.read_text().splitlines()
     for line, words in (
         ("{", "line 2: not JSON"),
-        ('{"split": "train"}', "line 2: expected an object with exactly the fields item_id, label"),
-        (good[1].replace('"held_out"', '"test"'), "line 2: split must be train or held_out"),
-        (good[1].replace("[2, 3]", '["2"]'), "line 2: prompt_ids and sampled_ids must be token ids"),
+        ('{"split": "train"}', "line 2: Object missing required field `item_id`"),
+        (good[1].replace('"held_out"', '"test"'), r"line 2: Invalid enum value 'test' - at `\$\.split`"),
+        (good[1].replace("[2,3]", '["2"]'), r"line 2: Expected `int`, got `str` - at `\$\.sampled_ids"),
     ):
         path.write_text(f"{good[0]}\n{line}\n")
         with pytest.raises(ValueError, match=words):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.judge.labels import JudgingTasks, LabelReward, judged_right, rule_of
@@ -22,7 +23,7 @@ def scored(score: int) -> ScoredResponse:
 
 
 def under(rule: str, **judge: object) -> JudgingTasks:
-    return JudgingTasks.under(JudgeConfig(kind="label", **judge), LabelConfig(rule=rule))
+    return JudgingTasks.under(judge_config(kind="label", **judge), LabelConfig(rule=rule))
 
 
 def test_a_lesson_is_the_very_prompt_that_judging_uses_and_its_label_is_nowhere_in_it() -> None:
@@ -113,7 +114,7 @@ def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
 
 
 def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
-    rule = rule_of(JudgeConfig(kind="label", **LISTWISE))
+    rule = rule_of(judge_config(kind="label", **LISTWISE))
     assert rule("so\n\\boxed{3, 9, 4}", "best 2 of 3")
     assert not rule("so\n\\boxed{9, 9, 4}", "best 2 of 3")
     assert not rule("so\n\\boxed{3, 9}", "best 2 of 3")
@@ -124,7 +125,10 @@ def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> No
     ("judge", "told"),
     [
         ({"protocol": "steps", "template": "steps", "parser": "boxed"}, r"judge\.protocol"),
-        ({"template": "shared_principles", "parser": "boxed", "principles": "shared"}, r"judge\.principles=inline"),
+        (
+            {"template": "shared_principles", "parser": "boxed", "principles": "shared"},
+            r"judge\.principles\.kind=inline",
+        ),
     ],
 )
 def test_a_judge_whose_judgements_no_label_fits_is_refused(judge: dict[str, str], told: str) -> None:

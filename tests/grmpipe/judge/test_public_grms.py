@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from configs import judge_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -230,7 +231,7 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
 
 
 def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
-    config = JudgeConfig(**conf_of(name))
+    config = judge_config(**conf_of(name))
     num_scores = 1 if config.protocol == "pointwise" else 2
     return scores_of(completion(text, finish_reason), parser_named(config.parser), num_scores, config.scale)
 
@@ -275,7 +276,7 @@ def test_a_verdict_in_the_policys_text_is_not_taken_when_the_judge_quotes_it(nam
 @pytest.mark.parametrize("name", PUBLIC)
 def test_ordinary_text_is_shown_as_it_is_between_the_models_own_markers(name: str) -> None:
     text = "It is 12:\n\n# Steps\n1. 6 + 6 = **12** > 11 [see (a)]\n```python\nprint(6 * 2)\n```"
-    config = JudgeConfig(**conf_of(name))
+    config = judge_config(**conf_of(name))
     texts = [text, "13"] if config.protocol_kind.compares else [text]
     messages = judge_prompt(config).render(
         PROMPT, *texts, principles="[Start of Criteria]\n1. Right\n[End of Criteria]"
@@ -301,7 +302,7 @@ PIECES = st.sampled_from(
 @given(text=st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join))
 def test_no_text_of_the_policy_adds_a_marker_or_a_verdict(name: str, text: str) -> None:
     """The prompt has no more markers, and a judge that only repeats the text has not judged."""
-    config = JudgeConfig(**conf_of(name))
+    config = judge_config(**conf_of(name))
     template = ConversationTemplate(name, (TEMPLATES / f"{config.template}.jinja").read_text(encoding="utf-8"))
     marker = re.compile("|".join(f"(?i:{one})" for one in template.markers))
 
@@ -463,7 +464,7 @@ def test_a_tie_is_read_where_the_format_has_one(bench: Any) -> None:
 
 
 def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: Any) -> None:
-    first, criteria, second = judge_prompt(JudgeConfig(**conf_of("ce_rm"))).render(
+    first, criteria, second = judge_prompt(judge_config(**conf_of("ce_rm"))).render(
         PROMPT, "It is 12.", principles="1. Right"
     )
     assert (first,) == PrinciplesPrompt("ce_rm_criteria").render(PROMPT)
@@ -479,7 +480,7 @@ def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: A
 
 def test_nemotron_gets_each_response_under_a_role_of_its_own() -> None:
     for name in ("nemotron_genrm", "nemotron_genrm_json"):
-        messages = judge_prompt(JudgeConfig(**conf_of(name))).render(PROMPT, "12", "13")
+        messages = judge_prompt(judge_config(**conf_of(name))).render(PROMPT, "12", "13")
         assert [(message.role, message.content) for message in messages] == [
             ("user", "What is 6 x 2?"), ("response_1", "12"), ("response_2", "13"),
         ]  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from configs import judge_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.markup import Markup
@@ -58,7 +58,7 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
         transport = httpx.MockTransport(lambda request: answers.pop() if answers else response)
         engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), transport, EndpointUse(limits=limits))
         grm = RemoteGrm("grm", engine, 0, NoEvents(), Markup(()))
-        client = GrmClient(grm, JudgeConfig(max_retries=0, timeout_s=600), seed=1)
+        client = GrmClient(grm, judge_config(max_retries=0, timeout_s=600), seed=1)
         question = GrmQuestion(
             group_id="g",
             name="g/0",

@@ -211,7 +211,7 @@ def test_a_prompt_that_cannot_be_ruled_on_is_refused(bench: Any, reference: str 
     assert said in verdict.detail
 
 
-@pytest.mark.skipif(not is_installed(), reason='needs math-verify: pip install -e ".[math]"')
+@pytest.mark.skipif(not is_installed(), reason='needs math-verify: pip install "grmpipe[math]"')
 def test_mathematics_is_compared_by_its_meaning() -> None:
     assert means_the_same(r"so \boxed{\sqrt{12}}", r"2\sqrt{3}")
     assert means_the_same(r"\boxed{(3, 9)}", "(3, 9)")

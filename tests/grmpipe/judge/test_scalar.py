@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.scalar_map import ScalarConfig
@@ -51,7 +52,7 @@ def judged(
     renderer: Renderer, scorer: Fixed, rollout: Rollout = ANSWER, context_tokens: int = 512, **config: object
 ) -> JudgeReport:
     model = ScalarModel(scorer=scorer, renderer=renderer, context_tokens=context_tokens)
-    judge = ScalarJudge(model, JudgeConfig(kind="scalar", **config))  # type: ignore[arg-type]
+    judge = ScalarJudge(model, judge_config(kind="scalar", **config))  # type: ignore[arg-type]
     (report,) = asyncio.run(judge_group(PointwiseAdapter(judge), PROMPT, [rollout], priority=-3))
     return report
 
@@ -186,7 +187,7 @@ def test_no_more_conversations_are_in_flight_than_allowed(renderer: Renderer) ->
             return 0.0
 
     model = ScalarModel(scorer=Counting(0.0), renderer=renderer, context_tokens=0)
-    judge = PointwiseAdapter(ScalarJudge(model, JudgeConfig(kind="scalar", max_concurrency=2)))
+    judge = PointwiseAdapter(ScalarJudge(model, judge_config(kind="scalar", max_concurrency=2)))
     rollouts = [rollout_of_text("g", sibling, "12") for sibling in range(6)]
     assert len(asyncio.run(judge_group(judge, PROMPT, rollouts))) == 6
     assert most == 2
@@ -200,13 +201,13 @@ def test_no_more_conversations_are_in_flight_than_allowed(renderer: Renderer) ->
             "^num_judgements: a scalar reward model writes no .* type judge.num_judgements=1",
         ),
         ({"template": "pointwise"}, "^template: .* type judge.template=tiny"),
-        ({"abstain_above_std": 2.0}, "^abstain_above_std: .* type judge.abstain_above_std=null"),
+        ({"abstain_above_std": 2.0}, "^votes.abstain_above_std: .* type judge.votes.abstain_above_std=null"),
         ({"vote": "median"}, "^vote: .* type judge.vote=mean"),
     ],
 )
 def test_settings_of_judgements_are_refused(setting: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        JudgeConfig(kind="scalar", **setting)  # type: ignore[arg-type]
+        judge_config(kind="scalar", **setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import pytest
+from configs import judge_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
@@ -202,7 +203,7 @@ class ThinksForever:
 def judged_with_budget(bench: Any, verdict: str, **config: Any) -> tuple[JudgeReport, ThinksForever]:
     engine, renderer = ThinksForever(verdict), Spelled()
     grm = LocalGrm("grm", ReasoningEngine(engine, renderer), renderer, 10**6, thinking=IN_PROMPT)
-    judge = GenerativeJudge(grm, JudgeConfig(**config), 11)
+    judge = GenerativeJudge(grm, judge_config(**config), 11)
     return bench.run(judge.judge(bench.prompt(), bench.rollout("12"))), engine
 
 
@@ -250,7 +251,7 @@ def test_principles_are_what_comes_after_the_thought(bench: Any) -> None:
             return marked(await engine.generate(*args), IN_PROMPT)
 
     grm = LocalGrm("grm", Marking(), Spelled(), 10**6, thinking=IN_PROMPT)
-    config = JudgeConfig(principles="shared", template="shared_principles", parser="boxed", max_retries=0)
+    config = judge_config(principles="shared", template="shared_principles", parser="boxed", max_retries=0)
     bench.run(GenerativeJudge(grm, config, 11).judge(bench.prompt(), bench.rollout("12")))
     assert "It must be right." in shown[1] and "SECRET" not in shown[1]
 
@@ -275,20 +276,23 @@ def test_an_endpoint_may_leave_the_thought_in_its_answer(bench: Any, text: str, 
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"thinking_tokens": -1}, r"thinking_tokens: must be 0 or more, .*enable_thinking=false"),
-        ({"thinking_tokens": 160}, r"thinking_tokens: 160 of .*; type judge\.max_new_tokens=672"),
-        ({"thinking_tokens": 0, "answer_start": "Score:"}, r"answer_start: .*type judge\.thinking_tokens=2048"),
+        ({"thinking_tokens": -1}, r"thinking\.max_tokens: must be 0 or more, .*enable_thinking=false"),
+        ({"thinking_tokens": 160}, r"thinking\.max_tokens: 160 of .*; type judge\.max_new_tokens=672"),
+        (
+            {"thinking_tokens": 0, "answer_start": "Score:"},
+            r"thinking\.answer_start: .*type judge\.thinking\.max_tokens=2048",
+        ),
         (
             {"thinking_tokens": 100, "answer_start": "Score:", "structured": True},
-            r"answer_start: .*type judge\.answer_start='', or judge\.structured=false",
+            r"thinking\.answer_start: .*type judge\.thinking\.answer_start='', or judge\.format\.structured=false",
         ),
         (
             {"thinking_tokens": 600, "max_new_tokens": 900, "principles": "shared", "template": "shared_principles",
              "parser": "boxed"},
-            r"principles_max_new_tokens: 512 .*type judge\.principles_max_new_tokens=1112",
+            r"principles\.max_new_tokens: 512 .*type judge\.principles\.max_new_tokens=1112",
         ),
     ],
 )  # fmt: skip
 def test_a_budget_that_cannot_be_kept_is_refused(config: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=f"^{error}"):
-        JudgeConfig(**config)
+        judge_config(**config)

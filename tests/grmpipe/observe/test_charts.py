@@ -17,8 +17,6 @@ from grmpipe.observe.charts import (
     Series,
     chart,
     short,
-    spark,
-    stacked,
     thinned,
     ticks,
 )
@@ -58,7 +56,7 @@ def test_ticks_are_round_numbers_within(low: float, high: float, expected: list[
 def test_there_are_no_ticks_between_two_steps() -> None:
     drawn = chart("score", [Series(name="batches", points=[(1, 1.0), (2, 2.0)])])
     assert drawn is not None
-    assert [tick.text for tick in drawn.x_ticks] == ["1", "2"]
+    assert [text for _, text in drawn.x_ticks] == ["1", "2"]
 
 
 def test_marked_steps_become_bands_and_none_lies_outside() -> None:
@@ -66,17 +64,6 @@ def test_marked_steps_become_bands_and_none_lies_outside() -> None:
     assert drawn is not None
     assert len(drawn.bands) == 2
     assert all(x >= LEFT and x + width <= WIDTH - RIGHT + 0.1 for x, width in drawn.bands)
-
-
-def test_a_layer_begins_where_the_one_below_it_ends() -> None:
-    layers = [Series(name="learns", points=[(1, 1.0), (2, 1.0)]), Series(name="waits", points=[(1, 1.0), (2, 3.0)])]
-    drawn = stacked("step", layers)
-    assert drawn is not None
-    waits, learns = drawn.curves
-    assert (waits.name, waits.value) == ("waits", "2")
-    (_, low), (_, lower) = points_of(learns.path)[:2]
-    (_, middle), (_, top) = points_of(waits.path)[:2]
-    assert low == lower > middle > top == TOP
 
 
 def test_many_points_become_means_of_neighbours_and_the_last_one_stays() -> None:
@@ -88,8 +75,3 @@ def test_many_points_become_means_of_neighbours_and_the_last_one_stays() -> None
 
 def test_numbers_are_short() -> None:
     assert [short(value) for value in (80.0, 0.0012345, 8.4609, 123456.7)] == ["80", "0.00123", "8.46", "1.23e+05"]
-
-
-def test_a_spark_tells_its_ends() -> None:
-    drawn = spark("loss", [(1, 2.0), (2, 1.0)])
-    assert (drawn.first, drawn.last) == ("2", "1")

@@ -1,4 +1,4 @@
-"""The console: a panel in a terminal, one line per step elsewhere, and texts of models that do no harm."""
+"""The console: a line per step, and texts of models that do no harm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from configs import run_config
 from rich.console import Console
 
 from grmpipe.config.tracking import TrackingConfig
-from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
+from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, files_of
@@ -116,17 +116,6 @@ def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score(
     assert held_out == "step 1/2  held-out:  reward 0.50"
 
 
-def test_the_panel_has_a_row_for_each_of_several_judges() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=2, console=console, shown=SEVERAL_JUDGES)
-    sink.log(1, BY_JUDGE)
-    sink.close()
-    rows = [" ".join(line.strip("│ ").split()) for line in text_of(console).splitlines()]
-    assert "judge score 6.2 tok/s 1,310 failed 2 timeout" in rows
-    assert "failed_soon score 1.0" in rows
-    assert "reward 0.56 ▅" in rows
-
-
 def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     config = SimpleNamespace(trained_grms={"grm": None, "safety": None})
     files = files_of(config)  # type: ignore[arg-type]
@@ -134,34 +123,8 @@ def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     assert list(files)[-1] == "run.log"
 
 
-def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=80, console=console)
-    sink.log(12, METRICS)
-    sink.close()
-    panel = text_of(console)
-    for shown in (
-        "step 12/80", "━", "true accuracy", "0.46", "GRM score", "6.0", "3,410", "1.3s", "learner worked", "0.5s",
-        "learner waited for groups",
-        "engines waited for learner", "12.5s", "weight sync", "0.03s", "2 timeout",
-    ):  # fmt: skip
-        assert shown in panel
-
-
-def test_the_panel_keeps_what_only_some_steps_tell() -> None:
-    console = recorded(terminal=True)
-    sink = ConsoleSink(num_steps=80, console=console)
-    sink.log(1, METRICS)
-    sink.log(2, {"train/true_accuracy": 0.9, "train/grm_score": math.nan, "judge/failed_timeout": 1.0})
-    sink.close()
-    last = text_of(console).split("step 2/80")[-1]
-    assert "12.5s" in last
-    assert "3 timeout" in last  # of both steps
-    assert "▄▇" in last  # the trend of both steps
-
-
 @pytest.mark.parametrize("terminal", [True, False])
-def test_notes_and_alarms_are_seen_in_both_modes(terminal: bool) -> None:
+def test_notes_and_alarms_are_seen_in_a_terminal_and_in_a_file(terminal: bool) -> None:
     console = recorded(terminal=terminal)
     sink = ConsoleSink(num_steps=2, console=console)
     sink.log(1, METRICS)
@@ -229,11 +192,6 @@ def test_a_run_whose_reader_went_away_goes_on() -> None:
 
 def test_failures_are_named_by_cause_and_only_those_that_happened() -> None:
     assert failures_by_cause(METRICS) == {"timeout": 2}
-
-
-def test_a_sparkline_stays_on_its_scale() -> None:
-    assert sparkline([-1.0, 0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▁▅██"
-    assert sparkline([], 0.0, 1.0) == ""
 
 
 @pytest.mark.usefixtures("restored_logging")

@@ -349,13 +349,14 @@ def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_p
     record(tmp_path, "g31", "the last one", "fine", 4.0)
     shown = {one.why: one for one in read_run(tmp_path).shown}
     assert len(shown) <= 6
-    assert shown["early"].answer == "first"
+    assert shown["early"].rollout.text == "first"
     assert shown["late, scored highest"].score == 9.0
     assert shown["late, scored lowest"].score == 1.0
-    assert shown["late, judged most differently"].group_id == "g20"
-    assert shown["late, judging failed"].critiques[0].text.startswith("judge failed: unparseable")
-    assert shown["the last"].answer == "the last one"
-    assert (shown["early"].version, shown["early"].reference, shown["early"].reward) == (3, "7", 0.5)
+    assert shown["late, judged most differently"].rollout.group_id == "g20"
+    assert next(shown["late, judging failed"].critiques).text.startswith("judge failed: unparseable")
+    assert shown["the last"].rollout.text == "the last one"
+    early = shown["early"]
+    assert (early.version, early.prompt.reference, early.verdict and early.verdict.outcome) == (3, "7", 0.5)
 
 
 def test_of_a_long_journal_only_the_ends_are_read_and_no_line_twice(tmp_path: Path) -> None:

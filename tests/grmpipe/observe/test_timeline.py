@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.observe.lanes import ROWS_PER_LANE, Lanes
-from grmpipe.observe.timeline import SPILL_EVENTS, Timeline
+from grmpipe.observe.timeline import ROWS_PER_LANE, SPILL_EVENTS, Lanes, Timeline
 
 
 def events_of(path: Path, phase: str = "X") -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ class Bench:
     def open(self) -> Group:
         prompt_index = self.buffer.ledger.next_prompt_index
         group, _ = self.buffer.open(prompt_index, Prompt(prompt_id=f"p{prompt_index}", messages=()))
-        group.deadline_s = self.now_s + 60
+        group.set_deadline(self.now_s)
         return group
 
     def roll_out(self, group: Group) -> None:
@@ -222,10 +222,10 @@ def test_a_deadline_moves_with_the_first_token_only() -> None:
     group = bench.open()
     assert group.deadline_s == 160
     bench.now_s = 150
-    group.first_token(bench.now_s + 60)
+    group.first_token(bench.now_s)
     assert group.deadline_s == 210
     bench.now_s = 170
-    group.first_token(bench.now_s + 60)
+    group.first_token(bench.now_s)
     assert group.deadline_s == 210
 
 
@@ -255,7 +255,7 @@ def test_why_a_group_rolls_out_names_what_is_missing_and_whether_it_has_begun() 
     assert bench.why(group) == (
         "rolling out: rollouts missing: 0, 1; verdicts missing: 0, 1; no token yet; 40 s to its deadline"
     )
-    group.first_token(bench.now_s + 60)
+    group.first_token(bench.now_s)
     bench.buffer.add_rollout(group, rollout(group.group_id, 1))
     assert bench.why(group) == (
         "rolling out: rollouts missing: 0; verdicts missing: 0, 1; the policy has begun; 60 s to its deadline"

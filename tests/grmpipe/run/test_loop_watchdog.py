@@ -14,9 +14,9 @@ from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.run import loop_watchdog
 from grmpipe.run.loop_watchdog import OURS, watched_loop
 from grmpipe.types import Prompt
-from grmpipe.workflows.chat import Reply
+from grmpipe.workflows.chat import ChatReply
 from grmpipe.workflows.in_process import InProcess
-from grmpipe.workflows.policy import Endpoint, Policy, Task
+from grmpipe.workflows.policy import ChatEndpoint, Policy, Task
 from models.types import Message
 
 LIMITS = StageLimits(boot_s=5, step_s=0.1, close_s=5, max_observation_chars=100)
@@ -40,7 +40,7 @@ class Blocks:
         pass
 
 
-async def never(*_: object) -> Reply:
+async def never(*_: object) -> ChatReply:
     raise AssertionError("it asks nothing")
 
 
@@ -75,7 +75,7 @@ def test_a_workflow_that_blocks_is_told_where_it_may(
 
     async def main() -> None:
         with watched_loop():
-            policy = Policy(never, lambda: Endpoint(base_url="", api_key=""))
+            policy = Policy(never, lambda: ChatEndpoint(base_url="", api_key=""))
             await InProcess("blocking_flow.solve", {}).solve(Task(messages=()), policy)
 
     asyncio.run(main())

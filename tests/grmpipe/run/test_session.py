@@ -18,7 +18,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.session import Run, Session, run_session
-from grmpipe.run_dir.run_state import BEGINNING
+from grmpipe.run_dir.recovery import BEGINNING
 
 
 @dataclass

@@ -285,7 +285,7 @@ def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_writ
             claim.open()
     assert changes_of(Path("mine")) == (
         "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
-        "after step 0: judge.timeout_s: 120.0 -> 600.0",
+        "after step 0: judge.limits.timeout_s: 120.0 -> 600.0",
         "after step 0: train.lr: 0.0003 -> 0.0001",
         "after step 0: train.num_steps: 80 -> 160",
     )

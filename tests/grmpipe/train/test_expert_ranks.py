@@ -24,7 +24,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from grmpipe.config.train import AlgorithmConfig, ResetConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.rank_metrics import OF_RANK
 from grmpipe.types import Metrics, TrainingSample
@@ -95,11 +95,8 @@ def replayed(plain: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def all_at_once(plain: Case) -> Case:
-    """A reference, a reset after the first step, activations partly recomputed without replay.
-
-    Both batches use all experts: after a reset Adam would make whole steps of an unused one's rounding.
-    """
-    algorithm = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01, reset=ResetConfig(every=1, share=0.3))
+    """A reference, and activations partly recomputed without replay. Both batches use all experts."""
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
     train = replace(plain.spec.train, activation_checkpointing="selective")
     spec = replace(plain.spec, algorithm=algorithm, train=train)
     return replace(plain, spec=spec, batches=(plain.batches[0], plain.batches[0]))

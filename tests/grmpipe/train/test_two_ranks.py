@@ -16,7 +16,7 @@ from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
-from grmpipe.config.train import AlgorithmConfig, ResetConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
@@ -98,7 +98,7 @@ def spec(gpt2_path: str) -> LearnerSpec:
     return LearnerSpec(
         model_path=gpt2_path,
         train=TrainConfig(lr=1e-3, warmup_steps=0),
-        algorithm=AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01, reset=ResetConfig(every=2, share=0.3)),
+        algorithm=AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01),
         max_new_tokens=8,
         device="cpu",
         master_dtype="float64",

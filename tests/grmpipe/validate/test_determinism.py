@@ -37,7 +37,7 @@ def seated(*overrides: str) -> Roles:
         (["grm.train.enabled=true", "grm.train.data_path=tiny://judgements"],
          "a GRM that learns .*; type grm.train.enabled=false"),
         (["judge.early_stop.kind=relaxed", "judge.num_judgements=4"], "type judge.early_stop.kind=none"),
-        (["judge=shared_principles"], "principles that failed .*; type judge.principles=inline"),
+        (["judge=shared_principles"], "principles that failed .*; type judge.principles.kind=inline"),
         (["judge.vote=weighted", "meta_rm=tiny"], "a meta-RM .*; type meta_rm.max_batch_tokens=1"),
         (["+judge@judges.exact=rule", "reward=cascade", "reward.first=judge", "reward.then=exact"],
          "reward.share=0.25 goes .*; type reward.share=1"),

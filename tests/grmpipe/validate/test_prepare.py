@@ -78,7 +78,7 @@ TOOLS = {"kind": "tools", "functions": "grmpipe.envs.tiny_tools"}
 
 def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is_cut() -> None:
     tools = {"rollout": {"max_turns": 4, "max_new_tokens": 16}, "data": {"num_prompts": 20}}
-    said = r"^judge\.max_new_tokens: .*env\.max_observation_chars.* exceed the 512 .*judge\.truncation=middle$"
+    said = r"^judge\.max_new_tokens: .*env\.max_observation_chars.* exceed the 512 .*judge\.format\.truncation=middle$"
     with pytest.raises(ConfigError, match=said):
         prepare(config(env=TOOLS, **tools), no_progress)
     prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools), no_progress)
@@ -188,7 +188,7 @@ def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
 
 def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grmpipe.judge.math_rule.is_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install -e "\.\[math\]"'):
+    with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install "grmpipe\[math\]"'):
         prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
 
 

@@ -78,9 +78,9 @@ def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path
     script = (
         "import sys\n"
         "from hydra import compose, initialize_config_dir\n"
-        "import launch\n"
+        "from grmpipe.cli import build\n"
         f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
-        "    config = launch.build(compose('config', ['+experiment=quickstart']))\n"
+        "    config = build(compose('config', ['+experiment=quickstart']))\n"
         "from grmpipe import tasks\n"
         "import grmpipe.run.tasks.train\n"
         "from grmpipe.validate.prepare import prepare\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest
-from grmpipe.workflows.recorder import Recorder
+from grmpipe.workflows.recorder import ChatRecorder
 from models.types import (
     Completion,
     Message,
@@ -119,7 +119,7 @@ def make_engine() -> type[FakeEngine]:
 
 
 @pytest.fixture
-def make_recorder() -> Callable[..., Recorder]:
+def make_recorder() -> Callable[..., ChatRecorder]:
     def make(
         engine: FakeEngine,
         *,
@@ -128,10 +128,10 @@ def make_recorder() -> Callable[..., Recorder]:
         max_new_tokens: int = 50,
         episode_s: float = 60.0,
         events: EventSink | None = None,
-    ) -> Recorder:
+    ) -> ChatRecorder:
         limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens, episode_s=episode_s)
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.9)
-        return Recorder(engine, Characters(), params, limits, events)
+        return ChatRecorder(engine, Characters(), params, limits, events)
 
     return make
 

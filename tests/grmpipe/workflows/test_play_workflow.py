@@ -14,12 +14,11 @@ from grmpipe.config.user_code import described
 from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.isolation.seat_counts import SeatCounts
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import plain_rewards, rewards_of
-from grmpipe.workflows.play_workflow import WorkflowLimits, workflow_play
+from grmpipe.workflows.play_workflow import WorkflowLimits, WorkflowPlayer
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
 from models.types import EngineDied, Message, ignore_first_token
@@ -55,11 +54,10 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
         async def play() -> Rollout:
             recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
             times = WorkflowLimits(episode_s=recorder.limits.episode_s, step_s=step_s, close_s=0.2)
-            counts = SeatCounts()
-            owner = described(workflow)
-            one = workflow_play(Running(workflow), recorder, Gateway(), times, counts, rules, owner)
+            player = WorkflowPlayer(Running(workflow), Gateway(), times, rules, described(workflow))
+            counts = player.counts
             try:
-                rollout = await one(request_of, PROMPT, ignore_first_token)
+                rollout = await player.play(recorder, request_of, PROMPT, ignore_first_token)
             finally:
                 assert (counts.opened, counts.closed + counts.killed) == (1, 1)
             assert len(asyncio.all_tasks()) == 1, "a task is left"
@@ -346,8 +344,8 @@ def test_a_cancelled_episode_cancels_its_workflow(
 
     async def play() -> None:
         limits = WorkflowLimits(episode_s=60, step_s=9, close_s=1)
-        one = workflow_play(Running(solve), make_recorder(make_engine()), Gateway(), limits)
-        playing = asyncio.ensure_future(one(request_of, PROMPT, ignore_first_token))
+        recorder, player = make_recorder(make_engine()), WorkflowPlayer(Running(solve), Gateway(), limits)
+        playing = asyncio.ensure_future(player.play(recorder, request_of, PROMPT, ignore_first_token))
         await asyncio.sleep(0.01)
         playing.cancel()
         await asyncio.wait({playing})

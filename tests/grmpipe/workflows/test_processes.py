@@ -16,9 +16,9 @@ import pytest
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.command import Command
-from grmpipe.workflows.play_workflow import Solver, WorkflowLimits, workflow_play
-from grmpipe.workflows.recorder import Recorder
+from grmpipe.workflows.play_workflow import Solver, WorkflowLimits, WorkflowPlayer
+from grmpipe.workflows.program import Program
+from grmpipe.workflows.recorder import ChatRecorder
 from grmpipe.workflows.server import Gateway
 from grmpipe.workflows.worker_pool import WorkerPool
 from models.types import Message, ignore_first_token
@@ -126,14 +126,14 @@ def prompt(what: str, **info: object) -> Prompt:
 class Playing:
     """Plays episodes with one solver and one gateway."""
 
-    def __init__(self, solver: Solver, recorder: Recorder, request: RolloutRequest) -> None:
+    def __init__(self, solver: Solver, recorder: ChatRecorder, request: RolloutRequest) -> None:
         self._request = request
         self._recorder, self._solver, self._gateway = recorder, solver, Gateway()
 
     async def __call__(self, what: str, *, episode_s: float = 30.0, **info: object) -> Rollout:
         limits = WorkflowLimits(episode_s=episode_s, step_s=min(0.2, episode_s), close_s=5)
-        play = workflow_play(self._solver, self._recorder, self._gateway, limits)
-        return await play(self._request, prompt(what, **info), ignore_first_token)
+        player = WorkflowPlayer(self._solver, self._gateway, limits)
+        return await player.play(self._recorder, self._request, prompt(what, **info), ignore_first_token)
 
     async def close(self) -> None:
         await self._solver.close()
@@ -227,7 +227,7 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
     playing: Callable, program: list[str], tmp_path: Path
 ) -> None:
     async def play() -> None:
-        async with playing(Command(program, {"depth": 3})) as episode:
+        async with playing(Program(program, {"depth": 3})) as episode:
             assert dict((await episode("options")).env_rewards) == {"depth": 3.0, "format": 0.5}
             assert dict((await episode("ok")).env_rewards) == {"length": len("over")}
             begun_s = time.monotonic()
@@ -244,7 +244,7 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
             assert (await fault_of(episode("die")))[0] == "died"
             assert (await fault_of(episode("hang", episode_s=1.0, pid=str(tmp_path / "pid"))))[0] == "timeout"
             await gone(tmp_path / "pid")
-        async with playing(Command(["no-such-program"], {})) as episode:
+        async with playing(Program(["no-such-program"], {})) as episode:
             assert "no-such-program can't be started" in (await fault_of(episode("ok")))[1]
 
     asyncio.run(play())

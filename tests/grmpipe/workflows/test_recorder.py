@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat import CallOptions, ChatRefused, Reply
+from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
 from grmpipe.workflows.play_workflow import Ending, rollout_of
-from grmpipe.workflows.recorder import Recorder, Session
+from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from models.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
@@ -30,7 +30,9 @@ def user(content: str) -> Message:
     return Message(role="user", content=content)
 
 
-def recorded(recorder: Recorder, request: RolloutRequest, talk: Callable[[Session], Awaitable[None]]) -> Rollout:
+def recorded(
+    recorder: ChatRecorder, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]
+) -> Rollout:
     """The rollout of what a function asks."""
 
     async def play() -> Rollout:
@@ -42,10 +44,10 @@ def recorded(recorder: Recorder, request: RolloutRequest, talk: Callable[[Sessio
     return asyncio.run(play())
 
 
-def run(recorder: Recorder, request: RolloutRequest, talk: Callable[[Session], Awaitable[None]]) -> Session:
+def run(recorder: ChatRecorder, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]) -> EpisodeChat:
     """The session after what a function asks."""
 
-    async def play() -> Session:
+    async def play() -> EpisodeChat:
         session = recorder.open(request)
         await talk(session)
         return session
@@ -58,7 +60,7 @@ def test_a_conversation_that_goes_on_is_one_segment_of_recorded_ids(
 ) -> None:
     engine = make_engine(["add 1 2", "3, I say"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         messages = [user("?")]
         reply = await session.chat(messages, [ADD])
         assert reply.tool_calls == (ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call_1"),)
@@ -96,7 +98,7 @@ def test_a_history_that_was_rewritten_opens_a_segment(
 ) -> None:
     engine = make_engine(["a", "c"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")])
         await session.chat(change(reply))
 
@@ -112,7 +114,7 @@ def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids
 ) -> None:
     engine = make_engine([" a\n", "c"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")])
         await session.chat([user("?"), Message(role="assistant", content=reply.content.strip()), user("b")])
 
@@ -126,7 +128,7 @@ def test_a_stop_text_is_kept_as_tokens_and_the_end_of_its_turn_comes_with_the_ne
 ) -> None:
     engine = make_engine(["find <a>b</a> invented", "add 1 2; and more", "c"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         messages = [user("?")]
         reply = await session.chat(messages, options=CallOptions(stop=("</a>",), logprobs=True))
         assert (reply.content, reply.finish_reason) == ("find <a>b", "stop")
@@ -147,7 +149,7 @@ def test_a_stop_text_is_kept_as_tokens_and_the_end_of_its_turn_comes_with_the_ne
 def test_a_stop_text_that_ends_a_call_belongs_to_the_call(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")], [ADD], CallOptions(stop=(" 2",)))
         assert reply.content == "" and reply.tool_calls[0].arguments == {"a": 1, "b": 2}
 
@@ -155,7 +157,7 @@ def test_a_stop_text_that_ends_a_call_belongs_to_the_call(
 
 
 def test_other_tools_open_a_segment(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")])
         await session.chat([user("?"), reply, user("b")], [ADD])
 
@@ -168,7 +170,7 @@ def test_parallel_calls_are_branches_and_the_chain_that_ends_last_comes_last(
 ) -> None:
     engine = make_engine(["plan", "sub one", "sub two", "whole"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         plan = await session.chat([user("?")])
         branch = [user("?"), plan]
         one, two = await asyncio.gather(
@@ -188,7 +190,7 @@ def test_two_continuations_of_one_turn_keep_its_recorded_ids(
 ) -> None:
     engine = make_engine(["plan", "one", "two"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         plan = await session.chat([user("?")])
         await asyncio.gather(*(session.chat([user("?"), plan, user(name)]) for name in ("1", "2")))
 
@@ -215,7 +217,7 @@ def test_whatever_a_workflow_asks_the_rollout_holds_exactly_what_the_engine_saw(
     chance = random.Random(seed)
     engine = make_engine([chance.choice(["a", "b", "add 1 2", "bad"]) for _ in range(40)])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         talks: list[list[Message]] = [[user("?")]]
 
         async def ask(messages: list[Message]) -> None:
@@ -244,7 +246,7 @@ def test_max_tokens_may_only_lower_the_runs(
 ) -> None:
     engine = make_engine(["a long text", "a"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         cut = await session.chat([user("?")], options=CallOptions(max_tokens=3))
         assert (cut.content, cut.finish_reason) == ("a l", "length")
         await session.chat([user("?"), cut, user("go on")], options=CallOptions(max_tokens=1000))
@@ -260,7 +262,7 @@ def test_max_tokens_may_only_lower_the_runs(
 def test_a_call_in_a_cut_completion_is_never_given_back(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, window: int, reason: str
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")], [ADD])
         assert (reply.tool_calls, reply.finish_reason) == ((), "length")
 
@@ -272,7 +274,7 @@ def test_a_call_in_a_cut_completion_is_never_given_back(
 def test_a_call_that_cannot_be_read_stays_text_and_is_counted(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         assert (await session.chat([user("?")], [ADD])).content == "bad {"
 
     rollout = recorded(make_recorder(make_engine(["bad {"])), request_of, talk)
@@ -282,7 +284,7 @@ def test_a_call_that_cannot_be_read_stays_text_and_is_counted(
 def test_a_full_window_is_refused_and_a_shorter_history_goes_on(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")])
         with pytest.raises(ChatRefused, match="context window has 30 tokens") as refused:
             await session.chat([user("?"), reply, user("x" * 40)])
@@ -302,7 +304,7 @@ def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
 ) -> None:
     engine = make_engine(["a", "b"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         reply = await session.chat([user("?")])
         await asyncio.sleep(0.3)
         with pytest.raises(ChatRefused) as refused:
@@ -316,7 +318,7 @@ def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
 def test_a_refusal_for_good_outlives_an_answer_to_a_parallel_call(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         await asyncio.gather(*(session.chat([user(name)]) for name in "abc"), return_exceptions=True)
 
     session = run(make_recorder(make_engine(), max_turns=2), request_of, talk)
@@ -328,7 +330,7 @@ def test_the_end_of_a_session_aborts_calls_in_flight_and_refuses_later_ones(
 ) -> None:
     engine = make_engine(["a"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         engine.held = asyncio.Event()
         asking = asyncio.ensure_future(session.chat([user("?")]))
         await asyncio.sleep(0)
@@ -348,7 +350,7 @@ def test_a_cancelled_call_is_aborted_and_no_turn(
 ) -> None:
     engine = make_engine(["lost", "kept"])
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         engine.held = asyncio.Event()
         asking = asyncio.ensure_future(session.chat([user("?")]))
         await asyncio.sleep(0.01)
@@ -366,7 +368,7 @@ def test_a_cancelled_call_is_aborted_and_no_turn(
 def test_an_error_of_the_engine_ends_the_session_and_stays_its_own(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, error: Exception
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         with pytest.raises(ChatRefused, match="can't answer"):
             await session.chat([user("?")])
         with pytest.raises(ChatRefused, match="has ended"):
@@ -379,7 +381,7 @@ def test_an_error_of_the_engine_ends_the_session_and_stays_its_own(
 def test_what_the_template_does_not_take_is_the_askers_fault(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         with pytest.raises(ChatRefused, match="takes no markup") as refused:
             await session.chat([user("markup")])
         assert (refused.value.code, refused.value.reason) == ("invalid_request", "")
@@ -390,9 +392,9 @@ def test_what_the_template_does_not_take_is_the_askers_fault(
 def test_the_time_without_a_request_belongs_to_the_turn_before_it(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         await asyncio.sleep(0.02)
-        reply: Reply = await session.chat([user("?")])
+        reply: ChatReply = await session.chat([user("?")])
         await asyncio.sleep(0.04)
         await session.chat([user("?"), reply, user("more")])
 
@@ -426,7 +428,7 @@ def test_a_short_message_after_a_long_conversation_is_rendered_where_it_is(
 
     monkeypatch.setattr(recorder.renderer, "extend", placed)
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         opening = user("a" * LONG_CHARS)
         reply = await session.chat([opening])
         await session.chat([opening, reply, user("more")])
@@ -448,7 +450,7 @@ def test_long_messages_leave_the_loop_free_and_no_call_beyond_the_limit_comes_of
 
     monkeypatch.setattr(recorder.renderer, "render", placed)
 
-    async def talk(session: Session) -> None:
+    async def talk(session: EpisodeChat) -> None:
         calls = (session.chat([user(name * LONG_CHARS)]) for name in "ab")
         _, refused = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(refused, ChatRefused) and refused.reason == "turns"

@@ -15,7 +15,7 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.policy import Policy
-from grmpipe.workflows.recorder import Recorder, Session
+from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
 from models.types import Message, ToolCall
 
@@ -26,7 +26,7 @@ ADD = {"type": "function", "function": {"name": "add", "description": "", "param
 
 
 @asynccontextmanager
-async def served(recorder: Recorder, request: RolloutRequest) -> AsyncIterator[tuple[Session, Policy, Gateway]]:
+async def served(recorder: ChatRecorder, request: RolloutRequest) -> AsyncIterator[tuple[EpisodeChat, Policy, Gateway]]:
     gateway, session = Gateway(), recorder.open(request)
     policy = Policy(session.chat, lambda: gateway.admit(session))
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.lm.linear_logprobs import ENTROPY, LOGPROB, columns_of, linear_logprobs
-from models.lm.logprobs import chosen_logprobs
+from models.lm.logprobs import Wanted, chosen_logprobs
+from models.settings import CHUNK_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
 
@@ -22,6 +26,10 @@ def parts(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Te
     hidden, weight, bias = (torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
     chosen = torch.randint(0, VOCABULARY, (ROWS,), generator=random)
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), chosen
+
+
+def asked(chosen: Tensor, chunk_logits: int = 40, **options: Any) -> Wanted:
+    return Wanted(chosen_R=chosen, chunk_logits=chunk_logits, **options)
 
 
 @settings(max_examples=60)
@@ -43,17 +51,24 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
     fp32_logits: bool,
     seed: int,
 ) -> None:
+    wanted = Wanted(
+        chosen_R=torch.empty(0),
+        want_entropy=want_entropy,
+        entropy_gradient=entropy_gradient,
+        temperature=temperature,
+        fp32_logits=fp32_logits,
+        chunk_logits=chunk_logits,
+    )
+
     def results(chunked: bool) -> list[Tensor | None]:
         hidden, weight, bias, chosen = parts(seed=seed)
         shift = bias if with_bias else None
         if chunked:
-            out = linear_logprobs(
-                hidden, weight, shift, chosen, want_entropy, entropy_gradient, temperature, fp32_logits, chunk_logits
-            )
+            out = linear_logprobs(hidden, weight, shift, replace(wanted, chosen_R=chosen))
             logprobs, entropy = out[:, LOGPROB], out[:, ENTROPY]
         else:
             logits = torch.nn.functional.linear(hidden, weight, shift)
-            logprobs, entropy = chosen_logprobs(logits, chosen, want_entropy, entropy_gradient, temperature=temperature)
+            logprobs, entropy = chosen_logprobs(logits, replace(wanted, chosen_R=chosen, chunk_logits=CHUNK_LOGITS))
         weights = torch.arange(1.0, ROWS + 1, dtype=torch.float64)
         through = want_entropy and entropy_gradient
         ((logprobs * weights).sum() + (3 * (entropy * weights.flip(0)).sum() if through else 0.0)).backward()
@@ -66,22 +81,25 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
 def test_the_formula_of_the_gradient_is_that_of_differences() -> None:
     hidden, weight, bias, chosen = parts()
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_logprobs(h, w, b, chosen, True, True, 0.7, False, 40), (hidden, weight, bias)
+        lambda h, w, b: linear_logprobs(h, w, b, asked(chosen, want_entropy=True, temperature=0.7)),
+        (hidden, weight, bias),
     )
 
 
 def test_an_entropy_without_gradient_adds_none() -> None:
     hidden, weight, _, chosen = parts()
-    linear_logprobs(hidden, weight, None, chosen, True, False, chunk_logits=40)[:, ENTROPY].sum().backward()
+    linear_logprobs(hidden, weight, None, asked(chosen, want_entropy=True, entropy_gradient=False))[
+        :, ENTROPY
+    ].sum().backward()
     assert hidden.grad is not None and not hidden.grad.any()
 
 
 def test_16bit_logits_are_rounded_as_those_of_a_head_and_exact_on_request() -> None:
     hidden, weight, _, chosen = parts(torch.bfloat16)
-    whole = chosen_logprobs(hidden @ weight.t(), chosen)[0]
-    exact = chosen_logprobs(hidden.double() @ weight.double().t(), chosen)[0].float()
-    rounded = linear_logprobs(hidden, weight, None, chosen, chunk_logits=40)[:, LOGPROB]
-    precise = linear_logprobs(hidden, weight, None, chosen, fp32_logits=True, chunk_logits=40)[:, LOGPROB]
+    whole = chosen_logprobs(hidden @ weight.t(), Wanted(chosen_R=chosen))[0]
+    exact = chosen_logprobs(hidden.double() @ weight.double().t(), Wanted(chosen_R=chosen))[0].float()
+    rounded = linear_logprobs(hidden, weight, None, asked(chosen))[:, LOGPROB]
+    precise = linear_logprobs(hidden, weight, None, asked(chosen, fp32_logits=True))[:, LOGPROB]
     torch.testing.assert_close(rounded, whole, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(precise, exact, atol=1e-5, rtol=1e-6)
     assert (rounded - exact).abs().max() > 1e-3
@@ -90,10 +108,10 @@ def test_16bit_logits_are_rounded_as_those_of_a_head_and_exact_on_request() -> N
 def test_the_gradient_of_16bit_hidden_states_is_summed_in_float32() -> None:
     """Many chunks, whose parts would be lost if each sum were rounded."""
     hidden, weight, _, chosen = parts(torch.bfloat16)
-    linear_logprobs(hidden, weight, None, chosen, fp32_logits=True, chunk_logits=ROWS).sum().backward()
+    linear_logprobs(hidden, weight, None, asked(chosen, fp32_logits=True, chunk_logits=ROWS)).sum().backward()
     many = hidden.grad
     hidden.grad = None
-    linear_logprobs(hidden, weight, None, chosen, fp32_logits=True).sum().backward()
+    linear_logprobs(hidden, weight, None, Wanted(chosen_R=chosen, fp32_logits=True)).sum().backward()
     torch.testing.assert_close(many, hidden.grad, atol=1e-3, rtol=1e-2)
 
 
@@ -112,7 +130,7 @@ class Largest(TorchDispatchMode):
 def test_neither_all_logits_nor_their_gradient_ever_exist() -> None:
     hidden, weight, _, chosen = parts()
     with Largest() as largest:
-        linear_logprobs(hidden, weight, None, chosen, True, chunk_logits=40).sum().backward()
+        linear_logprobs(hidden, weight, None, asked(chosen, want_entropy=True)).sum().backward()
     assert largest.values == VOCABULARY * HIDDEN < ROWS * VOCABULARY
 
 
@@ -126,5 +144,5 @@ def test_every_column_is_in_one_chunk(chunk_logits: int) -> None:
 def test_no_rows_leave_weights_without_a_change() -> None:
     _, weight, _, _ = parts()
     hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
-    linear_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.int64), True).sum().backward()
+    linear_logprobs(hidden, weight, None, asked(torch.zeros(0, dtype=torch.int64), want_entropy=True)).sum().backward()
     assert weight.grad is not None and not weight.grad.any()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from models.lm.logprobs import chosen_logprobs
+from models.lm.logprobs import Wanted, chosen_logprobs
 
 
 def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -17,12 +18,16 @@ def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 CHOSEN = torch.arange(11) % 6
 
 
+def asked(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return chosen_logprobs(logits, Wanted(chosen_R=CHOSEN, **options))
+
+
 @pytest.mark.parametrize("entropy_gradient", [True, False])
 def test_chunks_change_neither_values_nor_gradients(entropy_gradient: bool) -> None:
     results = []
     for chunk_logits in (1, 4 * 6, 1 << 20):
         leaf = logits().requires_grad_()
-        logprobs, entropy = chosen_logprobs(leaf, CHOSEN, True, entropy_gradient, chunk_logits)
+        logprobs, entropy = asked(leaf, want_entropy=True, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits)
         (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
         assert entropy.requires_grad is entropy_gradient
         results.append((logprobs, entropy, leaf.grad))
@@ -34,7 +39,7 @@ def test_chunks_change_neither_values_nor_gradients(entropy_gradient: bool) -> N
 def test_a_temperature_divides_in_float32_and_copies_no_16bit_logits(chunk_logits: int) -> None:
     """As engines do. Gradients flow through it."""
     leaf = (20 * logits()).bfloat16().requires_grad_()
-    logprobs, entropy = chosen_logprobs(leaf, CHOSEN, True, chunk_logits=chunk_logits, temperature=0.7)
+    logprobs, entropy = asked(leaf, want_entropy=True, chunk_logits=chunk_logits, temperature=0.7)
     log_softmax = (leaf.detach().double() / 0.7).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), log_softmax[torch.arange(11), CHOSEN], atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), -(log_softmax.exp() * log_softmax).sum(-1), atol=1e-3, rtol=1e-4)
@@ -44,23 +49,23 @@ def test_a_temperature_divides_in_float32_and_copies_no_16bit_logits(chunk_logit
 
 
 def test_values_are_log_softmax_and_shannon_entropy() -> None:
-    logprobs, entropy = chosen_logprobs(logits(), CHOSEN, want_entropy=True)
+    logprobs, entropy = asked(logits(), want_entropy=True)
     log_softmax = logits().log_softmax(-1)
     torch.testing.assert_close(logprobs, log_softmax[torch.arange(11), CHOSEN])
     torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1))
-    uniform = chosen_logprobs(torch.zeros(1, 8), torch.tensor([3]), want_entropy=True)
+    uniform = chosen_logprobs(torch.zeros(1, 8), Wanted(chosen_R=torch.tensor([3]), want_entropy=True))
     assert [value.item() for value in uniform] == pytest.approx([-math.log(8), math.log(8)])
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
-    logprobs, _ = chosen_logprobs(logits(torch.bfloat16), CHOSEN)
-    exact, _ = chosen_logprobs(logits(torch.bfloat16).double(), CHOSEN)
+    logprobs, _ = asked(logits(torch.bfloat16))
+    exact, _ = asked(logits(torch.bfloat16).double())
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-6, rtol=0)
 
 
 def test_no_rows_are_no_trouble() -> None:
     leaf = torch.zeros(0, 6, requires_grad=True)
-    logprobs, _ = chosen_logprobs(leaf, torch.zeros(0, dtype=torch.int64), want_entropy=True)
+    logprobs, _ = chosen_logprobs(leaf, Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True))
     logprobs.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (0, 6)

@@ -189,7 +189,7 @@ def test_without_peft_one_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) 
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    assert peft_missing() == 'peft is not installed; type `pip install -e ".[lora]"`'
+    assert peft_missing() == 'peft is not installed; type `pip install "grmpipe[lora]"`'
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -31,11 +32,12 @@ class Wire:
     def __init__(self) -> None:
         self.host = EngineHost()
         self.calls: Counter[str] = Counter()
+        self._numbers = itertools.count()
         self._cut = asyncio.Event()
 
     async def call(self, method: str, *args: object) -> object:
         self.calls[method] += 1
-        answer = asyncio.ensure_future(getattr(self.host, method)(*args))
+        answer = asyncio.ensure_future(self.host.call_in_order(next(self._numbers), method, *args))
         cut = asyncio.ensure_future(self._cut.wait())
         await asyncio.wait([answer, cut], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():

@@ -455,7 +455,7 @@ def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
 def test_a_clock_of_answers_stands_still_while_moves_leave_a_role_no_slot() -> None:
     async def main(bench: Bench) -> None:
         loop, clock = asyncio.get_running_loop(), ActiveClock()
-        bench.pool.stops("grm", clock)
+        bench.pool.clocks["grm"].add(clock)
         began = clock.now()
         await bench.push(0)
         assert loop.time() > 0

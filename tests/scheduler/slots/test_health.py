@@ -406,7 +406,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
             RoleHealth("grm", router, restart, HealthConfig(max_replacements=max_replacements)),
             ActiveClock(),
         )
-        health.stops(clock)
+        health.clocks.add(clock)
         running = asyncio.create_task(health.run())
         router.members.mark_dead("grm-0", engines["grm-0"], EngineDied("killed"))
         began_s = clock.now()

@@ -202,7 +202,7 @@ def test_a_push_reports_what_it_moved_and_resumes_all() -> None:
         engines = Faulty(load_s=1.0), Faulty(load_s=2.0)
         report = await push_to(*engines, deadline_s=60)
         assert report.version == 3
-        assert (report.num_bytes, report.num_skipped_bytes) == (NUM_BYTES, 0)
+        assert report.num_bytes == NUM_BYTES
         assert report.probe_error == 0
         assert report.pause_seconds == report.seconds == pytest.approx(6.0)
         assert [(engine.version, engine.paused) for engine in engines] == [(3, False), (3, False)]
@@ -574,83 +574,6 @@ def test_a_latecomer_that_dies_in_a_push_is_told_and_the_push_names_it() -> None
     asyncio.run(main())
 
 
-# -- delta ---------------------------------------------------------------------------------------------------------
-
-
-def test_with_delta_only_changed_buckets_travel_and_only_to_engines_that_lack_them() -> None:
-    async def main() -> None:
-        source, a, b = Source(), Faulty(), Faulty()
-        sync = WeightSync(source, PROBE, SyncConfig(delta=True))
-        await sync.push(lambda: {"policy-0": a}, 1)
-        source.weights["layers.1.k"] = b"changed!!!" * 16
-        for engine in (a, b):
-            engine.loaded.clear()
-        report = await sync.push(lambda: named(a, b), 2)
-        assert a.loaded == ["layers.1.q", "layers.1.k"]
-        assert len(b.loaded) == 6
-        assert (report.num_bytes, report.num_skipped_bytes) == (NUM_BYTES, 0)
-        report = await sync.push(lambda: named(a, b), 3)
-        assert (report.num_bytes, report.num_skipped_bytes) == (0, NUM_BYTES)
-        assert (a.version, b.version) == (3, 3)
-        assert len(b.loaded) == 6
-
-    asyncio.run(main())
-
-
-def test_without_delta_everything_travels_always() -> None:
-    async def main() -> None:
-        engine = Faulty()
-        sync = WeightSync(Source(), PROBE, SyncConfig())
-        for version in (1, 2):
-            assert (await sync.push(lambda: named(engine), version)).num_bytes == NUM_BYTES
-        assert len(engine.loaded) == 12
-
-    asyncio.run(main())
-
-
-def test_what_an_engine_could_not_hash_or_lost_in_a_failed_push_is_sent_again() -> None:
-    async def main() -> None:
-        source, engine = Source(), Faulty("unhashed")
-        sync = WeightSync(source, PROBE, SyncConfig(delta=True))
-        await sync.push(lambda: named(engine), 1)
-        report = await sync.push(lambda: named(engine), 2)
-        assert report.num_bytes == NUM_BYTES / 3
-        source.weights["layers.1.k"] = b"changed!!!" * 16
-        engine.fault = "die"
-        with pytest.raises(EngineLost):
-            await sync.push(lambda: named(engine), 3)
-        assert (await sync.push(lambda: named(engine), 3)).num_bytes == NUM_BYTES
-
-    asyncio.run(main())
-
-
-def test_another_engine_under_an_old_name_is_sent_everything() -> None:
-    async def main() -> None:
-        first, second = Faulty(), Faulty()
-        sync = WeightSync(Source(), PROBE, SyncConfig(delta=True))
-        await sync.push(lambda: named(first), 1)
-        await sync.catch_up("policy-0", second, lambda: None)
-        assert len(second.loaded) == 6
-
-    asyncio.run(main())
-
-
-def test_a_broadcast_that_one_engine_lacks_goes_to_the_whole_group() -> None:
-    async def main() -> None:
-        a, b = Faulty(), Faulty()
-        sync = WeightSync(
-            Source(broadcast=True), PROBE, SyncConfig(delta=True), transport="gloo", group="gloo", new_address=address
-        )
-        await sync.push(lambda: {"policy-0": a}, 1)
-        await sync.push(lambda: named(a, b), 2)
-        assert len(a.loaded) == 12
-        report = await sync.push(lambda: named(a, b), 3)
-        assert report.num_bytes == 0
-        assert len(a.loaded) == 12
-
-    asyncio.run(main())
-
-
 # -- words and settings --------------------------------------------------------------------------------------------
 
 
@@ -684,5 +607,21 @@ def test_what_never_changes_is_sent_to_an_engine_once() -> None:
         third = await sync.push(lambda: {"old": old, "new": new}, 3)
         assert third.num_bytes == NUM_BYTES
         assert len(new.loaded) == 3 * len(old.loaded) > 0
+
+    asyncio.run(scenario())
+
+
+def test_what_never_changes_is_sent_again_after_a_failed_push_and_to_another_engine_under_the_name() -> None:
+    async def scenario() -> None:
+        source, engine = Source(), Faulty()
+        source.num_fixed = 2
+        sync = WeightSync(source, PROBE, SyncConfig())
+        await sync.push(lambda: named(engine), 1)
+        engine.fault = "stale"
+        with pytest.raises(WeightMismatch):
+            await sync.push(lambda: named(engine), 2)
+        assert (await sync.push(lambda: named(engine), 2)).num_bytes == NUM_BYTES
+        assert (await sync.push(lambda: named(engine), 3)).num_bytes == NUM_BYTES // 3
+        assert (await sync.push(lambda: named(Faulty()), 4)).num_bytes == NUM_BYTES
 
     asyncio.run(scenario())

@@ -197,7 +197,7 @@ class CoTraining:
         )
         flow = Pipeline(parts, grm_flow(config, cotrain, judge), self._after_step, self._pipeline_state)
         for health in self._health:
-            health.stops(flow.clock)
+            health.clocks.add(flow.clock)
         return flow
 
     async def _after_step(self, report: StepReport) -> None:

@@ -221,14 +221,6 @@ def test_judges_that_ask_no_language_model_are_named_in_words() -> None:
     assert not any(re.match(r"a [aeiou]", words) for words in KIND_IN_WORDS.values())
 
 
-def test_a_push_that_leaves_out_experts_is_refused_where_the_engine_fuses_them(big_run: tuple[str, ...]) -> None:
-    mixture = ("policy=qwen3_30b_a3b", "engine=vllm", "sync.delta=true")
-    with pytest.raises(
-        ConfigError, match=r"^sync\.delta: the engine of policy keeps all experts .* type sync\.delta=false"
-    ):
-        planned(*big_run, *mixture)
-
-
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
     odd = ("placement.pools.rollout.slots=3", "placement.roles.policy.slots_per_replica=3")
     with pytest.raises(ConfigError, match=r"^placement\.roles\.policy\.slots_per_replica: 3 GPUs can't share 32"):
@@ -311,7 +303,7 @@ def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[s
 
 # -- times and other placements ------------------------------------------------------------------------------------
 
-WIDE_ENGINES = ("engine.vllm.max_batch_rows=256", "engine.vllm.max_context_tokens=0", "judge.max_concurrency=64")
+WIDE_ENGINES = ("engine.vllm.max_batch_rows=256", "engine.vllm.max_context_tokens=0", "judge.limits.max_concurrency=64")
 H100 = tuple(f"placement.pools.{pool}.device=h100" for pool in ("train", "rollout", "judging"))
 
 
@@ -329,7 +321,7 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert re.search(r"learner  20\.5 s of work for each of 4; 19,\d\d\d packed tokens/s, MFU 0\.2\d\n", text)
     least, fast, slow = map(float, re.findall(r"at least ([\d.]+) s: .*\n  likely ([\d.]+) s to ([\d.]+) s: ", text)[0])
     assert fast == pytest.approx(least / 1.6, rel=0.01) and slow == pytest.approx(least * 1.6, rel=0.01)
-    on_cores = planned("+experiment=quickstart", "sync.delta=true")
+    on_cores = planned("+experiment=quickstart")
     assert "packed tokens/s\n" in on_cores, "cores have no MFU"
     assert "likely" not in on_cores, "published rates are those of GPUs"
 

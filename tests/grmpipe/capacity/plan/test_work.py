@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from configs import with_sections
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
@@ -20,6 +21,7 @@ from grmpipe.capacity.plan.work import (
     shares_asked,
     step_work,
 )
+from grmpipe.config.resolve_config import typed_sections
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.yaml_io import build
 
@@ -73,7 +75,9 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> 
     prompts = survey.data.train[:40]
     mixed = tuple(replace(prompt, source="math" if n < 10 else "chat") for n, prompt in enumerate(prompts))
     route = RewardConfig(kind="route", route={"math": "safety"}, default="judge")
-    config = replace(survey.config, judges={"safety": survey.config.judges["safety"]}, reward=route)
+    config = with_sections(
+        survey.config, judges={"safety": typed_sections(survey.config).judges["safety"]}, reward=route
+    )
     routed = replace(survey, config=config, data=replace(survey.data, train=mixed))
     assert shares_asked(routed) == {"safety": 0.25, "judge": 0.75}
     work = step_work(routed).engines
@@ -83,11 +87,11 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> 
 
 
 def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
-    own = replace(survey.config.judges["safety"], model="policy")
+    own = replace(typed_sections(survey.config).judges["safety"], model="policy")
     roles = {role: seat for role, seat in survey.config.placement.roles.items() if not role.startswith("safety")}
     placed = replace(survey.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")
-    alone = replace(survey.config, placement=placed, models={}, judges={"safety": own}, reward=reward)
+    alone = with_sections(survey.config, placement=placed, models={}, judges={"safety": own}, reward=reward)
     work = step_work(survey.under(alone)).engines
     assert list(work) == ["policy"]
     assert work["policy"].requests == 128 + 128 * 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
-from configs import with_sections
+from configs import judge_config, with_sections
 from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, SPEED, always, seats, workload
 
@@ -204,7 +204,7 @@ def test_the_first_and_last_steps_of_a_stale_run_are_not_counted() -> None:
 
 # -- several judges ----------------------------------------------------------------------------------------------------
 
-SECOND = JudgeConfig(
+SECOND = judge_config(
     model="safety", template="boxed", parser="boxed", score_min=0, score_max=1, num_judgements=1, max_new_tokens=200,
     min_tokens_per_s=1, timeout_s=3600,
 )  # fmt: skip

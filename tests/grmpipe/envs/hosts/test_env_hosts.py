@@ -124,8 +124,8 @@ async def started(
         yield hosts, group
     finally:
         await hosts.close()
-        seats = hosts.seats
-        assert seats.opened == seats.closed + seats.killed, seats
+        counts = hosts.counts
+        assert counts.opened == counts.closed + counts.killed, counts
 
 
 def shares(hosts: EnvHosts) -> list[int]:
@@ -193,7 +193,7 @@ def test_a_host_that_dies_fails_only_its_own_episodes_and_is_replaced(tmp_path: 
             await here.close()
             assert (await there.step(Action(text="go"))).done
             await there.close()
-            assert (hosts.seats.opened, hosts.seats.closed, hosts.seats.killed) == (2, 1, 1)
+            assert (hosts.counts.opened, hosts.counts.closed, hosts.counts.killed) == (2, 1, 1)
             while hosts.num_replaced == 0:
                 await asyncio.sleep(0)
             again = hosts.env()
@@ -244,7 +244,7 @@ def test_a_host_that_keeps_no_limit_counts_as_dead(tmp_path: Path, monkeypatch: 
                 await asyncio.sleep(0)
             assert group.members[0] is not old
             await env.close()
-            assert hosts.seats.killed == 1
+            assert hosts.counts.killed == 1
 
     asyncio.run(main())
 
@@ -258,7 +258,7 @@ def test_an_environment_that_keeps_no_limit_costs_its_host_nothing(tmp_path: Pat
                 await env.step(Action(text="hang"))
             assert fault.value.cause == "timeout"
             await env.close()
-            assert hosts.seats.closed == 1
+            assert hosts.counts.closed == 1
 
     asyncio.run(main())
 
@@ -275,7 +275,7 @@ def test_an_episode_that_is_cancelled_while_it_boots_is_closed_there(tmp_path: P
             before = len(CLOSED)
             await env.close()
             assert len(CLOSED) == before + 1 and not group.members[0]._envs
-            assert (hosts.seats.opened, hosts.seats.closed) == (1, 1)
+            assert (hosts.counts.opened, hosts.counts.closed) == (1, 1)
 
     asyncio.run(main())
 

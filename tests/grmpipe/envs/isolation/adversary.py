@@ -1,4 +1,4 @@
-"""An environment whose steps do harm, by name: what a policy's program may do in a seat. Imported in seats."""
+"""An environment whose steps do harm, by name: what a policy's program may do in a worker. Imported in workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program of the policy tries in a seat fails: as the user at hand, as another one, and without namespaces."""
+"""What a program of the policy tries in a worker fails: as the user at hand, as another one, and without namespaces."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def is_refused(text: str) -> bool:
 
 
 async def attacked(run_dir: Path, without: tuple[str, ...], programs: Mapping[str, str]) -> dict[str, str]:
-    """The answers to all attacks in one seat, which must then still be able to work."""
+    """The answers to all attacks in one worker, which must then still be able to work."""
     config = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION)
     left = noted(run_dir)
     host = ProcessHost(config, left, LIMITS, without)

@@ -110,7 +110,7 @@ def test_an_episode_lives_in_a_container_of_its_own_with_its_limits_and_label(do
                 observation = await env.step(Action(text="ping hello"))
                 await env.close()
                 texts.append(observation.messages[0].content)
-            assert (host.seats.opened, host.seats.closed) == (2, 2)
+            assert (host.counts.opened, host.counts.closed) == (2, 2)
         return " ".join(texts)
 
     assert asyncio.run(play()) == "hello hello"
@@ -148,7 +148,7 @@ def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left
         await env.open(EPISODE)
         assert (await env.step(Action(text="be_deaf"))).faults == ("limit",)
         await env.close()
-        assert (host.seats.opened, host.seats.killed) == (1, 1)
+        assert (host.counts.opened, host.counts.killed) == (1, 1)
 
     asyncio.run(play())
     (run,), (remove,) = calls(docker, "run"), calls(docker, "rm")

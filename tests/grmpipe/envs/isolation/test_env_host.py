@@ -19,7 +19,7 @@ from grmpipe.envs.isolation.confinement import Missing
 from grmpipe.envs.isolation.env_host import open_env_host
 from grmpipe.envs.isolation.fork_server import imported_packages
 from grmpipe.envs.isolation.isolation_report import IsolationReport, describe_isolation, weaknesses
-from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, frame, next_report, observed, reports
+from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, fitting, frame, next_message, reports
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.types import Prompt
 from models.types import Message
@@ -47,7 +47,7 @@ def test_in_the_run_itself_failing_episodes_are_counted_too(monkeypatch: pytest.
                     ends[fault.cause] += 1
                 finally:
                     await env.close()
-            assert host.seats.opened == host.seats.closed == 3
+            assert host.counts.opened == host.counts.closed == 3
         return ends
 
     assert asyncio.run(plays()) == {"done": 2, "broken": 1}
@@ -56,15 +56,15 @@ def test_in_the_run_itself_failing_episodes_are_counted_too(monkeypatch: pytest.
 def test_an_observation_comes_back_as_it_was() -> None:
     messages = [Message(role="tool", content="7", name="add", tool_call_id="c")]
     sent = Observation(messages=messages, rewards={"a": 0.25}, state_key="k", faults=("tool",), done=True)
-    assert reports.decode(observed(sent)[4:]) == Observed(sent)
+    assert reports.decode(frame(Observed(fitting(sent)))[4:]) == Observed(sent)
 
 
 def test_a_long_observation_keeps_its_begin_and_end() -> None:
     sent = Observation(messages=[Message(role="tool", content=f"a{'x' * MAX_FRAME}z")])
-    back = reports.decode(observed(sent)[4:])
+    back = reports.decode(frame(Observed(fitting(sent)))[4:])
     assert isinstance(back, Observed)
     text = back.observation.messages[0].content
-    assert text[0] == "a" and text[-1] == "z" and "characters were cut here" in text and len(text) < 300_000
+    assert text[0] == "a" and text[-1] == "z" and "characters left out" in text and len(text) < 300_000
 
 
 def test_a_frame_that_is_too_long_is_not_sent_and_not_read() -> None:
@@ -75,7 +75,7 @@ def test_a_frame_that_is_too_long_is_not_sent_and_not_read() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await next_report(reader)
+        return await next_message(reader, reports)
 
     with pytest.raises(BadFrame, match="bytes"):
         asyncio.run(read(struct.pack("<I", MAX_FRAME + 1)))

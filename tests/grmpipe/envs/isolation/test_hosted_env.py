@@ -1,4 +1,4 @@
-"""How a seat ended is known even if it ended before the run looked."""
+"""How a worker ended is known even if it ended before the run looked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from grmpipe.envs.env import Action, Episode, Opening
 from grmpipe.envs.isolation.hosted_env import HostedEnv
 from grmpipe.envs.isolation.messages import Began, Ended, Opened, frame
-from grmpipe.envs.isolation.process_host import ProcessSeat, stream_of
-from grmpipe.envs.isolation.seat_counts import SeatCounts
+from grmpipe.envs.isolation.process_host import ProcessWorker, stream_of
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.types import Prompt
 from models.types import Message
 
@@ -22,21 +22,21 @@ AT_LIMIT = Ended(signal=signal.SIGKILL, exit_code=0, cpu_s=0.1, limit="256 MB of
 def test_the_report_of_a_supervisor_that_has_gone_outlives_a_word_to_it(tmp_path: Path) -> None:
     async def told() -> Ended | None:
         (env, env_there), (run, run_there) = socket.socketpair(), socket.socketpair()
-        seat = ProcessSeat(await stream_of(env), await stream_of(run), run, tmp_path / "seat")
-        (tmp_path / "seat").mkdir()
+        worker = ProcessWorker(await stream_of(env), await stream_of(run), run, tmp_path / "worker")
+        (tmp_path / "worker").mkdir()
         run_there.sendall(frame(AT_LIMIT))
         run_there.close()
         env_there.close()
-        seat.kill()
-        ended = await seat.ended()
-        seat.release()
+        worker.kill()
+        ended = await worker.ended()
+        worker.release()
         return ended
 
     assert asyncio.run(told()) == AT_LIMIT
 
 
 class EndsByItself:
-    """A seat that dies at its first step, and tells its limit a little later unless it is killed before."""
+    """A worker that dies at its first step, and tells its limit a little later unless it is killed before."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -65,11 +65,11 @@ class EndsByItself:
         self._there.close()
 
 
-def test_a_seat_that_ends_by_itself_tells_its_limit_before_it_is_killed() -> None:
+def test_a_worker_that_ends_by_itself_tells_its_limit_before_it_is_killed() -> None:
     async def faults() -> tuple[str, ...]:
         limits = StageLimits(boot_s=5.0, step_s=5.0, close_s=1.0, max_observation_chars=100)
-        seat = EndsByItself()
-        env = HostedEnv(seat.open, limits=limits, seats=SeatCounts(), taken=set())
+        worker = EndsByItself()
+        env = HostedEnv(worker.open, limits=limits, counts=OpenedEnvs(), taken=set())
         prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
         await env.open(Episode(prompt=prompt, group_id="g", sibling=0, attempt=0, seed=0))
         return tuple((await env.step(Action(text="x"))).faults)

@@ -93,7 +93,7 @@ class Host:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    async def seated(self, limits: StageLimits | None = None) -> HostedEnv:
+    async def working(self, limits: StageLimits | None = None) -> HostedEnv:
         kept, self.host.limits = self.host.limits, limits or self.host.limits
         env = self.host.env()
         self.host.limits = kept
@@ -103,10 +103,10 @@ class Host:
     def step(
         self, text: str, limits: StageLimits | None = None, then: Callable[[], object] = lambda: None
     ) -> Observation:
-        """The answer to one step, in a seat of its own. Meanwhile a neighbour works, and another is seated."""
+        """The answer to one step, in a worker of its own. Meanwhile a neighbour works, and another is working."""
 
         async def both() -> Observation:
-            env, neighbour = await self.seated(limits), await self.seated()
+            env, neighbour = await self.working(limits), await self.working()
             try:
                 works = asyncio.create_task(self._works(neighbour))
                 try:
@@ -129,7 +129,7 @@ class Host:
             answer = await neighbour.step(Action(text=f"ping {turn}"))
             assert answer.messages[0].content == str(turn)
             await asyncio.sleep(0.03)
-        await (await self.seated()).close()
+        await (await self.working()).close()
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_memory_within_the_bound_and_memory_that_programs_share_end_no_episode(h
 
 def test_too_much_memory_in_the_opening_is_the_environments_fault(tmp_path: Path) -> None:
     with Host(tmp_path, config=config_of(boot="hold_in_forks 6")) as host, pytest.raises(EnvFault) as fault:
-        host.run(host.seated())
+        host.run(host.working())
     assert fault.value.cause == "died" and "limit of 256 MB of memory of all its processes" in str(fault.value)
 
 
@@ -257,7 +257,7 @@ def test_a_signal_that_the_policys_program_sends_discards_no_episode(
 
 def test_an_end_that_the_policys_program_asked_for_in_an_earlier_step_is_its_fault(host: Host) -> None:
     async def work() -> Observation:
-        env = await host.seated()
+        env = await host.working()
         await env.step(Action(text="signal_parent TERM"))
         try:
             return await env.step(Action(text="ping x"))
@@ -276,7 +276,7 @@ def test_an_exception_that_is_the_policys_doing_ends_an_isolated_episode(host: H
     assert (fault.value.kind, fault.value.ends) == (kind, True)
 
 
-def test_there_is_no_network_but_the_seats_own(host: Host, needs: Callable[..., None]) -> None:
+def test_there_is_no_network_but_the_workers_own(host: Host, needs: Callable[..., None]) -> None:
     needs("network namespace")
     assert text_of(host.step("connect")).startswith("refused")
     assert text_of(host.step("serve_locally")) == "connected"
@@ -305,7 +305,7 @@ def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("harm", ["write big", "fill"])
-def test_a_seat_writes_no_more_than_its_folder_holds(host: Host, harm: str, needs: Callable[..., None]) -> None:
+def test_a_worker_writes_no_more_than_its_folder_holds(host: Host, harm: str, needs: Callable[..., None]) -> None:
     needs("folder of bounded size")
     assert text_of(host.step(harm)) == "written" if "big" in harm else text_of(host.step(harm)).startswith("refused")
 
@@ -315,7 +315,7 @@ def test_the_device_of_zeros_can_be_read(host: Host, needs: Callable[..., None])
     assert text_of(host.step("program print(open('/dev/zero', 'rb').read(3))")) == repr(bytes(3))
 
 
-def test_a_seat_gets_no_environment_variable_that_is_not_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_no_environment_variable_that_is_not_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert "secret" not in text_of(host.step("environ"))
 
@@ -328,7 +328,7 @@ def test_a_hundred_megabytes_of_output_leave_their_end_in_the_fault(host: Host) 
 
 def test_a_hundred_megabytes_of_observation_lose_their_middle(host: Host) -> None:
     text = text_of(host.step("speak"))
-    assert len(text) < 300_000 and "99800000 characters were cut" in text
+    assert len(text) < 300_000 and "99800000 characters left out" in text
 
 
 def test_what_is_no_frame_is_a_fault_of_the_environment(host: Host) -> None:
@@ -337,12 +337,12 @@ def test_what_is_no_frame_is_a_fault_of_the_environment(host: Host) -> None:
     assert fault.value.cause == "protocol"
 
 
-def test_a_program_can_signal_no_process_outside_of_its_seat(host: Host) -> None:
+def test_a_program_can_signal_no_process_outside_of_its_worker(host: Host) -> None:
     host.step("kill_all")
 
 
 @pytest.mark.parametrize("kind", ["host", "bare_host"])
-def test_a_daemon_ends_with_its_seat(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_daemon_ends_with_its_worker(request: pytest.FixtureRequest, kind: str) -> None:
     def runs() -> None:
         wait_until(lambda: bool(running(DAEMON)))
 
@@ -364,43 +364,43 @@ def test_faults_keep_their_kind_and_text(host: Host) -> None:
     assert bug.value.cause == "broken" and "Traceback" in str(bug.value.__cause__)
 
 
-def test_seats_opened_are_closed_or_killed(host: Host) -> None:
+def test_workers_opened_are_closed_or_killed(host: Host) -> None:
     host.step("ping x")
-    seats = host.host.seats
-    assert seats.opened == seats.closed + seats.killed and seats.closed and seats.killed
+    workers = host.host.counts
+    assert workers.opened == workers.closed + workers.killed and workers.closed and workers.killed
     assert not list(Path(host.left.folder).iterdir())
 
 
 def test_an_opening_that_takes_too_long_is_the_environments_fault(tmp_path: Path) -> None:
     with Host(tmp_path, config=config_of(boot="endless"), limits=replace(LIMITS, boot_s=0.3)) as host:
         with pytest.raises(EnvFault, match=r"open did not return in 0.3 s") as fault:
-            host.run(host.seated())
-        assert fault.value.cause == "timeout" and host.host.seats.killed == 1
+            host.run(host.working())
+        assert fault.value.cause == "timeout" and host.host.counts.killed == 1
 
 
 def test_a_process_that_ends_in_its_opening_is_the_environments_fault(tmp_path: Path) -> None:
     with Host(tmp_path, config=config_of(boot="output")) as host, pytest.raises(EnvFault, match="xxx") as fault:
-        host.run(host.seated())
+        host.run(host.working())
     assert fault.value.cause == "died"
 
 
-def test_a_host_that_dies_is_started_again_and_its_seats_are_faults(tmp_path: Path) -> None:
+def test_a_host_that_dies_is_started_again_and_its_workers_are_faults(tmp_path: Path) -> None:
     with Host(tmp_path) as host:
 
         async def work() -> None:
-            env = await host.seated()
+            env = await host.working()
             for process in processes_of(host.left.token):
                 os.kill(process, signal.SIGKILL)
             with pytest.raises(EnvFault) as fault:
                 await env.step(Action(text="ping"))
             assert fault.value.cause == "died"
             wait_until(lambda: not list(processes_of(host.left.token)))
-            again = await host.seated()
+            again = await host.working()
             assert text_of(await again.step(Action(text="ping x"))) == "x"
             await again.close()
 
         host.run(work())
-        assert (host.host.seats.closed, host.host.seats.killed) == (1, 1)
+        assert (host.host.counts.closed, host.host.counts.killed) == (1, 1)
 
 
 def test_a_busy_fork_server_is_waited_for() -> None:
@@ -433,30 +433,30 @@ def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare
 
 
 @pytest.mark.bubblewrap
-def test_bubblewrap_takes_no_part_of_a_seats_isolation_away(host: Host, tmp_path: Path) -> None:
+def test_bubblewrap_takes_no_part_of_a_workers_isolation_away(host: Host, tmp_path: Path) -> None:
     with Host(tmp_path, ("bubblewrap",)) as own:
         lacking = {each.part for each in own.run(own.host.missing())} - {"bubblewrap"}
     assert {each.part for each in host.run(host.host.missing())} <= lacking
 
 
-def test_seats_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
+def test_workers_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    host.run(host.seated())
+    host.run(host.working())
     host.stop()
-    assert (host.host.seats.opened, host.host.seats.killed) == (1, 1)
+    assert (host.host.counts.opened, host.host.counts.killed) == (1, 1)
     assert not list(processes_of(host.left.token)) and not Path(host.left.folder).exists()
 
 
-def test_a_step_that_is_cancelled_leaves_a_seat_that_can_be_closed(host: Host) -> None:
+def test_a_step_that_is_cancelled_leaves_a_worker_that_can_be_closed(host: Host) -> None:
     async def work() -> None:
-        env = await host.seated(SHORT)
+        env = await host.working(SHORT)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(env.step(Action(text="endless")), 0.05)
         await env.close()
 
-    before = host.host.seats.killed
+    before = host.host.counts.killed
     host.run(work())
-    assert host.host.seats.killed == before + 1
+    assert host.host.counts.killed == before + 1
 
 
 def test_tools_from_functions_run_in_a_process_and_are_described_as_in_the_run_itself(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_tools_from_functions_run_in_a_process_and_are_described_as_in_the_run_i
             call = ToolCall(name=opening.tools[0].name, arguments={"wrong": [1, None, {"a": 0.5}]}, call_id="c")
             observation = await env.step(Action(text="", tool_calls=(call,)))
             await env.close()
-            assert host.seats.opened == host.seats.closed == 1
+            assert host.counts.opened == host.counts.closed == 1
         return replace(opening, messages=tuple(opening.messages), tools=tuple(opening.tools)), observation
 
     assert asyncio.run(opened(ISOLATION)) == asyncio.run(opened(IsolationConfig()))

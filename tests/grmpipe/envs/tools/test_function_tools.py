@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config.env import CallLimits, EnvConfig
+from grmpipe.config.env import EnvConfig, ToolCallLimits
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.tools.function_tools import FunctionTool, tool_of, tools_of
@@ -151,7 +151,7 @@ def test_wrong_arguments_are_the_policys_fault_and_are_explained(module: str, ar
 
 
 def answered(
-    module: str, *calls: ToolCall, errors: tuple[str, ...] = (), calls_within: CallLimits | None = None
+    module: str, *calls: ToolCall, errors: tuple[str, ...] = (), calls_within: ToolCallLimits | None = None
 ) -> Observation:
     async def go() -> Observation:
         limits = StageLimits(boot_s=5, step_s=5, close_s=5, max_observation_chars=100)
@@ -223,12 +223,12 @@ def test_calls_of_a_tool_set_that_shares_a_state_run_one_after_the_other(module:
     begun = importlib.import_module(module).BEGUN
     begun.clear()
     order = (0.06, 0.02, 0.04, 0.01)
-    answered(module, *map(hang, order), calls_within=CallLimits(max_parallel_calls=1))
+    answered(module, *map(hang, order), calls_within=ToolCallLimits(max_parallel_calls=1))
     assert tuple(begun) == order
 
 
 def test_a_call_that_hangs_is_a_result_that_the_policy_reads_and_the_others_keep_theirs(module: str) -> None:
-    within = CallLimits(call_s=0.3)
+    within = ToolCallLimits(call_s=0.3)
     calls = (hang(2), ToolCall(name="divide", arguments={"a": 1, "b": 2}), ToolCall(name="stubborn", arguments={}))
     observation = answered(module, *calls, calls_within=within)
     late = "hangs did not end within 0.3 s, and was given up"
@@ -238,7 +238,7 @@ def test_a_call_that_hangs_is_a_result_that_the_policy_reads_and_the_others_keep
 
 
 def test_many_calls_end_together_within_the_limit_of_a_turn(module: str) -> None:
-    within = CallLimits(call_s=0.2, turn_s=0.3, max_parallel_calls=1)
+    within = ToolCallLimits(call_s=0.2, turn_s=0.3, max_parallel_calls=1)
     observation = answered(module, *[hang(2)] * 4, calls_within=within)
     first, *_, last = [message.content for message in observation.messages]
     assert first == "hangs did not end within 0.2 s, and was given up"
@@ -249,12 +249,12 @@ def test_many_calls_end_together_within_the_limit_of_a_turn(module: str) -> None
 @pytest.mark.parametrize(
     ("settings", "limits"),
     [
-        ({}, CallLimits(call_s=27, turn_s=27)),
-        ({"step_s": 10.0, "call_s": 2.0}, CallLimits(call_s=2, turn_s=9)),
-        ({"step_s": 10.0, "call_s": 9.5}, CallLimits(call_s=9.5, turn_s=9.5)),
+        ({}, ToolCallLimits(call_s=27, turn_s=27)),
+        ({"step_s": 10.0, "call_s": 2.0}, ToolCallLimits(call_s=2, turn_s=9)),
+        ({"step_s": 10.0, "call_s": 9.5}, ToolCallLimits(call_s=9.5, turn_s=9.5)),
     ],
 )
-def test_a_call_is_limited_below_the_step_that_it_belongs_to(settings: dict, limits: CallLimits) -> None:
+def test_a_call_is_limited_below_the_step_that_it_belongs_to(settings: dict, limits: ToolCallLimits) -> None:
     assert EnvConfig(kind="tools", functions="x", **settings).arguments["limits"] == limits
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig, Scale
@@ -179,7 +180,7 @@ def composed(
         for name, judge in made.items()
     }
     configs = {
-        name: JudgeConfig(
+        name: judge_config(
             score_min=judge.scale.low,
             score_max=judge.scale.high,
             **({"protocol": "listwise", "template": "listwise", "parser": "boxed"} if name.startswith("list") else {}),

@@ -12,7 +12,7 @@ import pytest
 from grmpipe.judge.composition.cascade import Audit
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.judge.composition.composed_judge import bounds_of, with_own_bounds
-from grmpipe.judge.composition.share_bound import ShareBound
+from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.types import CascadeEvent, Failed, Verdict
 
 CASCADE: dict[str, Any] = {"kind": "cascade", "first": "cheap", "then": "good", "unsure_band": [0.4, 0.6]}
@@ -80,12 +80,12 @@ def test_the_cheap_verdict_never_stands_in_for_a_good_one_that_failed(group_benc
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.7, 1.0])
 def test_no_more_than_its_share_is_escalated_at_any_time(share: float) -> None:
-    draw, bound = random.Random(share), ShareBound(share)
+    draw, bound = random.Random(share), ShareBounds()
     decided = escalated = 0
     for _ in range(500):
         size = draw.choice([1, 4, 8])
         decided += size
-        escalated += size * bound.decided(size, wanted=draw.random() < 0.8)
+        escalated += size * bound.lets("reward", share, size, wanted=draw.random() < 0.8)
         assert escalated <= share * decided
     assert escalated >= min(share, 0.8) * decided - 40, "what may be escalated is"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
@@ -69,7 +70,7 @@ def test_a_comparing_judge_behind_a_gate_judges_the_whole_group_once(bench: Any,
     scores = "1, 5, 9" if protocol == "listwise" else "5, 5"
     grm, engine = bench.generative(lambda prompt, context: bench.answer(f"\\boxed{{{scores}}}"), **asks)
     gate = RewardConfig(kind="gate", gate="exact", inner="judge")
-    configs = {"judge": JudgeConfig(**asks), "exact": JudgeConfig(kind="rule")}
+    configs = {"judge": judge_config(**asks), "exact": JudgeConfig(kind="rule")}
     judge = compose_judge(RewardTree.of(gate), {"judge": grm, "exact": RULE}, configs, 0)
     reports = bench.run(judge_together(judge, bench.prompt(), "g1", ["12", "13", "Answer: 12"]))
     assert reports[1].verdict.outcome == 0.0
@@ -107,7 +108,7 @@ class OwnRollouts:
 
 def test_a_judge_of_ones_own_gets_the_whole_group_unless_it_takes_single_rollouts() -> None:
     for name, expected in (("OwnSession", True), ("OwnRollouts", False)):
-        config = JudgeConfig(kind="custom", target=f"{__name__}.{name}")
+        config = judge_config(kind="custom", target=f"{__name__}.{name}")
         assert compares(load_custom_judge(config), config) is expected
 
 

@@ -10,11 +10,11 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
-from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, judge_canaries
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Limits
-from grmpipe.judge.monitor.overoptimization import Fit, fit
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
@@ -49,8 +49,8 @@ class ByLength:
 def drift(judge: ByLength, later: ByLength, *texts: str) -> CanaryDrift:
     async def twice() -> CanaryDrift:
         canaries = [Canary(prompt=ASKED, texts=(text,)) for text in texts]
-        first = (await judge_canaries(PointwiseAdapter(judge), {}, canaries)).as_first(canaries)
-        return (await judge_canaries(PointwiseAdapter(later), {}, first)).drifts(first)[""]
+        first = with_first(canaries, await judge_canaries(PointwiseAdapter(judge), {}, canaries))
+        return drifts(first, await judge_canaries(PointwiseAdapter(later), {}, first))[""]
 
     return asyncio.run(twice())
 
@@ -128,38 +128,15 @@ def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same(
     canaries = [Canary(prompt=ASKED, texts=(text,)) for text in ("a", "abc")]
 
     async def watched() -> tuple[list[str], dict[str, CanaryDrift]]:
-        first = (await judge_canaries(judge, judge.composition.judges, canaries)).as_first(canaries)
+        first = with_first(canaries, await judge_canaries(judge, judge.judges, canaries))
         asked = list(late.asked)
         late.shift = 2.0
-        return asked, (await judge_canaries(judge, judge.composition.judges, first)).drifts(first)
+        return asked, drifts(first, await judge_canaries(judge, judge.judges, first))
 
-    asked, drifts = asyncio.run(watched())
+    asked, found = asyncio.run(watched())
     assert asked == ["canary-0/0", "canary-1/0"]
     assert sure.asked == ["canary-0/0", "canary-1/0"] * 2, "who was asked isn't asked again"
-    assert (drifts["judge"].mean, drifts["late"].mean, drifts[""].mean) == (0.0, 2.0, 0.0)
-
-
-# -- the fit -------------------------------------------------------------------------------------------------------
-
-
-def test_the_fit_finds_the_curve_that_made_the_points_and_its_peak() -> None:
-    made = Fit(alpha=3.0, beta=1.5)
-    found = fit([(d / 4, made.at(d / 4)) for d in range(1, 13)])
-    assert found is not None
-    assert [found.alpha, found.beta] == pytest.approx([3.0, 1.5])
-    assert found.peak == pytest.approx(math.exp(3.0 / 1.5 - 1))
-    steps = [0.99 * math.e, math.e, 1.01 * math.e]
-    assert max(steps, key=made.at) == math.e == pytest.approx(made.peak)
-
-
-def test_a_curve_that_does_not_bend_has_no_peak() -> None:
-    found = fit([(float(d), 2.0 * d) for d in range(1, 10)])
-    assert found is not None and found.peak is None
-
-
-@pytest.mark.parametrize("points", [[(1.0, 1.0)] * 20, [(0.0, 1.0)] * 20, [(float(d), 1.0) for d in range(1, 8)]])
-def test_too_few_points_or_one_distance_fit_nothing(points: list[tuple[float, float]]) -> None:
-    assert fit(points) is None
+    assert (found["judge"].mean, found["late"].mean, found[""].mean) == (0.0, 2.0, 0.0)
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
@@ -18,13 +19,13 @@ LIST = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
 
 def told(bench: Any, answer: Any, **config: Any) -> str | None:
     judge, _ = bench.generative(lambda prompt, context: answer, **config)
-    return bench.run(preflight_judgement(judge, JudgeConfig(**config), [bench.prompt()]))
+    return bench.run(preflight_judgement(judge, judge_config(**config), [bench.prompt()]))
 
 
 @pytest.mark.parametrize("config", [{}, {"template": "boxed", "parser": "boxed"}, PAIRS, LIST])
 def test_a_parser_that_never_matches_is_named_with_what_it_could_not_read(bench: Any, config: dict) -> None:
     said = told(bench, bench.answer("I like it."), **config)
-    assert said is not None and said.startswith(f"parser: {JudgeConfig(**config).parser} could read none of")
+    assert said is not None and said.startswith(f"parser: {judge_config(**config).parser} could read none of")
     assert "it ends with 'I like it.'" in said and "judge.template" in said
 
 
@@ -62,7 +63,7 @@ def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_ow
     said = bench.run(preflight_judgements(composed, members_of(composed), configs, [bench.prompt()]))
     assert said.startswith("judges.second.parser: score_line could read none of 4 preflight judgements")
     assert "type a judges.second.template (and its judges.second.parser)" in said
-    assert said.endswith("or judges.second.structured=true if its engine has a grammar")
+    assert said.endswith("or judges.second.format.structured=true if its engine has a grammar")
 
 
 def test_a_single_judge_is_named_by_its_section(bench: Any) -> None:

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from configs import judge_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
@@ -79,7 +79,9 @@ def test_the_protocol_of_the_docs_judges(bench: Any, monkeypatch: pytest.MonkeyP
 
 def with_decode(bench: Any, author: Any, **config: Any) -> GenerativeJudge:
     _, engine = bench.generative(author)
-    return GenerativeJudge(LocalGrm("grm", engine, Renderer(), 10**6), JudgeConfig(**config), seed=1, decode=characters)
+    return GenerativeJudge(
+        LocalGrm("grm", engine, Renderer(), 10**6), judge_config(**config), seed=1, decode=characters
+    )
 
 
 def test_each_step_gets_its_own_span_and_the_spans_add_up_to_the_reward(bench: Any) -> None:
@@ -252,7 +254,7 @@ def guided(bench: Any, scores: Sequence[int], meta_rm: Any, **config: Any) -> An
 
     _, engine = bench.generative(author)
     grm = LocalGrm("grm", engine, Renderer(), 10**6)
-    judge = GenerativeJudge(grm, JudgeConfig(num_judgements=len(scores), **config), seed=1, meta_rm=meta_rm)
+    judge = GenerativeJudge(grm, judge_config(num_judgements=len(scores), **config), seed=1, meta_rm=meta_rm)
     return bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
 
 

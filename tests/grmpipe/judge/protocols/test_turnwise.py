@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
@@ -240,7 +241,7 @@ def test_a_judge_of_whole_rollouts_waits_for_their_end(bench: Any) -> None:
 
 
 def beside_a_rule(grm: Judge, **reward: Any) -> Judge:
-    configs = {"judge": JudgeConfig(**TURNS), "exact": JudgeConfig(kind="rule")}
+    configs = {"judge": judge_config(**TURNS), "exact": JudgeConfig(kind="rule")}
     judges = {"judge": grm, "exact": PointwiseAdapter(RuleJudge("exact_answer"))}
     return compose_judge(RewardTree.of(RewardConfig(**reward)), judges, configs, 0)
 

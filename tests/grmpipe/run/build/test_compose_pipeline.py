@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from configs import run_config
+from configs import judge_config, run_config
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.envs.seats import Seats
+from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import Learners, compose, compose_health
 from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
@@ -38,7 +37,7 @@ PLAY, JOURNAL = Part(), Part()
 
 
 def composed(**learners: Any) -> PipelineComponents:
-    parts: Any = {"prompts": Part(), "play": PLAY, "seats": Seats(), "judge": Part(), "journal": JOURNAL}
+    parts: Any = {"prompts": Part(), "play": PLAY, "slots": EpisodeSlots(), "judge": Part(), "journal": JOURNAL}
     given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
 
     async def compose_it() -> PipelineComponents:
@@ -61,7 +60,7 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
 
 
 def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
-    exact = JudgeConfig(kind="rule", max_failure_rate=0.5, failure_window=2)
+    exact = judge_config(kind="rule", max_failure_rate=0.5, failure_window=2)
     health = compose_health(run_config(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
 
     async def fail() -> None:

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from configs import run_config
+from configs import judge_config, run_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.composition.composed_judge import ComposedJudge, compose_judge
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
@@ -59,7 +60,7 @@ def test_a_first_judge_that_compares_has_no_scores_of_single_answers_to_show() -
 
 def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     """Not on that of the section `judge`, which asks nothing in such a run."""
-    five = JudgeConfig(score_max=5)
+    five = judge_config(score_max=5)
     config, _ = judged_by(RewardConfig(judge="five"), five=five)
     assert (config.main_judge, config.judging.by_model) == (JudgeEntry.of(five, "five"), True)
     assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
@@ -67,4 +68,4 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75
     mixed = RewardConfig(kind="mix", mix={"five": 1.0})
     (config, judge) = judged_by(mixed, five=five)
-    assert isinstance(judge, ComposedJudge) and judge.composition.scale == five.scale
+    assert isinstance(judge, ComposedJudge) and judge.scale == five.scale

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.run.features.failing_judges import FailingJudges
 from grmpipe.types import Failed, JudgeReport
 
-FAR = JudgeEntry.of(JudgeConfig(max_failure_rate=0.5, failure_window=16), "far")
+FAR = JudgeEntry.of(judge_config(max_failure_rate=0.5, failure_window=16), "far")
 
 
 def step(verdicts: int, failed: int) -> dict[str, JudgeCounts]:

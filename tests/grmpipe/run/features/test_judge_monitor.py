@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -269,34 +268,6 @@ def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path
 
     scene.run(watch)
     assert len(scene.alarms) == 1
-
-
-def test_the_fit_goes_on_over_a_resume(tmp_path: Path) -> None:
-    def metrics(step: int) -> Metrics:
-        d = 0.2 * step
-        gain = d * (2.0 - 1.0 * math.log(d))
-        return {"train/kl_nats": d * d / 20, "response_length/mean": 20.0, "train/grm_score": 4.0 + gain}
-
-    lines = [{"step": step, **metrics(step)} for step in range(1, 8)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scene = Scene(tmp_path, JudgeMonitorConfig(every=0))
-
-    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
-        return await judge_monitor.measure(8, metrics(8))
-
-    told = scene.run(watch)
-    assert isinstance(told, dict)
-    assert told["judge_monitor/sqrt_kl"] == pytest.approx(1.6)
-    assert "judge_monitor/peak_sqrt_kl" in told
-
-
-def test_without_a_reference_there_is_nothing_to_fit(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, JudgeMonitorConfig(every=0))
-
-    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
-        return await judge_monitor.measure(1, {"train/grm_score": 4.0, "response_length/mean": 20.0})
-
-    assert scene.run(watch) == {}
 
 
 def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: Path) -> None:

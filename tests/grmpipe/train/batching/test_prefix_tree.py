@@ -21,7 +21,7 @@ from grmpipe.train.batching.prefix_tree import (
 )
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
-from models.tiny.dialogues import in_store, messages_of
+from models.tiny.examples import in_store, messages_of
 from models.tiny.tokenizer import build_tokenizer, encode_message
 from models.tiny.walks import Haste, hasty_turns, make_walks
 from models.types import VersionSpan

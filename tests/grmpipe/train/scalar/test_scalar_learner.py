@@ -17,7 +17,8 @@ from transformers import AutoModelForTokenClassification
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
-from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
+from grmpipe.train.scalar.scalar_learner import ScalarLearner
+from grmpipe.train.scalar.scalar_rank import ScalarSpec
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.lm.scalar_head import load_scalar_head
 
@@ -35,10 +36,10 @@ def sequences(count: int, seed: int = 0) -> list[Classified]:
     return made
 
 
-def spec(path: str, **train: object) -> ScalarLearnerSpec:
+def spec(path: str, **train: object) -> ScalarSpec:
     options = {"lr": 1e-2, "warmup_steps": 0, "max_grad_norm": 100.0, **train}
     # type: ignore[arg-type]
-    return ScalarLearnerSpec(model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu")
+    return ScalarSpec(model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu")
 
 
 def take_step(learner: ScalarLearner, batch: list[Classified], max_tokens: int, rank: int = 0, size: int = 1) -> dict:
@@ -60,12 +61,12 @@ def test_rounds_hold_every_sequence_once_within_the_tokens_and_a_long_one_by_its
     rounds = plan_rounds(lengths, 10, world_size=2)
     assert sorted(index for round_ in rounds for some in round_ for index in some) == list(range(7))
     assert all(len(round_) == 2 for round_ in rounds)
-    assert all(sum(lengths[index] for index in some) <= 10 or some == (2,) for round_ in rounds for some in round_)
+    assert all(sum(lengths[index] for index in some) <= 10 or some == [2] for round_ in rounds for some in round_)
 
 
 def test_a_rank_without_sequences_gets_idle_work() -> None:
     ((first, second),) = plan_rounds([4], 10, world_size=2)
-    assert (first, second) == ((0,), ())
+    assert (first, second) == ([0], [])
     assert pack_classified([]).weights_T.sum() == 0 and len(pack_classified([]).token_ids_T) == 2
 
 

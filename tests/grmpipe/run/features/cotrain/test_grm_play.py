@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_play
@@ -51,7 +51,7 @@ def test_a_grm_that_learns_is_not_trained_on_the_end_of_its_thought() -> None:
         engines=NeverStops(),  # type: ignore[arg-type]
         settings=others, learner=others, learner_role="grm_learner", sync=others,
     )  # fmt: skip
-    played = grm_play(JudgeConfig(max_new_tokens=60, thinking_tokens=9, answer_start="Score:"), grm)
+    played = grm_play(judge_config(max_new_tokens=60, thinking_tokens=9, answer_start="Score:"), grm)
     request = RolloutRequest(group_id="g", sibling=0, seed=1)
     judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="judge it"),))
     rollout = asyncio.run(played(request, judging_task, ignore_first_token))

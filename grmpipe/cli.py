@@ -1,0 +1,232 @@
+"""The command, Hydra's entry: compose, validate, run the task; returns the objective for sweepers.
+
+grmpipe +experiment=quickstart                          # train
+grmpipe -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
+grmpipe +experiment=quickstart task=plan                # placement and costs; starts nothing
+grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
+grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
+grmpipe task=doctor                                     # what is installed and missing, and what to type
+
+Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
+from hydra.errors import HydraException
+from hydra.types import RunMode
+
+from grmpipe.config.entry_names import POLICY
+from grmpipe.config.key_errors import explain, no_choice
+from grmpipe.config.redact import USERINFO, environment_secrets, mask
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.secrets import may_be_secret
+from grmpipe.config.yaml_io import DictConfig, build, interpolated_keys, schema
+from grmpipe.run.doctor.doctor import doctor
+from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.process_end import leave
+from grmpipe.run.run_watcher import RunWatcher
+from grmpipe.run.tasks.sweep import SweepRun, exit_code_of, sweep_table
+from grmpipe.validate.seats import check_seats
+from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
+from models.import_path import put_working_folder_last
+
+CONF = Path(__file__).parent / "conf"
+ConfigStore.instance().store(name="schema", node=schema())
+
+
+RUNS: list[SweepRun] = []  # of the sweep in this process, in the order of their ends
+
+
+class RunEnded(SystemExit):
+    """The end of a run with an error. As a SystemExit it passes through Hydra, which prints a report of its own on top
+    of ours for any other exception.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.message = message
+        self.exit_code = exit_code
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def compose_and_run(config: DictConfig) -> float | None:
+    def run() -> float | None:
+        return run_to_end(lambda: run_task(built(config, HydraConfig.get().overrides.task)))
+
+    key = "simulated seconds of a step" if config.task == "simulate" else config.objective
+    return run_in_sweep(run, key) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
+
+
+def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of an experiment with overrides as on the command line. Raises ConfigError."""
+    typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
+    put_working_folder_last(Path.cwd())
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return built(hydra.compose("config", typed), typed)
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+    except ValueError as error:
+        raise ConfigError(of_null_group(error, typed) or str(error)) from error
+
+
+def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
+    """The message for Hydra's error of a group without a choice, which names no key; empty for other errors."""
+    return no_choice(typed) if str(error).startswith("Config group override") else ""
+
+
+def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
+    """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
+    if config.task != "evaluate":
+        return build(config)
+    overrides = OverridesParser.create().parse_overrides(list(typed))
+    reads = EvaluationReads(
+        what=config.evaluate.what,
+        has_prompts=config.evaluate.prompts is not None,
+        by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
+        read_by_others=interpolated_keys(config),
+    )
+    check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in overrides])
+    return build(config)
+
+
+def run_to_end(run: Callable[[], float | None]) -> float | None:
+    """The objective. Raises RunEnded after the error is printed."""
+    try:
+        return run()
+    except ConfigError as error:
+        raise ended(str(error), 2) from error
+    except RunFailed as error:
+        raise ended(str(error), 1) from error
+    except (RunInterrupted, KeyboardInterrupt) as error:
+        raise ended(str(error) or "interrupted", 130) from error
+
+
+def ended(message: str, exit_code: int) -> RunEnded:
+    complain(message, exit_code)
+    return RunEnded(message, exit_code)
+
+
+def run_in_sweep(run: Callable[[], float | None], key: str) -> float | None:
+    """The objective of one run of a sweep, which `key` names; NaN if it failed, so that the next ones run. An interrupt
+    ends the sweep.
+    """
+    here = HydraConfig.get()
+    if (typed := Path(here.sweep.dir) / "multirun.yaml").exists():  # Hydra's copy of the whole configuration
+        typed.chmod(0o600)
+    number, overrides = here.job.num, [mask(typed, environment_secrets()) for typed in here.overrides.task]
+    print(f"sweep, run {number}: {' '.join(overrides)}", flush=True)
+    ended_as = functools.partial(SweepRun, number=number, overrides=overrides)
+    try:
+        objective = run()
+    except RunEnded as end:
+        RUNS.append(ended_as(exit_code=end.exit_code, error=mask(end.message, environment_secrets())))
+        # The process of another launcher's job has an exit code of its own.
+        if end.exit_code == 130 or here.runtime.choices["hydra/launcher"] != "basic":
+            raise
+        return math.nan
+    except Exception as error:  # a defect, which Hydra raises after the last run
+        RUNS.append(ended_as(exit_code=1, error=mask(repr(error), environment_secrets())))
+        raise
+    RUNS.append(ended_as(objective=objective))
+    if objective is not None:
+        print(f"sweep, run {number}: {key} = {objective:g}", flush=True)
+    return objective
+
+
+def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
+    """The objective. Raises ConfigError, RunFailed or RunInterrupted."""
+    if config.task == "doctor":  # works without the other imports
+        print(doctor(config.engine.sglang.python))
+        if config.cluster.address is not None:
+            examine(config, config.cluster.address)
+        return None
+    # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
+    if config.task == "report":
+        from grmpipe.run.tasks.report_task import make_report
+
+        print(make_report(config))
+        return None
+    check_seats(config)
+    from grmpipe.tasks import run_task as run
+
+    return run(config, watcher)
+
+
+def examine(config: RunConfig, address: str) -> None:
+    """Print the findings on the machines of a joined cluster. Raises RunFailed if there is a problem."""
+    from grmpipe.run.doctor.cluster_doctor import examine_cluster, report
+
+    findings = examine_cluster(config)
+    print(report(address, findings), flush=True)
+    if problems := sum(not finding.ok for finding in findings):
+        raise RunFailed(f"problems of the cluster: {problems}; see the lines above")
+
+
+def secrets_typed_in_a_sweep(arguments: Sequence[str]) -> list[str]:
+    """Keys of a sweep whose secrets are on the command line, and so in the multirun.yaml that Hydra writes."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    typed = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(typed)
+    return [key for one in overrides if holds_secret(key := one.get_key_element().lstrip("+~"), one.value())]
+
+
+def holds_secret(key: str, value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(holds_secret(f"{key}.{name}", entry) for name, entry in value.items())
+    if isinstance(value, list | tuple):
+        return any(holds_secret(key, entry) for entry in value)
+    if isinstance(value, ChoiceSweep):
+        return holds_secret(key, list(value.list))
+    if value is None or isinstance(value, bool | int | float):
+        return False
+    text = str(value)
+    return bool(USERINFO.search(text)) or (may_be_secret(key) and "${" not in text)
+
+
+def main() -> int:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
+    put_working_folder_last(Path.cwd())  # where modules of the user's are
+    try:
+        for key in secrets_typed_in_a_sweep(sys.argv[1:]):
+            return complain(
+                f"{key}: a sweep's command line is written to its multirun.yaml; export the secret in an environment "
+                f"variable and type {key}='${{oc.env:NAME}}', or use its key that ends in _env",
+                2,
+            )
+        RUNS.clear()
+        compose_and_run()
+    except HydraException as error:
+        return complain(explain(error), 2)
+    except ValueError as error:
+        if not (message := of_null_group(error, sys.argv[1:])):
+            raise
+        return complain(message, 2)
+    finally:
+        if RUNS:
+            print(sweep_table(RUNS), flush=True)
+    return exit_code_of(RUNS)
+
+
+def complain(message: str, code: int) -> int:
+    print(f"grmpipe: {mask(message, environment_secrets())}", file=sys.stderr)
+    return code
+
+
+def command() -> NoReturn:
+    """The command that an installation brings."""
+    leave(main())

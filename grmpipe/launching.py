@@ -1,0 +1,208 @@
+"""Runs from Python: one that blocks, and one whose steps are awaited, in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from grmpipe.cli import run_task
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.run.errors import RunInterrupted
+from grmpipe.run.run_watcher import RunWatcher, StepControls
+from grmpipe.run.signals import ask_to_stop
+from grmpipe.run_reader import RunReader, read_run
+from grmpipe.types import Metrics
+
+T = TypeVar("T")
+ASK_AGAIN_S = 0.1  # a run that is still being checked can't be asked to stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step. step: from 1. metrics: its line of metrics.jsonl (docs/running.md), each in its own unit."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+class _Opened(RunWatcher):
+    run_dir: Path | None = None
+
+    def opened(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+
+def launch(config: RunConfig) -> RunReader | None:
+    """Run the task to its end, as the command does. Returns the run's files; None for a task that only shows.
+
+    A script, a thread or a notebook may call it. Signals are taken in the main thread only. Raises ConfigError,
+    RunFailed or RunInterrupted.
+    """
+    watcher = _Opened()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        run_task(config, watcher)
+    else:  # a notebook's, for example
+        _in_thread(config, watcher)
+    return None if watcher.run_dir is None else read_run(watcher.run_dir)
+
+
+def _in_thread(config: RunConfig, watcher: RunWatcher) -> None:
+    ended, thread = _started(config, watcher)
+    try:
+        ended.result()
+    except KeyboardInterrupt:
+        while not ended.done() and not ask_to_stop(thread):
+            threading.Event().wait(ASK_AGAIN_S)
+        ended.result()
+
+
+def _started(config: RunConfig, watcher: RunWatcher) -> tuple[Future[float | None], int]:
+    """A run in a thread of its own: its objective or its error, and the thread's number."""
+    ended: Future[float | None] = Future()
+
+    def work() -> None:
+        try:
+            ended.set_result(run_task(config, watcher))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=work, name="grmpipe-run", daemon=True)
+    thread.start()
+    assert thread.ident is not None, "it has started"
+    return ended, thread.ident
+
+
+@asynccontextmanager
+async def start(config: RunConfig) -> AsyncIterator[StartedRun]:
+    """Context: a training run that is started, in whose `steps` one may evaluate, checkpoint and stop. The block's end
+    stops the run in order, with a checkpoint, unless it is complete. Raises ConfigError and RunFailed.
+    """
+    if config.task != "train" or config.data.retrain_from is not None:
+        raise ConfigError("task: only a policy's training has steps to await; call grmpipe.launch(config)")
+    run = StartedRun(config)
+    await run._until_open()
+    try:
+        yield run
+    finally:
+        await asyncio.shield(asyncio.ensure_future(run.stop()))
+    await run._ended()
+
+
+class StartedRun(RunWatcher):
+    """A run that waits after each step, until the next one is asked for."""
+
+    run_dir: Path
+
+    def __init__(self, config: RunConfig) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open, self._steps = asyncio.Event(), asyncio.Queue[Step | None]()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event, StepControls] | None = None
+        self._waits, self._stopped = True, False
+        self._in_hand = False  # the user has a step, in which the run waits
+        self._future, self._thread = _started(config, self)
+        self._future.add_done_callback(lambda _: self._tell(self._over))
+
+    @property
+    def files(self) -> RunReader:
+        """The run's files so far."""
+        return read_run(self.run_dir)
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Each step once it is over. The run waits in the loop's body. Raises RunFailed."""
+        if self._in_hand:
+            self._go_on()
+        while (step := await self._steps.get()) is not None:
+            self._in_hand = True
+            yield step
+            self._go_on()
+        self._steps.put_nowait(None)  # for a loop after this one
+        await self._ended()
+
+    async def evaluate(self) -> Metrics:
+        """Evaluate the policy on all held-out problems now; between two steps. Returns metrics by name, as those of
+        `eval` in summary.json.
+        """
+        return await self._between_steps(lambda controls: controls.evaluate())
+
+    async def checkpoint(self) -> Path:
+        """Write a checkpoint now; between two steps. Returns its directory."""
+        return await self._between_steps(lambda controls: controls.checkpoint())
+
+    async def finish(self) -> RunReader:
+        """Let the run go on to its end without waiting. Raises RunFailed."""
+        self._waits = False
+        self._go_on()
+        await self._ended()
+        return self.files
+
+    async def stop(self) -> None:
+        """End the run with a checkpoint, to be continued with resume=auto. Returns once it has ended."""
+        self._stopped = True
+        while not self._future.done() and not ask_to_stop(self._thread):  # noqa: ASYNC110
+            await asyncio.sleep(ASK_AGAIN_S)
+        self._waits = False  # from now on: it must not begin another step before it is asked
+        self._go_on()
+        with suppress(BaseException):  # `_ended` raises it
+            await asyncio.wrap_future(self._future)
+
+    # -- called in the run's thread ---------------------------------------------------------------------------------
+
+    def opened(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._tell(self._open.set)
+
+    async def after_step(self, step: int, metrics: Metrics, controls: StepControls) -> None:
+        going_on = asyncio.Event()
+        self._waiting = (asyncio.get_running_loop(), going_on, controls)
+        waits = self._waits  # read after `_waiting` is set, and before the user can act on the step
+        self._tell(self._steps.put_nowait, Step(step=step, metrics=metrics))
+        await (going_on.wait() if waits else asyncio.sleep(0))  # 0: a request to stop comes first
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the user's event loop is closed
+            self._loop.call_soon_threadsafe(call, *args)
+
+    # -- called in the user's ----------------------------------------------------------------------------------------
+
+    def _over(self) -> None:
+        self._open.set()
+        self._steps.put_nowait(None)
+
+    def _go_on(self) -> None:
+        self._in_hand = False
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            loop, going_on, _ = waiting
+            with suppress(RuntimeError):  # the run has ended
+                loop.call_soon_threadsafe(going_on.set)
+
+    async def _between_steps(self, ask: Callable[[StepControls], Awaitable[T]]) -> T:
+        if self._waiting is None or self._future.done():
+            raise RuntimeError("the run waits for nobody: call this in the body of `async for step in run.steps()`")
+        loop, _, controls = self._waiting
+
+        async def asked() -> T:
+            return await ask(controls)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), loop))
+
+    async def _until_open(self) -> None:
+        await self._open.wait()
+        if self._future.done():
+            self._future.result()
+
+    async def _ended(self) -> None:
+        """Raises the run's error, unless it was asked to stop."""
+        try:
+            await asyncio.wrap_future(self._future)
+        except (RunInterrupted, KeyboardInterrupt):
+            if not self._stopped:
+                raise

@@ -1,0 +1,31 @@
+"""Who watches a run from outside and acts between its steps. Called in the run's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.types import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepControls:
+    """What a training run does on request between two steps.
+
+    evaluate:   on all held-out problems. Returns metrics by their names in the summary; none without problems.
+    checkpoint: returns its directory once it is complete.
+    """
+
+    evaluate: Callable[[], Awaitable[Metrics]]
+    checkpoint: Callable[[], Awaitable[Path]]
+
+
+class RunWatcher:
+    """Watches nothing. One that watches overrides what it needs."""
+
+    def opened(self, run_dir: Path) -> None:
+        """The run's directory is claimed, or holds a run that is complete."""
+
+    async def after_step(self, step: int, metrics: Metrics, controls: StepControls) -> None:
+        """A training step is over and logged. The next one begins when this returns."""

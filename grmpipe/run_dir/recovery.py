@@ -1,0 +1,212 @@
+"""The finished work of a run in its journals: what of it a resume keeps, what it makes void, and what of both the
+counts of the checkpoint lack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from grmpipe.data.stream import EndOfData
+from grmpipe.judge.verdict import only_finite
+from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
+from grmpipe.observe.recorder import (
+    GROUPS,
+    JUDGEMENTS,
+    ROLLOUTS,
+    RecordedRollout,
+    decode_judged,
+    decode_recorded,
+    load_group_ends,
+)
+from grmpipe.observe.records import Record
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.types import GroupEnd, JudgeReport, Prompt
+from models.seeds import repeated_as
+
+# Of a run without a checkpoint: nothing in the journals is counted.
+BEGINNING = RunState(counted_marks={ROLLOUTS: Mark(), JUDGEMENTS: Mark()})
+
+T = TypeVar("T")
+Counted = tuple[T, bool]  # a line of a journal, and whether the checkpoint has counted it
+Key = tuple[str, int]  # group_id, sibling
+Reports = Mapping[Key, Sequence[Counted[JudgeReport]]]  # in the order of the journal; a rollout may be judged again
+
+
+def find_kept(
+    run_dir: Path,
+    pipeline_state: PipelineState,
+    prompts: Prompts,
+    run_id: str = "",
+    marks: Mapping[str, Mark] | None = None,
+    counted_marks: Mapping[str, Mark] | None = None,
+) -> dict[int, RecoveredGroup]:
+    """Finished work in the journals that is valid at a checkpoint, by prompt index.
+
+    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts. Later ones are void, and so are
+    those of another prompt than the one at the index. A group with void work continues under a new group_id, so that no
+    id has two meanings. run_id: lines of other runs don't count. marks: where groups in flight begin in the journals.
+    counted_marks: where the checkpoint's counts end in them; without a mark, its counts have all lines.
+    """
+    marks, counted_marks = marks or {}, counted_marks or {}
+    recorded: dict[int, list[Counted[RecordedRollout]]] = {}
+    rollouts = _counted(decode_recorded, run_dir / ROLLOUTS, run_id, marks, counted_marks)
+    for line, is_counted in rollouts:
+        if line.prompt_index in pipeline_state.in_flight or line.prompt_index >= pipeline_state.next_prompt_index:
+            recorded.setdefault(line.prompt_index, []).append((line, is_counted))
+    wanted = {line.rollout.group_id for lines in recorded.values() for line, _ in lines}
+    reports: dict[Key, list[Counted[JudgeReport]]] = {}
+    for (key, report), is_counted in _counted(decode_judged, run_dir / JUDGEMENTS, run_id, marks, counted_marks):
+        if key[0] in wanted:
+            reports.setdefault(key, []).append((report, is_counted))
+    kept = {
+        prompt_index: _kept(recorded[prompt_index], reports, pipeline_state, _drawn(prompts, prompt_index))
+        for prompt_index in sorted(recorded)
+    }
+    ends = load_group_ends(run_dir / GROUPS, run_id=run_id, since=marks.get(GROUPS))
+    return kept | {
+        end.prompt_index: RecoveredGroup(
+            group_id=end.group_id,
+            killed_engines=True,
+            uncounted=kept[end.prompt_index].uncounted if end.prompt_index in kept else UncountedWork(),
+        )
+        for end in _killers(ends, pipeline_state)
+    }
+
+
+def _counted(
+    decode: Callable[[Record], T],
+    path: Path,
+    run_id: str,
+    marks: Mapping[str, Mark],
+    counted_marks: Mapping[str, Mark],
+) -> Iterator[Counted[T]]:
+    """The lines of a journal, each with whether the checkpoint has counted it."""
+    since, counted = marks.get(path.name), counted_marks.get(path.name)
+    if counted is not None and not mark_holds(path, counted):
+        counted = None
+    for line in read_records(path, decode, run_id=run_id, since=since, until=counted):
+        yield line, True
+    if counted is not None:
+        for line in read_records(path, decode, run_id=run_id, since=counted):
+            yield line, False
+
+
+def _killers(ends: Iterable[GroupEnd], pipeline_state: PipelineState) -> list[GroupEnd]:
+    """Groups whose requests killed engines: when reopened, they are dropped at once."""
+    drawn_again = (
+        end
+        for end in ends
+        if end.prompt_index in pipeline_state.in_flight or end.prompt_index >= pipeline_state.next_prompt_index
+    )
+    return [end for end in drawn_again if end.cause == KILLED_ENGINES]
+
+
+def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = "", mark: Mark | None = None) -> None:
+    """Remove from groups.jsonl the groups that ended after the checkpoint: their prompts are in flight again, or not
+    yet used.
+
+    mark: the end of the file at the checkpoint.
+    """
+    path = run_dir / GROUPS
+    if not path.exists():
+        return
+    if mark is not None and mark_holds(path, mark):
+        with path.open("r+b") as file:
+            file.truncate(mark.offset)
+        return
+    past = [
+        record
+        for end, record in read_records(path, lambda record: (GroupEnd(**record), record))
+        if end.prompt_index < pipeline_state.next_prompt_index and end.prompt_index not in pipeline_state.in_flight
+    ]
+    replace_journal(path, past, run_id=run_id)
+
+
+def _drawn(prompts: Prompts, prompt_index: int) -> Prompt | None:
+    try:
+        return prompts.at(prompt_index)
+    except EndOfData:
+        return None
+
+
+def _kept(
+    lines: Sequence[Counted[RecordedRollout]],
+    reports: Reports,
+    pipeline_state: PipelineState,
+    prompt: Prompt | None,
+) -> RecoveredGroup:
+    valid: dict[int, RecordedRollout] = {}
+    for line, _ in lines:
+        if _newest_version(line) <= pipeline_state.version and line.prompt == prompt:
+            valid.setdefault(line.rollout.sibling, line)
+    names = list(dict.fromkeys(line.rollout.group_id for line, _ in lines))
+    renamed = len(valid) < len(lines)
+    group_id = repeated_as(names[0], len(names)) if renamed else names[0]
+    return RecoveredGroup(
+        group_id=group_id,
+        renamed=renamed,
+        rollouts=tuple(dataclasses.replace(valid[sibling].rollout, group_id=group_id) for sibling in sorted(valid)),
+        reports={
+            sibling: report
+            for sibling, line in valid.items()
+            if (report := _last_report(reports, line)) is not None and only_finite(report) is report
+        },
+        uncounted=uncounted_work(lines, valid, reports),
+    )
+
+
+def _last_report(reports: Reports, line: RecordedRollout) -> JudgeReport | None:
+    """The last report on a rollout: it may have been judged again."""
+    judged = reports.get(key_of(line), ())
+    return judged[-1][0] if judged else None
+
+
+def _newest_version(line: RecordedRollout) -> int:
+    return max(span.version for turn in line.rollout.turns for span in turn.completion.versions)
+
+
+def key_of(line: RecordedRollout) -> Key:
+    return line.rollout.group_id, line.rollout.sibling
+
+
+def uncounted_work(
+    lines: Sequence[Counted[RecordedRollout]], kept: Mapping[int, RecordedRollout], reports: Reports
+) -> UncountedWork:
+    """lines: all rollouts of a prompt. kept: sibling -> the line that the resume keeps. reports: of these and others.
+
+    Kept work that was written again under a new group_id is neither uncounted nor void: the first line counts.
+    """
+    uncounted = [line for line, is_counted in lines if not is_counted]
+    originals = [key_of(line) for line in kept.values()]
+    others = dict.fromkeys(key for line, _ in lines if (key := key_of(line)) not in originals)
+    return UncountedWork(
+        rollouts=tuple(line.rollout for line in uncounted if kept.get(line.rollout.sibling) is line),
+        reports=tuple(report for key in originals for report in _uncounted_reports(reports, key)),
+        void_rollouts=tuple(line.rollout for line in uncounted if not _repeats(line, kept.get(line.rollout.sibling))),
+        void_reports=tuple(
+            report
+            for key in others
+            for report in _uncounted_reports(reports, key)
+            if not _is_of_another_name(report, kept.get(key[1]), reports)
+        ),
+    )
+
+
+def _uncounted_reports(reports: Reports, key: Key) -> list[JudgeReport]:
+    return [report for report, is_counted in reports.get(key, ()) if not is_counted]
+
+
+def _repeats(line: RecordedRollout, original: RecordedRollout | None) -> bool:
+    """Whether a line is the kept one, or repeats it under another group_id."""
+    if original is None:
+        return False
+    return line.rollout == dataclasses.replace(original.rollout, group_id=line.rollout.group_id)
+
+
+def _is_of_another_name(report: JudgeReport, original: RecordedRollout | None, reports: Reports) -> bool:
+    """Whether a report repeats one of the kept rollout."""
+    return original is not None and any(report == one for one, _ in reports.get(key_of(original), ()))

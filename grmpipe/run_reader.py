@@ -1,0 +1,204 @@
+"""The files of a run as typed rows and Arrow tables. Each read begins anew: of a run in progress it gives more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import read_yaml
+from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.recorder import RecordedRollout, load_group_ends, load_rollouts, load_verdicts
+from grmpipe.run_dir.identity import run_id_of
+from grmpipe.types import Failed, GroupEnd, JudgeReport, Turn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = TypeVar("Row")
+Record = dict[str, Any]
+BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedSibling:
+    """A line of judgements.jsonl: what became of a rollout. Of several lines for one rollout the last one counts."""
+
+    group_id: str
+    sibling: int
+    report: JudgeReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTurn:
+    """A turn of a rollout. turn: from 0."""
+
+    group_id: str
+    sibling: int
+    turn: int
+    content: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class RunTable(Generic[Row]):
+    """Rows of one kind. Iterating reads them one by one; a journal may exceed the memory."""
+
+    _read: Callable[[], Iterator[Row]]
+    _record: Callable[[Row], Record]
+    _columns: Mapping[str, str]  # name -> Arrow type; none: all found, float64
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._read()
+
+    def batches(self, rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
+        """The rows in batches, for what doesn't fit the memory."""
+        import pyarrow as pa
+
+        schema, records = self._schema(), map(self._record, self._read())
+        while batch := list(islice(records, rows)):
+            yield pa.RecordBatch.from_pylist(batch, schema=schema)
+
+    def to_arrow(self) -> pa.Table:
+        """All rows as one table; `.to_pandas()` makes a data frame of it."""
+        import pyarrow as pa
+
+        schema = self._schema()
+        return pa.Table.from_pylist([self._record(row) for row in self._read()], schema=schema)
+
+    def _schema(self) -> pa.Schema:
+        import pyarrow as pa
+
+        types = {"ids": pa.list_(pa.int32()), "floats": pa.list_(pa.float32()), "texts": pa.list_(pa.string())}
+        columns = self._columns or dict.fromkeys(("step", *sorted(_names(map(self._record, self._read())))), "double")
+        return pa.schema(
+            [(name, pa.int64() if name == "step" else types.get(kind) or pa.type_for_alias(kind))
+             for name, kind in columns.items()]
+        )  # fmt: skip
+
+
+def _names(records: Iterable[Record]) -> set[str]:
+    return {name for record in records for name in record} - {"step"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunReader:
+    """A run's directory. A file that doesn't exist yet has no rows. docs/python.md lists the columns."""
+
+    run_dir: Path
+
+    @property
+    def config(self) -> RunConfig:
+        return read_yaml(self.run_dir / "config.yaml")
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """summary.json; empty while the run goes on."""
+        path = self.run_dir / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    @property
+    def metrics(self) -> RunTable[Mapping[str, float]]:
+        """A row per line: a step's, or an evaluation's before the first and after the last step."""
+        return RunTable(self._metric_lines, dict, {})
+
+    @property
+    def evaluations(self) -> RunTable[Mapping[str, float]]:
+        """The held-out evaluations during the run: metrics without `eval/`."""
+        return RunTable(self._evaluation_lines, dict, {})
+
+    @property
+    def groups(self) -> RunTable[GroupEnd]:
+        columns = {"group_id": "string", "prompt_index": "int64", "prompt_id": "string", "outcome": "string",
+                   "step": "int64", "cause": "string", "version": "int64", "early": "bool"}  # fmt: skip
+        return RunTable(lambda: self._there("groups.jsonl", load_group_ends), asdict, columns)
+
+    @property
+    def rollouts(self) -> RunTable[RecordedRollout]:
+        columns = {"group_id": "string", "sibling": "int32", "prompt_id": "string", "prompt_index": "int64",
+                   "question": "string", "reference": "string", "answer": "string", "status": "string",
+                   "reason": "string", "num_turns": "int32", "num_tokens": "int32", "version": "int64",
+                   "took_s": "double"}  # fmt: skip
+        return RunTable(lambda: self._there("rollouts.jsonl", load_rollouts), _of_rollout, columns)
+
+    @property
+    def episodes(self) -> RunTable[EpisodeTurn]:
+        """The rollouts, a row per turn."""
+        columns = {"group_id": "string", "sibling": "int32", "turn": "int32", "text": "string", "token_ids": "ids",
+                   "logprobs": "floats", "finish_reason": "string", "tool_calls": "texts", "replies": "texts",
+                   "reward": "double", "faults": "texts", "env_s": "double"}  # fmt: skip
+        return RunTable(self._turns, _of_turn, columns)
+
+    @property
+    def judgements(self) -> RunTable[JudgedSibling]:
+        columns = {"group_id": "string", "sibling": "int32", "reward": "double", "score": "double",
+                   "score_std": "double", "num_judgements": "int32", "grm_version": "int64", "failed": "string",
+                   "critiques": "texts"}  # fmt: skip
+        return RunTable(self._judged, _of_judged, columns)
+
+    def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
+        return load(self.run_dir / name, run_id=run_id_of(self.run_dir))
+
+    def _metric_lines(self) -> Iterator[Mapping[str, float]]:
+        return read_what_can_be(self.run_dir / "metrics.jsonl")
+
+    def _evaluation_lines(self) -> Iterator[Mapping[str, float]]:
+        for line in self._metric_lines():
+            found = {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
+            if found:
+                yield {"step": line["step"], **found}
+
+    def _turns(self) -> Iterator[EpisodeTurn]:
+        for line in self.rollouts:
+            one = line.rollout
+            for turn, content in enumerate(one.turns):
+                yield EpisodeTurn(group_id=one.group_id, sibling=one.sibling, turn=turn, content=content)
+
+    def _judged(self) -> Iterator[JudgedSibling]:
+        for (group_id, sibling), report in self._there("judgements.jsonl", load_verdicts):
+            yield JudgedSibling(group_id=group_id, sibling=sibling, report=report)
+
+
+def _of_rollout(line: RecordedRollout) -> Record:
+    one, prompt = line.rollout, line.prompt
+    spans = [span for turn in one.turns for span in turn.completion.versions]
+    return {
+        "group_id": one.group_id, "sibling": one.sibling, "prompt_id": prompt.prompt_id,
+        "prompt_index": line.prompt_index, "question": prompt.messages[-1].content if prompt.messages else "",
+        "reference": prompt.reference, "answer": one.answer, "status": one.status, "reason": one.reason,
+        "num_turns": len(one.turns), "num_tokens": sum(len(turn.completion.token_ids) for turn in one.turns),
+        "version": min((span.version for span in spans), default=None), "took_s": one.took_s,
+    }  # fmt: skip
+
+
+def _of_turn(row: EpisodeTurn) -> Record:
+    turn, completion = row.content, row.content.completion
+    return {
+        "group_id": row.group_id, "sibling": row.sibling, "turn": row.turn, "text": completion.text,
+        "token_ids": completion.token_ids, "logprobs": completion.logprobs,
+        "finish_reason": completion.finish_reason, "tool_calls": [call.name for call in turn.tool_calls],
+        "replies": [str(message.content) for message in turn.replies],
+        "reward": sum(turn.rewards.values()) if turn.rewards else None, "faults": turn.faults, "env_s": turn.env_s,
+    }  # fmt: skip
+
+
+def _of_judged(row: JudgedSibling) -> Record:
+    report, verdict = row.report, row.report.verdict
+    texts = [judgement.completion.text for own in report.own_reports.values() for judgement in own.judgements]
+    record: Record = {"group_id": row.group_id, "sibling": row.sibling, "critiques": texts}
+    if isinstance(verdict, Failed):
+        return record | {"failed": verdict.cause}
+    return record | {
+        "reward": verdict.outcome, "score": verdict.score, "score_std": verdict.score_std,
+        "num_judgements": verdict.num_judgements, "grm_version": verdict.grm_version,
+    }  # fmt: skip
+
+
+def read_run(run_dir: str | Path) -> RunReader:
+    """The files of a run, finished or in progress; `latest` names the newest. Raises ValueError if there is none."""
+    if not (path := Path(run_dir)).is_dir():
+        raise ValueError(f"there is no directory {path}; give a run's, such as runs/quickstart/latest")
+    return RunReader(path.resolve())

@@ -1,0 +1,66 @@
+"""All ranks of one trained model, as the driver sees them: their calls, their version, their saved state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+from models.stored_files import StoredFile
+from scheduler.processes.actors import ActorGroup
+
+FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls, so the interval grows
+
+
+class RankGroup:
+    """Each actor holds one rank. Every method reaches all ranks, one call at a time.
+
+    Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
+
+    Ranks are in groups of `cp` neighbours that share samples: all ranks of a group get the same ones, and the first of
+    them answers for all.
+    """
+
+    def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
+        """cp: the ranks that share each sample."""
+        self._actors = actors
+        self._cp = cp
+        self._version = 0
+
+    @property
+    def dp_size(self) -> int:
+        """The number of micro-batches in a round: ranks, or groups of ranks that share samples."""
+        groups, rest = divmod(self._actors.size, self._cp)
+        assert rest == 0, (self._actors.size, self._cp)
+        return groups
+
+    async def begin_save(self, path: str, *, aside: bool) -> None:
+        """Begin to save the current state; training may continue when this returns, with `aside` long before all is
+        written.
+        """
+        await self._actors.call_all("begin_save" if aside else "save", path)
+
+    async def saved(self) -> tuple[StoredFile, ...]:
+        """Wait until the save is on the disk. Returns all its files; raises the error of a failed write."""
+        poll_s = FIRST_POLL_S
+        while True:
+            files_by_rank = cast(list[tuple[StoredFile, ...] | None], await self._actors.call_all("saved"))
+            if None not in files_by_rank:
+                return tuple(file for files in files_by_rank if files is not None for file in files)
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, LAST_POLL_S)
+
+    async def load(self, path: str) -> int:
+        """Load a saved state of any number of ranks; returns its version."""
+        versions = cast(list[int], await self._actors.call_all("load", path))
+        assert len(set(versions)) == 1, "all ranks read the same checkpoint"
+        self._version = versions[0]
+        return self._version
+
+    async def export(self, path: str) -> None:
+        await self._actors.call_all("export", path)
+
+    async def _call_each(self, method: str, each: Sequence[tuple[object, ...]]) -> list[object]:
+        """Call ranks with the arguments of each micro-batch. Returns an answer for each."""
+        answers = await self._actors.call_each(method, [args for args in each for _ in range(self._cp)])
+        return answers[:: self._cp]

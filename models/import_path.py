@@ -1,0 +1,64 @@
+"""The folders that Python imports from. `models` and `scheduler` are common names: a working folder comes last, so that
+folders of a user's with these names hide none of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+COMMON_NAMES = ("models", "scheduler")
+
+
+def put_working_folder_last(*more: Path) -> None:
+    """Move the working folder, and that of the running script, behind all others; ours is among these.
+
+    more: folders of the user's to add behind them, where the path lacks them.
+    """
+    last = {"", str(Path.cwd()), str(Path(sys.argv[0] if sys.argv else "").absolute().parent)}
+    first = [path for path in sys.path if path not in last]
+    moved = [path for path in (*sys.path, *map(str, more)) if path in last or path not in sys.path]
+    sys.path[:] = dict.fromkeys([*first, str(ROOT), *moved])
+
+
+def imported(module: str, key: str) -> ModuleType:
+    """A module of the user's, by its dotted path. Raises ValueError that begins with the key."""
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        raise ValueError(
+            f"{key}: {module} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
+            f"PYTHONPATH{hidden_by_ours(error.name or '' if isinstance(error, ImportError) else '')}"
+        ) from error
+
+
+def hidden_by_ours(module: str) -> str:
+    """What to say of a module that isn't found because its package has a name of ours; empty for others."""
+    name = module.partition(".")[0]
+    folders = [Path(path or ".").absolute() for path in sys.path if name in COMMON_NAMES]
+    found = [path for folder in folders if folder != ROOT for path in (folder / name, folder / f"{name}.py")]
+    theirs = next((path for path in found if path.exists()), None)
+    return f"; {name} is a package of grmpipe ({ROOT / name}), which hides {theirs}: rename that" if theirs else ""
+
+
+def worker_setup() -> Callable[[], None]:
+    """What another process does before it imports anything by name: it finds our packages where this process has them,
+    and the user's modules behind them. A function within a function is sent by its value.
+    """
+    root, paths = str(ROOT), [str(Path(path or ".").absolute()) for path in sys.path]
+
+    def find_packages() -> None:
+        import importlib
+        import sys
+
+        sys.path.insert(0, root)
+        for name in ("models", "scheduler"):
+            importlib.import_module(name)
+        sys.path.remove(root)
+        sys.path += [path for path in paths if path not in sys.path]
+
+    return find_packages

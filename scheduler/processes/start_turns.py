@@ -1,0 +1,30 @@
+"""Turns of processes on a GPU to start, one at a time.
+
+vLLM measures free memory at its start and counts all memory that disappears meanwhile as its own: another process that
+loads a model at that moment makes it miscount, or fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from scheduler.placement import Placement, Seat
+
+
+class StartTurns:
+    """One start at a time per GPU, in the order of calls. On other slots, or on cores, processes start in parallel."""
+
+    def __init__(self, placement: Placement) -> None:
+        gpus = [name for name, pool in placement.pools.items() if pool.resource == "gpu"]
+        self._locks = {(name, slot): asyncio.Lock() for name in gpus for slot in range(placement.pools[name].slots)}
+
+    @asynccontextmanager
+    async def one_at_a_time(self, seats: Iterable[Seat]) -> AsyncIterator[None]:
+        """Context: hold the locks of all GPUs of these seats."""
+        slots = {(seat.pool, slot) for seat in seats for slot in seat.slots}
+        async with AsyncExitStack() as held:
+            for slot in sorted(slots & self._locks.keys()):  # always in the same order, against deadlocks
+                await held.enter_async_context(self._locks[slot])
+            yield

@@ -1,0 +1,146 @@
+"""Runs from Python: steps that are awaited; a run that blocks, in an event loop and beside one; files as rows and
+tables; the public names and their page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+import grmpipe
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "cluster=inprocess", "tracking=none", "tracking.console=false", "train.num_steps=3", "train.groups_per_batch=2",
+    "train.group_size=2", "data.num_prompts=64", "data.num_eval_prompts=4", "judge.anchors=4", "judge_monitor.every=0",
+]  # fmt: skip
+
+
+def awaited(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+    return functools.wraps(test)(lambda **fixtures: asyncio.run(test(**fixtures)))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@awaited
+async def test_between_steps_one_evaluates_and_checkpoints_and_stops_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
+    seen = []
+    async with grmpipe.start(config) as run:
+        with pytest.raises(RuntimeError, match="call this in the body"):
+            await run.evaluate()
+        async for step in run.steps():
+            seen.append(step.step)
+            await asyncio.sleep(0.3)
+            last = list(run.files.metrics)[-1]
+            assert last["step"] == step.step, "the run waits"
+            assert step.metrics.items() <= last.items()
+            if step.step == 1:
+                evaluated = await run.evaluate()
+                assert 0 <= evaluated["true_accuracy"] <= 1
+                assert [*run.files.evaluations][-1] == {"step": 1} | evaluated
+            if step.step == 2:
+                assert await run.checkpoint() == (tmp_path / "run/checkpoints/step_2")
+                await run.stop()
+    assert seen == [1, 2]
+    assert run.files.summary["status"] == "interrupted"
+    again = grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "resume=auto"])
+    async with grmpipe.start(again) as run:
+        assert [step.step async for step in run.steps()] == [3]
+    assert run.files.summary["status"] == "completed"
+
+
+@awaited
+async def test_the_end_of_the_block_stops_a_run_and_an_error_of_the_user_stays_itself() -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
+    with pytest.raises(KeyError, match="mine"):
+        async with grmpipe.start(config) as run:
+            async for _ in run.steps():
+                raise KeyError("mine")
+    assert run.files.summary["status"] == "interrupted"
+    assert run.files.summary["steps"] == 1
+
+
+@awaited
+async def test_finish_goes_on_without_waiting_and_what_is_refused_is_raised() -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
+    async with grmpipe.start(config) as run:
+        files = await run.finish()
+    assert files.summary["steps"] == 3
+    with pytest.raises(grmpipe.ConfigError, match=r"^run_dir"):
+        async with grmpipe.start(config):
+            pass
+    with pytest.raises(grmpipe.ConfigError, match="has steps to await"):
+        async with grmpipe.start(grmpipe.compose("quickstart", ["task=plan"])):
+            pass
+
+
+async def in_a_loop(config: grmpipe.RunConfig) -> grmpipe.RunReader | None:
+    return grmpipe.launch(config)
+
+
+def test_launch_blocks_in_a_script_a_running_loop_and_a_thread(tmp_path: Path) -> None:
+    overrides = [*SMALL, "train.num_steps=1"]
+    script = grmpipe.launch(grmpipe.compose("quickstart", [*overrides, "run_dir=script"]))
+    loop = asyncio.run(in_a_loop(grmpipe.compose("quickstart", [*overrides, "run_dir=loop"])))
+    found = []
+    config = grmpipe.compose("quickstart", [*overrides, "run_dir=thread"])
+    thread = threading.Thread(target=lambda: found.append(grmpipe.launch(config)))
+    thread.start()
+    thread.join()
+    for reader in (script, loop, *found):
+        assert reader.summary["status"] == "completed"
+    check_tables(script)
+
+
+def check_tables(run: grmpipe.RunReader) -> None:
+    rollouts, judgements = run.rollouts.to_arrow(), run.judgements.to_arrow()
+    assert rollouts.num_rows == len(list(run.rollouts)) == judgements.num_rows == run.episodes.to_arrow().num_rows
+    assert run.groups.to_arrow().column("outcome").to_pylist() == ["trained", "trained"]
+    assert min(judgements.column("reward").to_pylist()) >= 0
+    assert all(judgements.column("critiques").to_pylist())
+    assert len(rollouts.column("answer")[0].as_py()) > 0
+    (turn, *_) = run.episodes.to_arrow().to_pylist()
+    assert len(turn["token_ids"]) == len(turn["logprobs"])
+    assert run.metrics.to_arrow().column("step").to_pylist() == [0, 1]
+    assert run.evaluations.to_arrow().column("true_accuracy").null_count == 0
+    assert [batch.num_rows for batch in run.rollouts.batches(3)] == [3, rollouts.num_rows - 3]
+    assert run.config.train.num_steps == 1
+
+
+def test_a_key_that_does_not_exist_and_a_missing_run_are_refused() -> None:
+    with pytest.raises(grmpipe.ConfigError, match=r"unknown key 'train\.lrr'; did you mean train\.lr"):
+        grmpipe.compose("quickstart", ["train.lrr=1"])
+    with pytest.raises(grmpipe.ConfigError, match="policy: null chooses no file"):
+        grmpipe.compose("quickstart", ["policy=null"])
+    with pytest.raises(ValueError, match="there is no directory nowhere"):
+        grmpipe.read_run("nowhere")
+
+
+def test_the_public_names_are_few_no_subpackage_has_one_and_the_page_lists_them() -> None:
+    modules = {path.stem for path in (ROOT / "grmpipe").iterdir()}
+    assert len(grmpipe.__all__) <= 12
+    assert not modules & set(grmpipe.__all__)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)`", page.partition("## Rows and columns")[0], re.MULTILINE) == sorted(
+        grmpipe.__all__, key=lambda name: (name[0].isupper(), name)
+    )
+    for name in grmpipe.__all__:
+        assert getattr(grmpipe, name)
+
+
+def test_the_page_has_every_column(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    reader = grmpipe.read_run(tmp_path)
+    for name in ("groups", "rollouts", "episodes", "judgements"):
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
+        assert re.findall(r"`(\w+)`", row.split("|")[3]) == getattr(reader, name).to_arrow().column_names

