@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from models.chat.thinking import ThinkingMarkers
 from models.seeds import derive_seed
 from models.types import (
     Completion,
