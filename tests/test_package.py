@@ -164,8 +164,13 @@ def run_quickstart(commands: Path, folder: Path, *overrides: str) -> None:
     assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_wheel_runs_the_quickstart_on_ray_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
-    run_quickstart(wheel_commands, lab(tmp_path), "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
+def test_a_wheel_runs_the_quickstart_on_ray_with_modules_of_a_project_that_has_folders_of_our_names(
+    tmp_path: Path, wheel_commands: Path
+) -> None:
+    below = lab(tmp_path) / "below"
+    below.mkdir()
+    (tmp_path / "grmpipe.yaml").write_text("conf: below\n")
+    run_quickstart(wheel_commands, below, "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
 
 
 RUN_NOTEBOOK = """

@@ -19,7 +19,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
 
-TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
+TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor", "new")
 RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
 MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
@@ -169,10 +169,11 @@ def check_labels(config: RunConfig) -> None:
         labelled.append(config.main_judge)
     for judge in labelled:
         key = judge.key
-        if not judge.scale.low < config.labels.pass_score <= judge.scale.high:
+        if not judge.scale.low < config.data.labels.pass_score <= judge.scale.high:
             raise ValueError(
-                f"labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
-                f"{key}.scale.high = {judge.scale.high}, got {config.labels.pass_score}; type the lowest of its scores "
+                f"data.labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
+                f"{key}.scale.high = {judge.scale.high}, got {config.data.labels.pass_score}; type the lowest "
+                f"of its scores "
                 "that passes an answer"
             )
 

@@ -144,10 +144,10 @@ class Summary:
     those up to its last checkpoint: no file has the rest.
     """
 
-    status: Status
+    status: Status = "completed"
     steps: int
     versions: Mapping[str, int]  # by model name
-    wall_s: float  # of all processes of the run; of a killed one up to its last checkpoint
+    wall_s: float = 0.0  # of all processes of the run; of a killed one up to its last checkpoint
     objective: float | None = None
     eval: EvalSummary = field(default_factory=EvalSummary)
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s

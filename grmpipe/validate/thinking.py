@@ -10,7 +10,7 @@ import logging
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
-from models.thinking import thinks
+from models.chat.thinking import thinks
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,259 @@
+"""Renders messages to token ids, and sampled ids to text. Holds no weights; text inside a message stays text."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from models.chat.chat_template import ChatTemplate
+from models.chat.chat_tokenizer import ChatTokenizer
+from models.chat.conversation_ids import ConversationIds
+from models.chat.thinking import ThinkingMarkers, markers_of, with_thought
+from models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, format_of, parser_named, read_turn
+from models.model_files import PlainConfig, is_plain_tokenizer, read_json
+from models.types import Completion, Message, ParsedTurn, ToolSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+class Renderer:
+    """A tokenizer with a chat template, and the window and stop tokens of its model.
+
+    The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
+    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
+    template that would edit contents (trim them, drop earlier thoughts) can't. The same holds for the texts in the
+    arguments of calls, which are written as JSON where the template writes them so. Whatever a template does besides
+    is its own: several leave out what an assistant wrote beside its calls.
+
+    Several threads may use it.
+
+    tokenizer:      transformers' own.
+    stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
+    vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
+    context_tokens: the model's window, prompt and new tokens together.
+    chat_template_kwargs: further variables of the template, such as enable_thinking.
+    thinking_markers: the markers around the model's thoughts; None: found in the tokenizer or the template.
+    tool_parser:    format of the model's calls of tools, by its name in models.chat.tool_calls; auto: found in the
+                    template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context_tokens: int,
+        vocab_size: int,
+        stop_token_ids: tuple[int, ...],
+        chat_template_kwargs: Mapping[str, object] = NOTHING,
+        thinking_markers: Sequence[str] | None = None,
+        tool_parser: str = AUTO_PARSER,
+    ) -> None:
+        self.context_tokens = context_tokens
+        self.vocab_size = vocab_size
+        self.stop_token_ids = stop_token_ids
+        self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
+        self._thinking_markers = thinking_markers
+        self._tool_parser = tool_parser
+        self._tokenizer = ChatTokenizer(tokenizer, chat_template_kwargs)
+        self._template = ChatTemplate(self._tokenizer.apply_template, self._tokenizer.spells_markup)
+        self._conversations = ConversationIds(self._tokenizer, self._template, stop_token_ids)
+        self.decode = self._tokenizer.decode
+        self.decode_special = self._tokenizer.decode_special
+        self.encode_markup = self._tokenizer.encode_markup
+
+    @staticmethod
+    def load(
+        path: str,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] = NOTHING,
+        thinking_markers: Sequence[str] | None = None,
+        tool_parser: str = AUTO_PARSER,
+    ) -> Renderer:
+        """Load the renderer of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
+
+        chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
+        chat_template_kwargs: one that the template never uses has no effect, and is logged.
+        """
+        config = PlainConfig.read(path)
+        context_tokens, vocab_size = _sizes(path) if config is None else (config.context_tokens, config.vocab_size)
+        tokenizer = _load_tokenizer(path, plain=config is not None and is_plain_tokenizer(path))
+        if chat_template is not None:
+            tokenizer.chat_template = _read_template(chat_template)
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"chat_template: the tokenizer in {path!r} has none; set policy.path (or grm.path) to a chat model, "
+                "or policy.chat_template (or grm.chat_template) to a Jinja file"
+            )
+        _warn_of_unknown_kwargs(path, tokenizer, chat_template_kwargs)
+        return Renderer(
+            tokenizer,
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
+            stop_token_ids=_stop_token_ids(path, tokenizer),
+            chat_template_kwargs=chat_template_kwargs,
+            thinking_markers=thinking_markers,
+            tool_parser=tool_parser,
+        )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The thread's own."""
+        return self._tokenizer.own
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """The token ids of a conversation, up to the assistant's turn.
+
+        tools: that the model is given. Raises ValueError if the template takes none, or a text of theirs spells markup.
+        """
+        return self._conversations.whole(messages, tools, asks_next=True)
+
+    def render_whole(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """The token ids of a conversation that ends here, as reward models read it: no further turn begins."""
+        return self._conversations.whole(messages, tools, asks_next=False)
+
+    def extend(
+        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
+    ) -> tuple[int, ...]:
+        """The token ids after the stop token of the assistant's turn: the replies, up to its next turn.
+
+        tools: those that the conversation was rendered with.
+        ended: whether the stop token was sampled; otherwise (a stop string ended the turn) it comes first.
+        """
+        return self._conversations.replies(replies, tools, ended=ended)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows the model the tools that it is given."""
+        return self._template.takes_tools
+
+    @cached_property
+    def tool_parser_name(self) -> str | None:
+        """The format of the model's calls: a name of models.chat.tool_calls, or a dotted path. None if the template
+        takes no tools, or doesn't show which format it asks for.
+        """
+        if self._tool_parser != AUTO_PARSER:
+            return self._tool_parser
+        if not self.takes_tools:
+            return None
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return format_of(self.tokenizer.get_chat_template(tools=[{}]), special)
+
+    @cached_property
+    def _parse_calls(self) -> ToolParser:
+        if self.tool_parser_name is None:
+            raise ValueError(
+                "tool_parser: the chat template doesn't show in which format the model calls tools; set "
+                f"policy.tool_parser (or grm.tool_parser) to one of {', '.join(FORMATS)}"
+            )
+        return parser_named(self.tool_parser_name)
+
+    def parse(self, completion_text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        """The calls in a completion's answer (`Completion.answer`: calls within a thought are none). Without tools
+        there are none.
+
+        Raises ValueError (`tool_parser: ...`) if the format is unknown; never for what the model wrote.
+        """
+        return read_turn(self._parse_calls, completion_text, tools) if tools else ParsedTurn(content=completion_text)
+
+    @cached_property
+    def thinking(self) -> ThinkingMarkers | None:
+        """The markers around the model's thoughts. None if it has none."""
+        added = {token.content: token_id for token_id, token in self.tokenizer.added_tokens_decoder.items()}
+        template = self.tokenizer.get_chat_template()
+        return markers_of(self._thinking_markers, added.get, template, self._template.generation_prompt())
+
+    def with_thought(self, completion: Completion) -> Completion:
+        """The completion with its thought marked."""
+        if self.thinking is None:
+            return completion
+        return with_thought(completion, self.thinking, self.decode, self.decode_special)
+
+    def means_the_same(self, other: Renderer) -> bool:
+        """Whether every token id has the same text in both."""
+        return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+
+
+def _sizes(path: str) -> tuple[int, int]:
+    """Context window and vocabulary, by transformers' class of the model's family."""
+    from transformers import AutoConfig  # late: seconds, which the usual families do without
+
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"path: {path!r} is not a Hugging Face model (a directory with config.json): {error}"
+        ) from error
+    window = getattr(config, "max_position_embeddings", None)  # not every architecture has one
+    if window is None:
+        raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
+    return int(window), int(config.vocab_size)
+
+
+def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
+    """plain: it needs no class of the model's family, whose lookup imports all of torch and transformers' models."""
+    try:
+        tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
+    tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
+    return tokenizer
+
+
+def _plain_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(path)
+    return tokenizer
+
+
+def _tokenizer_of_family(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    return tokenizer
+
+
+def _read_template(chat_template: str) -> str:
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template: {chat_template!r} can't be read ({error}); give a Jinja file") from error
+
+
+def _warn_of_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
+    template = tokenizer.get_chat_template()
+    for name in kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            log.warning("chat_template_kwargs: the chat template of %s doesn't use %s, so it has no effect", path, name)
+
+
+def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    token_ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    generation_eos = _generation_eos(path)
+    if generation_eos is not None:
+        token_ids |= {generation_eos} if isinstance(generation_eos, int) else set(generation_eos)
+    return tuple(sorted(token_ids))
+
+
+def _generation_eos(path: str) -> int | list[int] | None:
+    """A model need not have the file."""
+    if Path(path).is_dir():
+        return read_json(path, "generation_config.json").get("eos_token_id")
+    from transformers import GenerationConfig
+
+    try:
+        eos: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return None
+    return eos
