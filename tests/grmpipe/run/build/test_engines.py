@@ -67,9 +67,7 @@ class FileReader:
 def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "gpu", **grm: object) -> RunConfig:
     engine = {kind: {"sleep_mode": sleep_mode, "max_batch_rows": 17}}
     judge = {"engine": kind, "path": "tiny://grm", **grm}
-    return elastic(
-        resource, engine=engine, policy={"engine": kind}, grm=judge, slots={"balance": {"swap": swap}}
-    )
+    return elastic(resource, engine=engine, policy={"engine": kind}, grm=judge, slots={"balance": {"swap": swap}})
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
