@@ -210,7 +210,7 @@ class Simulation:
         for name in self.placement.pools:
             if slots := self.placement.elastic_slots(name):
                 roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
-                balance = self.workload.config.balance
+                balance = self.workload.config.slots.balance
                 pools.append(ElasticPool(name, slots, roles, balance, self.events))
         return pools
 
