@@ -40,7 +40,7 @@ from models.types import (
 from scheduler.events import EventSink, NoEvents
 
 if TYPE_CHECKING:
-    from models.renderer import Renderer
+    from models.chat.renderer import Renderer
 
 log = logging.getLogger(__name__)
 
