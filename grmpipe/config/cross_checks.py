@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
-from grmpipe.config.entry_names import ENV, JUDGE, POLICY, ROLES
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.judging import check_all_used, check_judging
 from grmpipe.config.reward_checks import (
     check_doubts,
@@ -121,25 +119,12 @@ def check_reward(config: RunConfig) -> None:
     check_doubts(config.rewards, config.judges)
     check_scales(config.rewards, config.judges)
     check_judging(config.judging)
-    check_of_the_run(config.judges)
     if config.task != "evaluate":  # which measures any one of them
         check_all_used(config.judging, config.judges)
         check_rewards_used(config.rewards)
     for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
         if judge.kind == "label":
             raise ValueError(f"{judge.key}.kind: label is for a judge in training, alone; type reward=single")
-
-
-OF_THE_RUN = ("pause_s", "anchors", "anchor_every")
-
-
-def check_of_the_run(judges: Mapping[str, JudgeConfig]) -> None:
-    """Check that further judges set no key that there is once for all judges."""
-    usual = JudgeConfig()
-    for judge in (judge for name, judge in judges.items() if name != JUDGE):
-        for key in OF_THE_RUN:
-            if (value := getattr(judge, key)) != getattr(usual, key):
-                raise ValueError(f"{judge.key}.{key}: holds for all judges together; type judge.{key}={value}")
 
 
 def check_policy_engine(config: RunConfig) -> None:
@@ -184,10 +169,11 @@ def check_labels(config: RunConfig) -> None:
         labelled.append(config.main_judge)
     for judge in labelled:
         key = judge.key
-        if not judge.scale.low < config.labels.pass_score <= judge.scale.high:
+        if not judge.scale.low < config.data.labels.pass_score <= judge.scale.high:
             raise ValueError(
-                f"labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
-                f"{key}.scale.high = {judge.scale.high}, got {config.labels.pass_score}; type the lowest of its scores "
+                f"data.labels.pass_score: must be above {key}.scale.low = {judge.scale.low} and at most "
+                f"{key}.scale.high = {judge.scale.high}, got {config.data.labels.pass_score}; type the lowest "
+                f"of its scores "
                 "that passes an answer"
             )
 

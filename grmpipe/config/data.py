@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from grmpipe.config.evaluation import RftConfig
+from grmpipe.config.judge import LabelConfig
 from models.bounds import Bounded, above, above_0_to_1, at_least
 
 
@@ -23,6 +25,8 @@ class DataConfig(Bounded):
     max_epochs: int | None = at_least(1, None)  # [epochs] Most passes over the prompts; null: no limit.
     # The rollouts.jsonl of a run, whose judged batches are trained again; nothing is sampled or judged then. Null: off.
     retrain_from: str | None = None
+    labels: LabelConfig = field(default_factory=LabelConfig)
+    rft: RftConfig = field(default_factory=RftConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ from grmpipe.config.run_sections import RunSections
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Keys and sections of earlier versions -> those that have their values; a name behind one stays where {} is.
 MOVED = {
+    "labels": "data.labels", "rft": "data.rft", "health": "slots.health", "balance": "slots.balance",
     "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
     "train.adam_betas": "train.optimizer.betas", "train.weight_decay": "train.optimizer.weight_decay",
     "algorithm.overlong_penalty": "algorithm.overlong_buffer.penalty", "algorithm.pass_k": "algorithm.pass_at_k.k",

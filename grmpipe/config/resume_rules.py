@@ -15,7 +15,7 @@ from grmpipe.config.secrets import is_secret_key, without_secrets
 # A key may change if it changes neither the tokens of a sample, nor its verdict, nor what the algorithm makes of both:
 # the length and learning rate of the run, its limits of time, what it measures, and where the work runs.
 FREE_ON_RESUME = (
-    "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
+    "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "slots", "plan",
     "simulate", "evaluate", "judge_monitor",
     # The sampler may change: every token carries its log-prob and version.
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",

@@ -229,7 +229,7 @@ def sharing_engine(
     """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
     slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
     here = tuple(next(iter(slots.values()))) if slots else ()
-    swap, alone = config.balance.swap, any(config.models[name].lora.in_engines for name in here)
+    swap, alone = config.slots.balance.swap, any(config.models[name].lora.in_engines for name in here)
     if swap == "auto" and alone:  # adapters need their own base weights
         return ()
     if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):
@@ -238,8 +238,8 @@ def sharing_engine(
 
 
 def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
-    """Whether roles share one engine: by `balance.swap`, or, if it is automatic, if they use the same kind, which swaps
-    weights, on one GPU, and the engines don't sleep: waking an engine is faster than loading one.
+    """Whether roles share one engine: by `slots.balance.swap`, or, if it is automatic, if they use the same kind,
+    which swaps weights, on one GPU, and the engines don't sleep: waking an engine is faster than loading one.
     """
     if swap != "auto":
         return swap == "weights"

@@ -8,9 +8,9 @@ from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig, RftConfig
+from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig
 from grmpipe.config.grm import GrmConfig
-from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.tracking import TrackingConfig
@@ -57,22 +57,27 @@ class NamedSections:
 
 
 @dataclass(frozen=True)
+class SlotsConfig:
+    """The processes on slots: those that die are replaced, and elastic slots are divided between roles."""
+
+    health: HealthConfig = field(default_factory=HealthConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+
+
+@dataclass(frozen=True)
 class SharedSections:
     """The sections that a run reads as they are typed."""
 
     meta_rm: MetaRmConfig = field(default_factory=MetaRmConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    labels: LabelConfig = field(default_factory=LabelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    rft: RftConfig = field(default_factory=RftConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    slots: SlotsConfig = field(default_factory=SlotsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.user_code import called, shortened
 from grmpipe.envs.blame import blaming, readable
 from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
@@ -32,6 +33,15 @@ class StageLimits:
     step_s: float
     close_s: float
     max_observation_chars: int
+
+    @staticmethod
+    def of(config: EnvConfig) -> StageLimits:
+        return StageLimits(
+            boot_s=config.boot_s,
+            step_s=config.step_s,
+            close_s=config.close_s,
+            max_observation_chars=config.max_observation_chars,
+        )
 
 
 class LimitedEnv:

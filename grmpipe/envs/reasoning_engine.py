@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from models.seeds import derive_seed
-from models.thinking import ThinkingMarkers
 from models.types import (
     Completion,
     Generates,
@@ -23,22 +22,10 @@ from models.types import (
 )
 from scheduler.routing.migration import Continuation
 
+if TYPE_CHECKING:
+    from models.renderer import Renderer
+
 SECOND = "answer"  # suffix of the second request's id
-
-
-class ThoughtRenderer(Protocol):
-    """What thoughts need of a tokenizer with a chat template."""
-
-    @property
-    def thinking(self) -> ThinkingMarkers | None: ...
-
-    def with_thought(self, completion: Completion) -> Completion: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def decode_special(self, token_ids: Sequence[int]) -> str: ...
-
-    def encode_markup(self, text: str) -> tuple[int, ...]: ...
 
 
 class ReasoningEngine:
@@ -49,7 +36,7 @@ class ReasoningEngine:
     ids, log-probs and versions; the inserted ones are in `Completion.inserted`.
     """
 
-    def __init__(self, engine: Generates, renderer: ThoughtRenderer) -> None:
+    def __init__(self, engine: Generates, renderer: Renderer) -> None:
         self._engine = engine
         self._renderer = renderer
         self._continuation = Continuation(decode=renderer.decode, seed_after=lambda seed, num_sampled: seed)

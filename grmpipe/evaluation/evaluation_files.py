@@ -89,7 +89,8 @@ def show_figures(run_dir: Path, tables: Sequence[Table], notes: Iterable[str]) -
     for line in notes:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     lines = (line.rstrip() for line in console.export_text().splitlines())
-    (run_dir / FIGURES).write_text("\n".join(lines) + "\n", "utf-8")
+    with (run_dir / FIGURES).open("a", encoding="utf-8") as figures:  # a judge's, then a policy's
+        figures.write("\n".join(lines) + "\n")
 
 
 def table_of(result: JudgeEvaluation) -> Table:

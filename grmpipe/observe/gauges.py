@@ -79,11 +79,6 @@ def failures_by_cause(metrics: Metrics) -> dict[str, int]:
     return by_cause(FAILED, metrics)
 
 
-def env_faults(metrics: Metrics) -> dict[str, int]:
-    """Episodes of this step that the environment failed, by cause."""
-    return by_cause(ENV_FAULT, metrics)
-
-
 def by_cause(pattern: re.Pattern[str], metrics: Metrics) -> dict[str, int]:
     found = {cause[1]: value for name, value in metrics.items() if (cause := pattern.fullmatch(name))}
     return {cause: int(value) for cause, value in sorted(found.items()) if value > 0}
@@ -150,7 +145,7 @@ def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ON
         failed = [f"failed {failures_text(failures_by_cause(metrics))}"]
         if signal := missing_signal_text(metrics):
             failed.append(signal)
-        if faults := env_faults(metrics):
+        if faults := by_cause(ENV_FAULT, metrics):
             failed.append(f"env failed {failures_text(faults)}")
         yield "  ".join([place, *written(shown.line, metrics), *failed])
     if judges := [f"{name} {text}" for name, text in judge_texts(metrics)]:

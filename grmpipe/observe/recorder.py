@@ -10,7 +10,7 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.records import (
     Record,
-    decode_prompt,
+    decode,
     decode_report,
     decode_rollout,
     encode,
@@ -127,5 +127,5 @@ def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:
 
 def decode_recorded(record: Record) -> RecordedRollout:
     return RecordedRollout(
-        prompt_index=record["prompt_index"], prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record)
+        prompt_index=record["prompt_index"], prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ RARE: Mapping[type, tuple[str, ...]] = {
     Prompt: ("rubric", "info"),
     Verdict: ("absent", "normalised"),
 }
+T = TypeVar("T")
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
@@ -97,12 +98,11 @@ def with_logprobs(record: Record) -> Record:
     return {**record, "logprobs": decode_logprobs(record["logprobs"])}
 
 
-def decode_completion(record: Record) -> Completion:
-    return msgspec.convert(with_logprobs(record), Completion)
-
-
-def decode_prompt(record: Record) -> Prompt:
-    return msgspec.convert(record, Prompt)
+def decode(record: Record, kind: type[T]) -> T:
+    """A value as `encode` wrote it. Raises ValidationError."""
+    if "completion" in record:
+        record = {**record, "completion": with_logprobs(record["completion"])}
+    return msgspec.convert(with_logprobs(record) if kind is Completion else record, kind)
 
 
 def encode_turn(turn: Turn) -> Record:
@@ -126,18 +126,8 @@ def decode_rollout(record: Record) -> Rollout:
     return msgspec.convert({**record, "turns": turns}, Rollout)
 
 
-def decode_judgement(record: Record) -> Judgement:
-    return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, Judgement)
-
-
 def decode_failed(record: Record) -> Failed:
-    if "completion" not in record:
-        return msgspec.convert(record, Failed)
-    return msgspec.convert({**record, "completion": with_logprobs(record["completion"])}, FailedJudgement)
-
-
-def decode_verdict(record: Record) -> Verdict:
-    return msgspec.convert(record, Verdict)
+    return decode(record, FailedJudgement if "completion" in record else Failed)
 
 
 def encode_report(report: JudgeReport) -> Record:
@@ -177,18 +167,18 @@ def encode_own(report: JudgeReport) -> Record:
 
 
 def decode_report(record: Record) -> JudgeReport:
-    judgements = [(one.get("judge", ""), decode_judgement(one)) for one in record["judgements"]]
+    judgements = [(one.get("judge", ""), decode(one, Judgement)) for one in record["judgements"]]
     failures = [(one.get("judge", ""), decode_failed(one)) for one in record["failures"]]
 
     def decode_own(own: Record, name: str | None) -> JudgeReport:
         """name: of the judge whose evidence it gets; None: that of all."""
         return JudgeReport(
-            verdict=decode_failed(own["failed"]) if "failed" in own else decode_verdict(own["verdict"]),
+            verdict=decode_failed(own["failed"]) if "failed" in own else decode(own["verdict"], Verdict),
             judgements=tuple(one for judge, one in judgements if name in (None, judge)),
             failures=tuple(one for judge, one in failures if name in (None, judge)),
-            principles=decode_completion(own["principles"]) if "principles" in own else None,
+            principles=decode(own["principles"], Completion) if "principles" in own else None,
             saved_tokens=own.get("saved_tokens", 0),
-            audit=msgspec.convert(own["audit"], StopAudit) if "audit" in own else None,
+            audit=decode(own["audit"], StopAudit) if "audit" in own else None,
         )
 
     return replace(

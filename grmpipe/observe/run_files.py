@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,7 +26,7 @@ from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.recorder import decode_judged, decode_recorded
-from grmpipe.observe.records import decode_prompt, decode_report, decode_rollout
+from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
@@ -36,6 +37,7 @@ FIGURES = "figures.txt"  # the tables of task=evaluate
 
 Record = dict[str, Any]  # a line of a journal or a part of the summary; used in this file only
 T = TypeVar("T")
+by_score = attrgetter("score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,11 +311,11 @@ def shown_of(run_dir: Path) -> list[ShownRollout]:
     judged = [one for one in late if one.score is not None]
     divided = [one for one in judged if one.spread > 0]
     return each_once(
-        ("early", first_of([one for one in early if one.score is not None])),
-        ("late, scored highest", first_of(judged, key=lambda one: -(one.score or 0))),
-        ("late, scored lowest", first_of(judged, key=lambda one: one.score or 0)),
-        ("late, judged most differently", first_of(divided, key=lambda one: -one.spread)),
-        ("late, judging failed", first_of([one for one in late if one.score is None])),
+        ("early", next((one for one in early if one.score is not None), None)),
+        ("late, scored highest", max(judged, key=by_score, default=None)),
+        ("late, scored lowest", min(judged, key=by_score, default=None)),
+        ("late, judged most differently", max(divided, key=attrgetter("spread"), default=None)),
+        ("late, judging failed", next((one for one in late if one.score is None), None)),
         ("the last", late[-1] if late else None),
     )
 
@@ -324,15 +326,15 @@ def answers_of(run_dir: Path) -> list[ShownRollout]:
     some = [*early, *late]
     judged = [one for one in some if one.score is not None]
     return each_once(
-        ("scored highest", first_of(judged, key=lambda one: -(one.score or 0))),
-        ("scored lowest", first_of(judged, key=lambda one: one.score or 0)),
-        ("judging failed", first_of([one for one in some if one.score is None])),
+        ("scored highest", max(judged, key=by_score, default=None)),
+        ("scored lowest", min(judged, key=by_score, default=None)),
+        ("judging failed", next((one for one in some if one.score is None), None)),
     )
 
 
 def decode_answer(record: Record) -> ShownRollout:
     return ShownRollout(
-        prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record), report=decode_report(record)
+        prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record), report=decode_report(record)
     )
 
 
@@ -343,12 +345,6 @@ def each_once(*choices: tuple[str, ShownRollout | None]) -> list[ShownRollout]:
         if one is not None:
             chosen.setdefault(id(one), replace(one, why=why))
     return list(chosen.values())
-
-
-def first_of(
-    some: Sequence[ShownRollout], key: Callable[[ShownRollout], float] = lambda one: 0.0
-) -> ShownRollout | None:
-    return min(some, key=key, default=None)
 
 
 def score_of(judgement: Judgement, sibling: int) -> float | None:

@@ -97,7 +97,7 @@ def judging_tasks_at(
 ) -> tuple[Prompt, ...]:
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
     with section(f"{judge.key}."):
-        judging_tasks = JudgingTasks.under(judge, config.labels)
+        judging_tasks = JudgingTasks.under(judge, config.data.labels)
     items = load_labelled(path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
     known = {asked(prompt) for prompt in held_out}
     kept = [item for item in items if asked(item.prompt) not in known]
@@ -114,7 +114,7 @@ def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStre
     """
     cotrain, judge, key = config.trained_grms[role], config.judging.training(role), f"{config.models[role].key}.train"
     with section(f"{judge.key}."):
-        JudgingTasks.under(judge, config.labels)
+        JudgingTasks.under(judge, config.data.labels)
     if cotrain.data_path is not None:
         with section(f"{key}.data_path: "):
             judging_tasks = judging_tasks_at(config, judge, cotrain.data_path, cotrain.num_items, data.held_out)

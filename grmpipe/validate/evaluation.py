@@ -243,10 +243,11 @@ def check_scoring(config: RunConfig) -> None:
                 f"how good a policy is; type judge=pointwise, or judge=rule"
             )
     low, high = config.main_judge.scale.low, config.main_judge.scale.high
-    if not low < config.labels.pass_score <= high:
+    if not low < config.data.labels.pass_score <= high:
         raise ConfigError(
-            f"labels.pass_score: pass@k counts answers of at least this score, and {config.labels.pass_score} isn't "
-            f"on the judge's scale from {low} to {high}; type labels.pass_score={high} or less"
+            f"data.labels.pass_score: pass@k counts answers of at least this score, and "
+            f"{config.data.labels.pass_score} isn't "
+            f"on the judge's scale from {low} to {high}; type data.labels.pass_score={high} or less"
         )
 
 

@@ -70,5 +70,5 @@ def check_stays_awake(role: ServedRole, placement: Placement) -> None:
         raise ConfigError(
             f"{role.key}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
             f"weights of a GRM that learns; set placement.pools.{role.pool}.elastic=false, "
-            f"placement.roles.{role.name}.pool to another, or (on vLLM) balance.swap=weights"
+            f"placement.roles.{role.name}.pool to another, or (on vLLM) slots.balance.swap=weights"
         )

@@ -19,15 +19,16 @@ def check_shared_engine(roles: Roles) -> None:
             if not role.engine.swaps_weights or type(role.engine) is not type(first.engine):
                 able = " or ".join(engines_that(lambda kind: kind.swaps_weights))
                 raise ConfigError(
-                    f"balance.swap: weights needs engine={able}, but {role.name} is on {role.model.engine}, where "
-                    "each role needs a separate engine; type balance.swap=auto"
+                    f"slots.balance.swap: weights needs engine={able}, but {role.name} is on "
+                    f"{role.model.engine}, where "
+                    "each role needs a separate engine; type slots.balance.swap=auto"
                 )
         for role in (first, *others):
             if role.model.lora.in_engines:
                 raise ConfigError(
                     f"{role.key}.lora.sync: {role.name} shares its engine with {', '.join(role.shares_with)} by "
                     "swapping weights, and adapters alone would be on top of other weights; "
-                    f"type {role.key}.lora.sync=merged, or balance.swap=auto"
+                    f"type {role.key}.lora.sync=merged, or slots.balance.swap=auto"
                 )
         for other in others:
             refuse(first.engine.different_options(other.engine), first, other)
@@ -68,9 +69,11 @@ def differences(one: ServedRole, other: ServedRole, model: Model, others_model: 
 def refuse(different: list[str], one: ServedRole, other: ServedRole) -> None:
     if not different:
         return
-    sleeping = f"engine.{one.model.engine}.sleep_mode=true balance.swap=sleep"
+    sleeping = f"engine.{one.model.engine}.sleep_mode=true slots.balance.swap=sleep"
     raise ConfigError(
-        f"balance.swap: ({one.name}, {other.name}) can't share the engines of the elastic pool {one.pool}, since they "
-        f"differ in {', '.join(different)}; type {sleeping if one.device == 'cuda' else 'balance.swap=auto'}: each "
+        f"slots.balance.swap: ({one.name}, {other.name}) can't share the engines of the elastic pool "
+        f"{one.pool}, since they "
+        f"differ in {', '.join(different)}; type "
+        f"{sleeping if one.device == 'cuda' else 'slots.balance.swap=auto'}: each "
         "role then has separate engines"
     )

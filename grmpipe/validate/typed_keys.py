@@ -49,5 +49,5 @@ def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
 
 def is_of_playing(key: str, reads: EvaluationReads) -> bool:
     section, _, name = key.partition(".")
-    asked = section == "policy" and reads.by_policy
+    asked = (section == "policy" and reads.by_policy) or name.startswith("labels")
     return bool(name) and section in OF_PLAYING and not asked and key not in reads.read_by_others

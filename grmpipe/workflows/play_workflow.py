@@ -18,6 +18,7 @@ from grmpipe.config.user_code import MAX_CHARS, called, described
 from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
@@ -46,20 +47,6 @@ class Solver(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowLimits:
-    """Limits on a workflow, in seconds.
-
-    episode_s: of the whole episode.
-    step_s:    without asking the policy, after which an episode that ran out of time counts as hanging.
-    close_s:   until a cancelled workflow must have ended.
-    """
-
-    episode_s: float
-    step_s: float
-    close_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How an episode ended. fault: what the policy did wrong in the end."""
 
@@ -71,6 +58,7 @@ class Ending:
 class WorkflowPlayer:
     """Plays the episodes of a run. It raises EnvFault, or what failed the engine.
 
+    limits: on how long a workflow may run without asking the policy once its time is up, and after it was cancelled.
     owner:  the user's code, in words.
     counts: what became of the episodes' workflows.
     """
@@ -79,7 +67,7 @@ class WorkflowPlayer:
         self,
         solver: Solver,
         gateway: Gateway,
-        limits: WorkflowLimits,
+        limits: StageLimits,
         rules: FaultRules = NO_RULES,
         owner: str = WORKFLOW,
     ) -> None:
@@ -116,7 +104,7 @@ class WorkflowPlayer:
         solving = asyncio.ensure_future(doing)
         ends: set[asyncio.Future[object]] = {solving, session.failed}
         try:
-            await asyncio.wait(ends, timeout=self._limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=session.limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
             idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
         finally:
             if solving.done():
@@ -145,7 +133,7 @@ def workflow_player(config: EnvConfig) -> WorkflowPlayer:
     return WorkflowPlayer(
         make(getattr(config, place.needs), config.options),
         Gateway(),
-        WorkflowLimits(episode_s=config.episode_s, step_s=config.step_s, close_s=config.close_s),
+        StageLimits.of(config),
         fault_rules(config.policy_errors),
         program if config.command else described(found_at(config.target, "target")),
     )
@@ -164,11 +152,12 @@ async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
         log.warning("a workflow didn't end within env.close_s = %g s after it was cancelled", close_s)
 
 
-def _out_of_time(session: EpisodeChat, idle_s: float, limits: WorkflowLimits) -> Ending:
+def _out_of_time(session: EpisodeChat, idle_s: float, limits: StageLimits) -> Ending:
     if not session.calls or idle_s >= limits.step_s:
+        episode_s = session.limits.episode_s
         raise EnvFault(
-            f"the workflow took longer than env.episode_s = {limits.episode_s:g} s, and didn't ask the policy for the "
-            f"last {idle_s:.1f} s",
+            f"the workflow took longer than env.episode_s = {episode_s:g} s, and didn't ask the policy for the last "
+            f"{idle_s:.1f} s",
             "timeout",
         )
     return Ending(reason="time")

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +21,6 @@ from grmpipe.envs.play import (
     EpisodeLimits,
     RolloutAborted,
     RolloutRequest,
-    TurnRenderer,
     read_completion,
 )
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
@@ -40,19 +39,14 @@ from models.types import (
 )
 from scheduler.events import EventSink, NoEvents
 
+if TYPE_CHECKING:
+    from models.renderer import Renderer
+
 log = logging.getLogger(__name__)
 
 REMEMBERED_TOOL_LISTS = 64
 AS_THE_RUN = CallOptions()
 FINAL = ("turn_limit_exceeded", "time_limit_exceeded")  # refusals that no later request of the episode escapes
-
-
-class ChatRenderer(TurnRenderer, Protocol):
-    """What a recorder needs of a tokenizer with a chat template."""
-
-    def decode_special(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, with special tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +67,7 @@ class ChatRecorder:
     def __init__(
         self,
         engine: Generates,
-        renderer: ChatRenderer,
+        renderer: Renderer,
         params: SamplingParams,
         limits: EpisodeLimits,
         events: EventSink | None = None,
@@ -106,6 +100,7 @@ class EpisodeChat:
 
     def __init__(self, recorder: ChatRecorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
         self._recorder = recorder
+        self.limits = recorder.limits
         self._request = request
         self._on_first_token = on_first_token
         self._clock = asyncio.get_running_loop()
@@ -156,7 +151,7 @@ class EpisodeChat:
         prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
         params = asked_params(self._recorder.params, options)
-        room = room_in(self._recorder.limits.context_tokens, prompted.prompt_ids, params.max_new_tokens)
+        room = room_in(self.limits.context_tokens, prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started
         self._num_started += 1
         window_is_bound = room < params.max_new_tokens
@@ -167,7 +162,7 @@ class EpisodeChat:
 
     def _check_open(self) -> None:
         """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
-        limits = self._recorder.limits
+        limits = self.limits
         if self._ended or self.failed.done():
             raise ChatRefused("session_ended", "the episode has ended: its policy answers no further request")
         if len(self.calls) + len(self._sampling) >= limits.max_turns:
@@ -202,7 +197,7 @@ class EpisodeChat:
 
     async def _sampled(self, prompt_ids: tuple[int, ...], number: int, params: SamplingParams) -> Completion:
         """Raises ChatRefused if the session ended meanwhile, or if the engine failed: then the episode has."""
-        context = self._request.context(number, has_more=self._recorder.limits.max_turns > 1)
+        context = self._request.context(number, has_more=self.limits.max_turns > 1)
         if not self._sampling:
             self._add_idle_time()
         generating = self._recorder.engine.generate(prompt_ids, params, context, self._on_first_token)
@@ -306,7 +301,7 @@ def room_in(window: int, prompt_ids: Sequence[int], asked: int) -> int:
     return room
 
 
-def parsed_for_workflow(renderer: ChatRenderer, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
+def parsed_for_workflow(renderer: Renderer, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
     """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
     text.
     """
@@ -314,7 +309,7 @@ def parsed_for_workflow(renderer: ChatRenderer, completion: Completion, tools: t
     return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
 
 
-def logprobs_of(renderer: ChatRenderer, completion: Completion) -> tuple[TokenLogprob, ...]:
+def logprobs_of(renderer: Renderer, completion: Completion) -> tuple[TokenLogprob, ...]:
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return tuple(
         TokenLogprob(token=renderer.decode_special([token_id]), logprob=logprob) for token_id, logprob in pairs

@@ -28,8 +28,6 @@ class BalanceConfig:
     every_s: float = 0.2  # Longest time between two decisions.
     switch_s: float = 0.5  # Assumed time of a move until moves are measured.
     hysteresis: float = 1.0  # A move must gain this many times its cost, in addition to its cost.
-    # Migrate requests in flight to other slots; false: they end where they are, and the slot waits.
-    migrate: bool = True
     # How a slot changes its role: between engines that sleep, or by the weights of one shared engine; docs/placement.md
     # says what auto chooses.
     swap: str = "auto"
@@ -52,7 +50,6 @@ class Slot:
     role: str
     able: frozenset[str]
     idle_s: float = 0.0  # seconds for which it has had no request
-    drain_s: float = 0.0  # seconds until its requests are gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +93,7 @@ class Pool:
         The norm of the two roles alone has the same sign, but not the same size: next to a role that takes much longer,
         a second between two short ones is worth little.
         """
-        source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
+        source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target)
         n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
         n_left = n_source - (slot.role in slot.able)
         # While the slot changes, the others continue: the loss is its own share of the work, and the cost of migrating

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from models.types import Engine, EngineDied
 from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
-from scheduler.routing.in_flight import NEVER_S, RoleBacklog
+from scheduler.routing.in_flight import NEVER_S
 from scheduler.routing.router import Router
 from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
 from scheduler.slots.health import BringCurrent, need_no_weights
@@ -149,24 +149,22 @@ class ElasticPool:
     def view(self) -> Pool:
         """The pool as the rules see it at this moment."""
         backlogs = {role: elastic.router.load.backlog(elastic.max_rows) for role, elastic in self._roles.items()}
-        slots = [self._slot(slot, backlogs) for slot in self._engines]
+        slots = [self._slot(slot) for slot in self._engines]
         return Pool(roles=backlogs, slots=slots, cost_s=self._cost_s, hysteresis=self._config.hysteresis)
 
-    def _slot(self, slot: str, backlogs: Mapping[str, RoleBacklog]) -> Slot:
+    def _slot(self, slot: str) -> Slot:
         role, engines = self._serves[slot], self._engines[slot]
-        router, backlog = self._roles[role].router, backlogs[role]
+        router = self._roles[role].router
         if slot in self._moving:
             return Slot(name=slot, role=role, able=frozenset({role}))
         able = frozenset(
             other for other, elastic in self._roles.items() if engines[other] in elastic.router.members.alive
         )
-        stays = not self._config.migrate and router.load[engines[role]]
         return Slot(
             name=slot,
             role=role,
             able=able,
             idle_s=router.load.idle_s(engines[role]),
-            drain_s=backlog.longest * (backlog.step_s + backlog.row_s) if stays else 0.0,
         )
 
     def _cost_s(self, source: str, target: str) -> float:
@@ -181,7 +179,7 @@ class ElasticPool:
         assume evenly spread work.
         """
         idle = {slot.role for slot in view.slots if slot.idle_s >= self._patience_s(slot)}
-        return {role for role in idle - self._levelling if self._config.migrate and spare(self._roles[role].router)}
+        return {role for role in idle - self._levelling if spare(self._roles[role].router)}
 
     def _patience_s(self, slot: Slot) -> float:
         return min((self._cost_s(slot.role, other) for other in slot.able - {slot.role}), default=LEAST_COST_S)
@@ -225,16 +223,14 @@ class ElasticPool:
         self.moves[f"{move.source}->{move.target}"] += 1
         self._events.span(f"{self.name} {move.slot}", f"switch {move.source}->{move.target}", started_s, clock(),
                           cost_s=round(cost_s, 4), gain_s=round(move.gain_s, 4), reason=move.reason)  # fmt: skip
-        if self._config.migrate:
-            await self._rebalance(move.target)
+        await self._rebalance(move.target)
 
     async def _leave(self, move: Move) -> float:
         """Drain the slot's engine of the old role and release it. Returns the seconds of the release."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
-        if self._config.migrate:
-            with suppress(EngineDied):  # a dead engine has no requests
-                async with _in_time(elastic.router, name, "release its requests"):
-                    await elastic.router.migrate(name)
+        with suppress(EngineDied):  # a dead engine has no requests
+            async with _in_time(elastic.router, name, "release its requests"):
+                await elastic.router.migrate(name)
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.members.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()

@@ -166,7 +166,7 @@ class RoleHealth:
 
     def _lose(self, name: str) -> None:
         self._enter(name, EngineState.LOST)
-        log.warning("%s is not replaced: its health.max_replacements=%d attempts in %.0f s are used up", name,
+        log.warning("%s is not replaced: its slots.health.max_replacements=%d attempts in %.0f s are used up", name,
                     self._config.max_replacements, WINDOW_S)  # fmt: skip
 
     def _enter(self, name: str, state: EngineState) -> None:

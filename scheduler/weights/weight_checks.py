@@ -14,6 +14,7 @@ from models.types import WeightBucket, WeightReceipt, WeightTensor
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GROUPS_SHOWN = 4
 PROBE_FLOOR = 0.05  # in nats: an error below it may grow by any factor
+NOISE_FACTOR = 10.0  # by which an error above it may grow from push to push
 
 
 class WeightMismatch(Exception):
@@ -79,11 +80,11 @@ def probe_error(expected: Sequence[float], scored: Sequence[float]) -> float:
     return float(np.median(errors_T[likelier]))
 
 
-def probe_bound(tolerance: float, last_error: float | None, noise_factor: float) -> float:
-    """The allowed error: the tolerance or, after a good push, `noise_factor` times its error if that is less. That
+def probe_bound(tolerance: float, last_error: float | None) -> float:
+    """The allowed error: the tolerance or, after a good push, NOISE_FACTOR times its error if that is less. That
     error is the noise between the two implementations, and grows only slowly while a policy sharpens.
     """
-    return tolerance if last_error is None else min(tolerance, max(PROBE_FLOOR, noise_factor * last_error))
+    return tolerance if last_error is None else min(tolerance, max(PROBE_FLOOR, NOISE_FACTOR * last_error))
 
 
 def tensor_groups(names: Collection[str]) -> str:

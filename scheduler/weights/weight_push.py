@@ -51,8 +51,6 @@ class SyncConfig:
     probe_tolerance_16bit: float = 0.25  # [nats] The same tolerance if bfloat16 or float16 is sent.
     # [nats] The same tolerance if the engine's options quantize its weights or cache.
     probe_tolerance_quantized: float = 1.0
-    # Within the tolerance, largest error as a multiple of the last push's error; 0.05 nats are always allowed.
-    probe_noise_factor: float = 10.0
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 0:
@@ -67,8 +65,6 @@ class SyncConfig:
         ):  # fmt: skip
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        if not self.probe_noise_factor >= 1:
-            raise ValueError(f"probe_noise_factor: must be at least 1, got {self.probe_noise_factor}")
 
 
 class WeightSource(Protocol):
@@ -267,7 +263,7 @@ class Push:
         """
         config = self.config
         tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
-        tolerance = probe_bound(tolerance, self.last_error, config.probe_noise_factor)
+        tolerance = probe_bound(tolerance, self.last_error)
         scores = await self._on_engines("to score the probe", lambda engine: engine.score(self.probe_ids))
         try:
             return max(check_probe(name, self.version, expected, scored, tolerance) for name, scored in scores.items())

@@ -21,7 +21,7 @@ from grmpipe.types import Verdict
 
 TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")
 RFT = (
-    "data.num_prompts=48", "data.num_eval_prompts=16", "rft.critiques_per_batch=8", "train.schedule=linear",
+    "data.num_prompts=48", "data.num_eval_prompts=16", "data.rft.critiques_per_batch=8", "train.schedule=linear",
     "train.warmup_steps=0", "train.lr=1e-4",
 )  # fmt: skip
 COTRAIN = (
@@ -135,7 +135,7 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
         ("algorithm.estimator=reinforce_pp", r"algorithm\.estimator=grpo"),
         ("placement=elastic", r"grm_learner|elastic=false"),
         ("grm.train.data_path=tiny://nothing", r"grm\.train\.data_path"),
-        ("labels.pass_score=11", r"labels\.pass_score"),
+        ("data.labels.pass_score=11", r"data\.labels\.pass_score"),
         ("judge=pairwise", r"grm\.train\.rollout_share=0"),
         ("task=simulate", r"grm\.train\.enabled=false"),
     ],
@@ -168,7 +168,7 @@ def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_ar
 def test_a_judge_behind_a_route_learns_from_the_tasks_that_it_judges(small_run: Callable) -> None:
     files = small_run(
         "models.comparison.train={enabled: true, rollout_share: 1, warmup_steps: 1, prompts_per_batch: 4, "
-        "group_size: 2}", "labels.rule=same_side", "train.num_steps=1",
+        "group_size: 2}", "data.labels.rule=same_side", "train.num_steps=1",
         "train.groups_per_batch=8", "train.group_size=8",
         experiment="route",
     )  # fmt: skip

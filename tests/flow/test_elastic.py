@@ -9,7 +9,7 @@ from typing import Any
 
 from grmpipe.observe.recorder import load_rollouts
 
-ELASTIC = ("placement=elastic", "train.num_steps=4", "balance.switch_s=0.05")
+ELASTIC = ("placement=elastic", "train.num_steps=4", "slots.balance.switch_s=0.05")
 
 
 def check_moves(run: Any, steps: int) -> None:

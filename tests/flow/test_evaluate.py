@@ -131,7 +131,7 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     for shown in ("avg@3", "pass@2", "greedy", "one step"):
         assert shown in out and shown in page
     assert "left out without a reference: 1" in " ".join(out.split())
-    assert "The judge against labels" in page
+    assert "right, in percent of all items" in page
 
 
 def test_what_breaks_stands_in_the_summary(

@@ -29,7 +29,7 @@ TWO_POLICY_ENGINES = (
 )  # fmt: skip
 ONE_VLLM_ENGINE = (
     "engine=vllm", "engine.vllm.kv_cache_mb=32",
-    "placement=elastic", "placement.pools.engines.slots=1", "balance.swap=weights",
+    "placement=elastic", "placement.pools.engines.slots=1", "slots.balance.swap=weights",
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_when_replacements_are_used_up_the_run_ends_with_the_first_cause(
     run_and_kill: Callable, tmp_path: Path
 ) -> None:
     with pytest.raises(RunFailed, match="all engines of role policy died; the first: policy-0: process") as failed:
-        run_and_kill("health.max_replacements=0", victims=((1, "policy-0"),))
+        run_and_kill("slots.health.max_replacements=0", victims=((1, "policy-0"),))
     assert "Traceback" not in str(failed.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
@@ -127,7 +127,7 @@ def test_when_replacements_are_used_up_the_run_ends_with_the_first_cause(
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["policy-0", "grm-0"])
 def test_a_stopped_engine_is_replaced_and_no_sample_is_altered_or_doubled(run_and_kill: Callable, engine: str) -> None:
-    quick = ("health.hung_after_s=15", "health.check_every_s=1", "sync.deadline_s=15")
+    quick = ("slots.health.hung_after_s=15", "slots.health.check_every_s=1", "sync.deadline_s=15")
     run = run_and_kill(*quick, victims=((1, engine),), how=signal.SIGSTOP)
     check_samples(run)
     assert run.summary["engines_replaced"][engine.partition("-")[0]] == 1

@@ -21,7 +21,7 @@ def test_two_ranks_on_ray_train_as_one_in_this_process(small_run: Callable) -> N
 
 
 def test_slots_move_between_processes(small_run: Callable) -> None:
-    run = small_run("placement=elastic", "balance.switch_s=0.05", "train.num_steps=4", "cluster=ray")
+    run = small_run("placement=elastic", "slots.balance.switch_s=0.05", "train.num_steps=4", "cluster=ray")
     run.check_complete(16)
     assert set(run.summary["moves"]) == {"policy->grm", "grm->policy"}
     assert 0 < run.steps()[-1]["moves/total"] <= sum(run.summary["moves"].values())

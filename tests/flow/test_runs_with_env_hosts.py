@@ -196,7 +196,7 @@ def test_a_host_that_is_killed_is_replaced_and_its_episodes_are_played_elsewhere
 
 @pytest.mark.long
 def test_when_a_node_is_lost_the_other_host_plays_on(two_nodes: object, launched: Callable[..., Launched]) -> None:
-    run = launched(two_nodes.address, "cluster.start_timeout_s=20", "health.max_replacements=1")  # type: ignore[attr-defined]
+    run = launched(two_nodes.address, "cluster.start_timeout_s=20", "slots.health.max_replacements=1")  # type: ignore[attr-defined]
     run.until(run.has_rollouts, "there are no rollouts")
     (worker,) = two_nodes.worker_nodes  # type: ignore[attr-defined]
     two_nodes.remove_node(worker, allow_graceful=False)  # type: ignore[attr-defined]

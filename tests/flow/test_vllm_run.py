@@ -10,7 +10,7 @@ pytestmark = pytest.mark.vllm
 
 
 ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32", "judge.format.structured=true", "judge.temperature=2")
-ONE_ENGINE = ("placement=elastic", "placement.pools.engines.slots=1", "balance.swap=weights")
+ONE_ENGINE = ("placement=elastic", "placement.pools.engines.slots=1", "slots.balance.swap=weights")
 
 
 @pytest.mark.parametrize(

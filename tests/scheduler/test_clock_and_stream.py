@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from scheduler.clock import ActiveClock
+from scheduler.clock import ActiveClock, Standstill
 from scheduler.stage import Stage
 
 
@@ -39,6 +39,21 @@ def test_now_stands_still_in_a_pause() -> None:
             assert clock.now() == before
 
     run_virtually(go)
+
+
+def test_clocks_of_a_standstill_stop_together_and_one_that_joins_late_stops_too() -> None:
+    async def go() -> list[float]:
+        standstill, clocks = Standstill(), [ActiveClock(), ActiveClock()]
+        starts = [clock.now() for clock in clocks]
+        standstill.add(clocks[0])
+        for stopped, clock in ((True, None), (True, clocks[1]), (False, None), (False, None)):
+            standstill.set(stopped)
+            if clock is not None:
+                standstill.add(clock)
+            await asyncio.sleep(1)
+        return [clock.now() - start for clock, start in zip(clocks, starts, strict=True)]
+
+    assert run_virtually(go) == pytest.approx([2, 3], abs=1e-3)
 
 
 @pytest.mark.parametrize(("work_s", "in_time"), [(7.9, True), (8.1, False)])

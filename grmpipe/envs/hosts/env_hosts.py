@@ -15,8 +15,8 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env import Env
 from grmpipe.envs.hosts.host_member import HostStarted
 from grmpipe.envs.hosts.remote_host import RemoteEnv, RemoteHost
-from grmpipe.envs.isolation.env_host import limits_of, longer
-from grmpipe.envs.limited_env import LimitedEnv
+from grmpipe.envs.isolation.env_host import longer
+from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorGroup
@@ -57,7 +57,7 @@ class EnvHosts:
         self._restart = restart
         self._health = health
         self._events = events
-        self._limits = longer(longer(limits_of(config)))
+        self._limits = longer(longer(StageLimits.of(config)))
         self._hosts = [
             RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.counts, self._replace_soon)
             for rank in range(group.size)
@@ -131,5 +131,5 @@ class EnvHosts:
             self.num_replaced += 1
             self._begin(host, started)
             return
-        log.warning("%s is lost: health.max_replacements = %d", host.name, self._health.max_replacements)
+        log.warning("%s is lost: slots.health.max_replacements = %d", host.name, self._health.max_replacements)
         host.lose()

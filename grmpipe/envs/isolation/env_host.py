@@ -65,7 +65,7 @@ async def open_env_host(
     events: gets a span for each stage of each episode.
     """
     await asyncio.to_thread(sweep, run_dir)
-    isolation, limits = config.isolation, limits_of(config)
+    isolation, limits = config.isolation, StageLimits.of(config)
     if isolation.kind == INPROCESS:
         async with tool_servers(config) as servers:
             make, rules, counts = env_factory(config, servers), fault_rules(config.policy_errors), OpenedEnvs()
@@ -83,15 +83,6 @@ async def open_env_host(
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
-
-
-def limits_of(config: EnvConfig) -> StageLimits:
-    return StageLimits(
-        boot_s=config.boot_s,
-        step_s=config.step_s,
-        close_s=config.close_s,
-        max_observation_chars=config.max_observation_chars,
-    )
 
 
 def longer(limits: StageLimits) -> StageLimits:

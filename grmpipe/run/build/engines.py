@@ -231,7 +231,7 @@ def elastic_pools(
                 )
                 for role in next(iter(slots.values()))
             },
-            prepared.config.balance,
+            prepared.config.slots.balance,
             events,
             swaps=not served.swapping.isdisjoint(next(iter(slots.values()))),
         )

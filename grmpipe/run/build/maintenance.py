@@ -67,7 +67,7 @@ def make_maintenance(
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
     health = tuple(
-        RoleHealth(role, router, served.restart[role], prepared.config.health, bring_current[role], events)
+        RoleHealth(role, router, served.restart[role], prepared.config.slots.health, bring_current[role], events)
         for role, router in served.routers.items()
     )
     return Maintenance(health=health, elastic=elastic, share=share)

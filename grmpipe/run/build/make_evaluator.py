@@ -72,10 +72,10 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
 
 
 def pass_reward_of(config: RunConfig) -> float | None:
-    """The lowest reward with which a judge passes an answer, whatever its scale. None if `labels.pass_score` isn't on
-    the first judge's, or that has none.
+    """The lowest reward with which a judge passes an answer, whatever its scale. None if `data.labels.pass_score`
+    isn't on the first judge's, or that has none.
     """
     if not config.main_judge.has_scale:
         return None
-    scale, pass_score = config.main_judge.scale, config.labels.pass_score
+    scale, pass_score = config.main_judge.scale, config.data.labels.pass_score
     return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None

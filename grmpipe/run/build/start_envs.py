@@ -84,7 +84,7 @@ async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events
         group,
         restart=functools.partial(cluster.restart_member, ENV),
         config=config.env,
-        health=config.health,
+        health=config.slots.health,
         events=events,
     )
     try:

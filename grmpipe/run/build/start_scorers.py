@@ -110,7 +110,7 @@ def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
         dtype=config.models[name].dtype,
         device=prepared.roles[name].device,
         max_batch_tokens=max(judge.scalar.max_batch_tokens for judge in asking),
-        max_replacements=config.health.max_replacements,
+        max_replacements=config.slots.health.max_replacements,
     )
 
 
@@ -140,7 +140,7 @@ async def start_meta_rm(cluster: Cluster, prepared: Prepared, events: EventSink)
         dtype=config.meta_rm.dtype,
         device=prepared.roles[META_RM].device,
         max_batch_tokens=config.meta_rm.max_batch_tokens,
-        max_replacements=config.health.max_replacements,
+        max_replacements=config.slots.health.max_replacements,
     )
     return await start_scorer_pool(cluster, role, events)
 

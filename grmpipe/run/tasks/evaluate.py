@@ -6,6 +6,7 @@ from grmpipe.config.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
+from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving, start_evaluation
@@ -51,6 +52,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def _evaluate(self, running: Serving) -> Status:
         ready = self._prepared
+        (self._run_dir / FIGURES).unlink(missing_ok=True)  # of an evaluation here that was interrupted
         if ready.items:
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters)

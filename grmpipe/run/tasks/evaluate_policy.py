@@ -67,7 +67,7 @@ async def evaluate_policy(
             write_policies(answers.run_dir, policies)
     finally:
         answers.close()
-    show_policies(policies, scoring, ready.config.labels.pass_score, answers.run_dir)
+    show_policies(policies, scoring, ready.config.data.labels.pass_score, answers.run_dir)
 
 
 def scoring_of(ready: PreparedEvaluation) -> Scoring:

@@ -75,7 +75,7 @@ class RftRun(Run[Prepared]):
         push = compose_push(running.sync, running.policy, running.maintenance.share)
         await push(0)
         await self._evaluate(running, "initial")
-        num_judging_tasks, num_samples = len(self._prepared.prompts), self._config.rft.num_samples
+        num_judging_tasks, num_samples = len(self._prepared.prompts), self._config.data.rft.num_samples
         self._observers.note(f"the GRM judges {num_judging_tasks} judging tasks, {num_samples} times each")
         critiques = await Sampling(self._prepared, running, self._run_dir / CRITIQUES, self._observers.note).run()
         await self._imitate(running, critiques)
@@ -87,11 +87,11 @@ class RftRun(Run[Prepared]):
         if not critiques:
             raise ValueError(
                 "data.path: no critique to imitate: the GRM judges every judging task right each time, or none; give "
-                "other judging tasks, or more rft.num_samples"
+                "other judging tasks, or more data.rft.num_samples"
             )
         samples = [sample for one in critiques for sample in imitated(one)]
-        train, size = self._config.train, self._config.rft.critiques_per_batch
-        await running.learner.expect(self._config.rft.num_epochs * num_batches(len(samples), size))
+        train, size = self._config.train, self._config.data.rft.critiques_per_batch
+        await running.learner.expect(self._config.data.rft.num_epochs * num_batches(len(samples), size))
         for batch in batches(samples, size, self._epochs()):
             for round_ in rounds_of(batch, train.max_packed_tokens, running.learner.dp_size, train.prefix_sharing):
                 await running.learner.accumulate(round_)
@@ -100,7 +100,7 @@ class RftRun(Run[Prepared]):
             self._observers.trackers.log(self._steps, metrics)
 
     def _epochs(self) -> Iterable[random.Random]:
-        return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.rft.num_epochs))
+        return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.data.rft.num_epochs))
 
     async def _evaluate(self, running: RunComponents, when: str) -> None:
         evaluated = await make_evaluator(self._prepared, running).evaluate(f"held-out-{when}")
@@ -125,7 +125,7 @@ class Sampling:
     def __init__(self, prepared: Prepared, running: RunComponents, path: Path, note: Callable[[str], None]) -> None:
         self._prepared = prepared
         self._note = note
-        self._settings = prepared.config.rft
+        self._settings = prepared.config.data.rft
         self._play: Play = make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
         self._path = path

@@ -15,9 +15,12 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from models.types import EngineSpeed
 
+K = TypeVar("K")
+V = TypeVar("V")
 PROMPTS_REMEMBERED = 256  # whose keys and values are still in the cache; and as many trajectories
 PREFILL_TOKENS_PER_STEP = 8192
 WHOLE = 1e-9  # of a step: tolerance for rounding
@@ -54,6 +57,37 @@ class SimulatedChange:
     finished: list[SimulatedRow]
 
 
+class SimulatedPrefixCache:
+    """Prompts, and last turns of trajectories, whose keys and values are cached: those of the present weights."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.epoch = 0
+        self._enabled = enabled
+        self._prompts: OrderedDict[int, None] = OrderedDict()
+        self._turns: OrderedDict[str, int] = OrderedDict()  # trajectory -> tokens
+
+    def uncached(self, row: SimulatedRow) -> int:
+        """The tokens of its prompt that must be prefilled."""
+        if row.prompt in self._prompts:
+            return 0
+        return max(0, row.prompt_tokens - self._turns.get(row.trajectory_id, 0))
+
+    def remember_prompt(self, row: SimulatedRow) -> None:
+        if self._enabled:
+            _remember(self._prompts, row.prompt, None)
+
+    def remember_turn(self, row: SimulatedRow) -> None:
+        """A finished turn stays in the cache, if all of it is of the present weights. Its last token was never fed."""
+        if self._enabled and row.trajectory_id and row.epoch == self.epoch:
+            _remember(self._turns, row.trajectory_id, row.prompt_tokens + row.num_tokens - 1)
+
+    def forget(self) -> None:
+        """Forget all: the weights changed."""
+        self._prompts.clear()
+        self._turns.clear()
+        self.epoch += 1
+
+
 class SimulatedBatch:
     """The rows of one engine, and those that wait for memory: the most urgent first, then in order of arrival.
 
@@ -65,7 +99,7 @@ class SimulatedBatch:
         self._speed = speed
         self.num_prefilled_tokens = 0
         self._num_prefilled_again = 0  # of these, of preempted requests
-        self._prefix_cache = prefix_cache
+        self.cache = SimulatedPrefixCache(enabled=prefix_cache)
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, SimulatedRow]] = []
         self._rows: dict[SimulatedRow, None] = {}  # the youngest last
@@ -73,9 +107,6 @@ class SimulatedBatch:
         self._begun: list[SimulatedRow] = []  # joined at the beginning of the stretch
         self._ghosts: list[SimulatedRow] = []  # aborted: they decode to the end of the step
         self._readers: Counter[int] = Counter()  # prompt -> number of its rows
-        self._known: OrderedDict[int, None] = OrderedDict()  # prompts in the prefix cache
-        self._trajectories: OrderedDict[str, int] = OrderedDict()  # tokens of their last turns, in the prefix cache
-        self._epoch = 0
         self._read_tokens = 0  # K
         self._held_tokens = 0  # K, a shared prompt counted once
         # The stretch: a number of steps in which nothing changes.
@@ -137,7 +168,7 @@ class SimulatedBatch:
         finished = list(self._pop_finished())
         for row in finished:
             row.stays.append((row.joined_step, self._steps_before))
-            self._remember_turn(row)
+            self.cache.remember_turn(row)
         ghosts, self._ghosts = self._ghosts, []
         for row in (*finished, *ghosts):
             if row in self._rows:
@@ -146,12 +177,6 @@ class SimulatedBatch:
         more = self._admit()
         self._num_steps = self._steps_to_change(more) if self._rows else 0
         return SimulatedChange(begun=[row for row in begun if not row.gone], finished=finished)
-
-    def forget_prompts(self) -> None:
-        """Mark cached prompts as useless to new rows, because the weights changed."""
-        self._known.clear()
-        self._trajectories.clear()
-        self._epoch += 1
 
     def can_ever_hold(self, row: SimulatedRow) -> bool:
         return not self._speed.kv_tokens or row.prompt_tokens + row.num_tokens <= self._speed.kv_tokens
@@ -245,7 +270,7 @@ class SimulatedBatch:
         """Admit waiting rows while there is room. Returns True if the rest waits only for its prefill."""
         prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
-            uncached = self._uncached(row)
+            uncached = self.cache.uncached(row)
             tokens = row.sampled + uncached
             if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
                 break
@@ -261,23 +286,9 @@ class SimulatedBatch:
         self._prefill_s = prefilled * self._speed.prefill_token_s + joined * self._speed.request_s
         return tokens > 0
 
-    def _uncached(self, row: SimulatedRow) -> int:
-        """The tokens of its prompt that must be prefilled."""
-        if row.prompt in self._known:
-            return 0
-        return max(0, row.prompt_tokens - self._trajectories.get(row.trajectory_id, 0))
-
-    def _remember_turn(self, row: SimulatedRow) -> None:
-        """A finished turn stays in the cache, if all of it is of the present weights. Its last token was never fed."""
-        if self._prefix_cache and row.trajectory_id and row.epoch == self._epoch:
-            self._trajectories[row.trajectory_id] = row.prompt_tokens + row.num_tokens - 1
-            self._trajectories.move_to_end(row.trajectory_id)
-            if len(self._trajectories) > PROMPTS_REMEMBERED:
-                self._trajectories.popitem(last=False)
-
     def _join(self, row: SimulatedRow) -> None:
         self._rows[row] = None
-        row.epoch = self._epoch
+        row.epoch = self.cache.epoch
         row.joined_step = self._steps_before
         row.finish_step = row.joined_step + row.num_tokens - row.sampled
         heapq.heappush(self._finishing, (row.finish_step, row.arrival, row))
@@ -286,8 +297,11 @@ class SimulatedBatch:
         self._read_tokens += row.prompt_tokens + row.sampled
         self._held_tokens += row.sampled + (0 if self._readers[row.prompt] else row.prompt_tokens)
         self._readers[row.prompt] += 1
-        if self._prefix_cache:
-            self._known[row.prompt] = None
-            self._known.move_to_end(row.prompt)
-            if len(self._known) > PROMPTS_REMEMBERED:
-                self._known.popitem(last=False)
+        self.cache.remember_prompt(row)
+
+
+def _remember(held: OrderedDict[K, V], key: K, value: V) -> None:
+    held[key] = value
+    held.move_to_end(key)
+    if len(held) > PROMPTS_REMEMBERED:
+        held.popitem(last=False)

@@ -176,7 +176,7 @@ class SimulatedEngine:
     async def commit_weights(self, version: int) -> WeightReceipt:
         self.version = version
         self._versions.append((self._batch.steps_by(self._worked_s()), version))
-        self._batch.forget_prompts()
+        self._batch.cache.forget()
         receipt = WeightReceipt(version=version, checksums=self._checksums)
         self._checksums = {}
         return receipt

@@ -181,12 +181,12 @@ def test_a_jury_that_weighs_by_accuracy_needs_a_score_that_passes() -> None:
     """Without one no accuracy is measured, and the vote is a mean."""
     jury = ("+judge@judges.exact=rule", "reward=jury", "reward.members=[judge,exact]", "judge.scale.high=5")
     said = refused(*jury, "reward.vote=accuracy")
-    assert "labels.pass_score: must be above judge.scale.low = 1 and at most judge.scale.high = 5, got 8" in said
-    built(*jury, "reward.vote=accuracy", "labels.pass_score=4")
+    assert "data.labels.pass_score: must be above judge.scale.low = 1 and at most judge.scale.high = 5, got 8" in said
+    built(*jury, "reward.vote=accuracy", "data.labels.pass_score=4")
     built(*jury, "reward.vote=mean")
     nested = ("+judge@judges.exact=rule", "+judge@judges.short=rule", "+reward@rewards.style=jury", "judge=prometheus2",
               "rewards.style.members=[judge,exact]", "rewards.style.vote=accuracy", "reward=mix")  # fmt: skip
-    assert "labels.pass_score" in refused(*nested, "reward.mix={style: 1, short: 1}")
+    assert "data.labels.pass_score" in refused(*nested, "reward.mix={style: 1, short: 1}")
 
 
 def test_a_jury_cannot_weigh_by_an_accuracy_that_no_evaluation_measures() -> None:
@@ -205,7 +205,7 @@ def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None
 
 @pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every"])
 def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
-    assert f"type judge.{key}=3" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
+    assert f"type judge_monitor.{key}" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
 
 
 def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judges() -> None:

@@ -34,11 +34,11 @@ BOUND = (
     "grm.path", "meta_rm.path",
     "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
     "judge.parser", "judge.vote", "judge.scale.high", "judge.format.truncation", "judge.early_stop.kind", "judge.rule",
-    "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
+    "data.labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
     "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.optimizer.weight_decay",
     "train.optimizer.betas", "critic.enabled", "grm.train.enabled", "engine.vllm.max_context_tokens",
-    "engine.openai.extra_body.model", "rft.num_samples",
+    "engine.openai.extra_body.model", "data.rft.num_samples",
 )  # fmt: skip
 
 

@@ -293,14 +293,14 @@ def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) ->
 
 
 def test_a_rule_needs_no_grammar() -> None:
-    assert config(judge={"kind": "rule", "structured": True}).roles == ("policy", "learner")
+    assert config(judge={"kind": "rule", "format": {"structured": True}}).roles == ("policy", "learner")
 
 
 def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: None)
     run = config(
         grm={"path": "tiny://grm", "engine": "sglang"},
-        judge={"structured": True, "score_max": 5000},
+        judge={"format": {"structured": True}, "scale": {"high": 5000}},
         data={"num_prompts": 20},
     )
     with pytest.raises(ConfigError, match=r"^judge\.format\.structured: 5000 different scores"):
@@ -324,7 +324,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"policy": {"engine": "vllm"}}, True),
         ({"grm": {"path": "tiny://grm", "engine": "vllm", "engine_options": {"kv_cache_mb": 9}}}, True),
         ({"engine": {"vllm": {"max_batch_rows": 8, "recompute_kv_on_sync": True}}}, True),
-        ({"sync": {"deadline_s": 500.0}, "health": {"max_replacements": 9}}, True),
+        ({"sync": {"deadline_s": 500.0}, "slots": {"health": {"max_replacements": 9}}}, True),
         ({"engine": {"embedded": {"max_context_tokens": 300}}}, False),
         ({"policy": {"engine_options": {"max_context_tokens": 300}}}, False),
         ({"engine": {"vllm": {"options": {"quantization": "fp8"}}}}, False),

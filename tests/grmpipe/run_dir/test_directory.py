@@ -278,14 +278,17 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
 
 def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
     leave_run(Path("mine"), "failed")
-    values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
+    values = {
+        "train": {"lr": 1e-4, "num_steps": 160},
+        "judge": {"limits": {"timeout_s": 600.0}, "max_failure_rate": 0.5},
+    }
     config = config_of({"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
         with Claim(config) as claim:
             claim.open()
     assert changes_of(Path("mine")) == (
-        "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
         "after step 0: judge.limits.timeout_s: 120.0 -> 600.0",
+        "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
         "after step 0: train.lr: 0.0003 -> 0.0001",
         "after step 0: train.num_steps: 80 -> 160",
     )

@@ -80,8 +80,10 @@ def test_a_judge_that_compares_or_passes_nothing_scores_no_policy() -> None:
     pairs = JudgeConfig(protocol="pairwise", template="pairwise", parser="boxed", num_judgements=2, vote="majority")
     with pytest.raises(ConfigError, match=r"^judge\.protocol: pairwise compares answers .* judge=rule"):
         check_scoring(evaluation(judge=pairs))
-    with pytest.raises(ConfigError, match=r"^labels\.pass_score: pass@k counts .* type labels\.pass_score=10 or less"):
-        check_scoring(evaluation(labels=LabelConfig(pass_score=11)))
+    with pytest.raises(
+        ConfigError, match=r"^data\.labels\.pass_score: pass@k counts .* type data\.labels\.pass_score=10 or less"
+    ):
+        check_scoring(evaluation(data=DataConfig(labels=LabelConfig(pass_score=11))))
 
 
 def test_items_that_are_not_read_are_counted(tmp_path: Path) -> None:

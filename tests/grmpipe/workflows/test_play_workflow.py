@@ -14,11 +14,12 @@ from grmpipe.config.user_code import described
 from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import plain_rewards, rewards_of
-from grmpipe.workflows.play_workflow import WorkflowLimits, WorkflowPlayer
+from grmpipe.workflows.play_workflow import WorkflowPlayer
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
 from models.types import EngineDied, Message, ignore_first_token
@@ -53,7 +54,7 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
     ) -> Rollout:
         async def play() -> Rollout:
             recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
-            times = WorkflowLimits(episode_s=recorder.limits.episode_s, step_s=step_s, close_s=0.2)
+            times = StageLimits(boot_s=1, step_s=step_s, close_s=0.2, max_observation_chars=0)
             player = WorkflowPlayer(Running(workflow), Gateway(), times, rules, described(workflow))
             counts = player.counts
             try:
@@ -343,7 +344,7 @@ def test_a_cancelled_episode_cancels_its_workflow(
             ended.append(task)
 
     async def play() -> None:
-        limits = WorkflowLimits(episode_s=60, step_s=9, close_s=1)
+        limits = StageLimits(boot_s=1, step_s=9, close_s=1, max_observation_chars=0)
         recorder, player = make_recorder(make_engine()), WorkflowPlayer(Running(solve), Gateway(), limits)
         playing = asyncio.ensure_future(player.play(recorder, request_of, PROMPT, ignore_first_token))
         await asyncio.sleep(0.01)

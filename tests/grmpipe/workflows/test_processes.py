@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grmpipe.envs.env import EnvFault
+from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.play_workflow import Solver, WorkflowLimits, WorkflowPlayer
+from grmpipe.workflows.play_workflow import Solver, WorkflowPlayer
 from grmpipe.workflows.program import Program
 from grmpipe.workflows.recorder import ChatRecorder
 from grmpipe.workflows.server import Gateway
@@ -131,7 +133,8 @@ class Playing:
         self._recorder, self._solver, self._gateway = recorder, solver, Gateway()
 
     async def __call__(self, what: str, *, episode_s: float = 30.0, **info: object) -> Rollout:
-        limits = WorkflowLimits(episode_s=episode_s, step_s=min(0.2, episode_s), close_s=5)
+        limits = StageLimits(boot_s=1, step_s=min(0.2, episode_s), close_s=5, max_observation_chars=0)
+        self._recorder.limits = replace(self._recorder.limits, episode_s=episode_s)
         player = WorkflowPlayer(self._solver, self._gateway, limits)
         return await player.play(self._recorder, self._request, prompt(what, **info), ignore_first_token)
 

@@ -74,7 +74,6 @@ def pools(draw: st.DrawFn) -> Pool:
             role=draw(st.sampled_from(roles)),
             able=draw(st.sampled_from([every, every, every, *(frozenset({role}) for role in roles)])),
             idle_s=draw(st.sampled_from([0.0, 0.5, 5.0])),
-            drain_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
         )
         for n in range(draw(st.integers(1, 8)))
     ]
@@ -144,9 +143,9 @@ def test_no_slot_idles_for_longer_than_a_switch_costs_while_there_is_work_for_it
     for slot in view.slots:
         for role in slot.able - {slot.role}:
             goal, serving = view.roles[role], view.num_serving(role)
-            lasting = goal.requests > serving and goal.finish_s(serving) > 2 * (COST_S + slot.drain_s)
+            lasting = goal.requests > serving and goal.finish_s(serving) > 2 * COST_S
             needless = view.roles[slot.role].requests < view.num_serving(slot.role)
-            if slot.idle_s >= COST_S + slot.drain_s and lasting and needless and view.can_go(slot):
+            if slot.idle_s >= COST_S and lasting and needless and view.can_go(slot):
                 assert decide(view) is not None
 
 
@@ -206,13 +205,6 @@ def test_a_slot_whose_engine_is_dead_may_serve_the_other_role() -> None:
     move = decide(view)
     assert move is not None
     assert (move.slot, move.target) == ("1", "grm")
-
-
-def test_a_drain_that_lasts_longer_than_the_work_keeps_the_slot_where_it_is() -> None:
-    busy = [replace(slot, drain_s=100.0) for slot in slots(4, 1)]
-    view = pool(backlog("policy", 8, each=500, longest=2000), backlog("grm", 400), busy)
-    assert decide(view) is None
-    assert decide(replace(view, slots=slots(4, 1))) is not None
 
 
 def test_more_rows_than_a_slot_takes_at_once_need_more_slots() -> None:

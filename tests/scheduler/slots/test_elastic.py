@@ -143,7 +143,6 @@ class Bench:
         sleeps: bool = True,
         swaps: bool = False,
         grm_learns: bool = False,
-        **balance: bool,
     ) -> None:
         """swaps: one engine per slot, shared by all roles. grm_learns: the judge is trained too."""
         self.spans, self.num_started = Spans(), 0
@@ -186,7 +185,7 @@ class Bench:
                 )
                 for role in roles
             },
-            BalanceConfig(**balance),  # type: ignore[arg-type]
+            BalanceConfig(),
             self.spans,
             swaps=swaps,
         )
@@ -313,21 +312,6 @@ def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_move
 
     bench = on_virtual_clock(lambda: Bench(2), main)
     assert bench.pool.moves["policy->grm"] >= 1
-
-
-def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
-    async def main(bench: Bench) -> None:
-        await bench.push(0)
-        long = [asyncio.create_task(bench.ask("policy", 4 * n, 100 + 100 * n)) for n in range(2)]
-        await asyncio.sleep(5.0)
-        judging = asyncio.create_task(bench.ask("grm", 0, 50))
-        await long[0]
-        assert not judging.done()
-        await asyncio.gather(judging, *long)
-
-    bench = on_virtual_clock(lambda: Bench(2, migrate=False), main)
-    asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
-    assert set(asked.values()) == {1}
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -35,7 +35,7 @@ def test_sixteen_bits_pass_and_other_weights_do_not(sharpness: float) -> None:
     learner = logprobs_of(0, sharpness, torch.float32)
     noise = check_probe("e", 1, learner, logprobs_of(0, sharpness, torch.bfloat16), TOLERANCE)
     for last_error in (None, noise):
-        bound = probe_bound(TOLERANCE, last_error, SyncConfig().probe_noise_factor)
+        bound = probe_bound(TOLERANCE, last_error)
         assert 2 * noise < bound  # two implementations in 16 bits differ more than one from float32
         with pytest.raises(WeightMismatch, match="likelier tokens"):
             check_probe("e", 1, learner, logprobs_of(1, sharpness, torch.bfloat16), bound)
@@ -50,8 +50,8 @@ def test_a_few_unlikely_tokens_stop_nobody_and_a_nan_stops_everybody() -> None:
 
 
 def test_the_bound_follows_the_noise_within_the_tolerance() -> None:
-    assert probe_bound(0.25, None, 10) == 0.25
-    assert probe_bound(0.25, 0.001, 10) == 0.05
-    assert probe_bound(0.25, 0.02, 10) == pytest.approx(0.2)
-    assert probe_bound(0.25, 0.2, 10) == 0.25
-    assert probe_bound(1e-3, 1e-6, 10) == 1e-3
+    assert probe_bound(0.25, None) == 0.25
+    assert probe_bound(0.25, 0.001) == 0.05
+    assert probe_bound(0.25, 0.02) == pytest.approx(0.2)
+    assert probe_bound(0.25, 0.2) == 0.25
+    assert probe_bound(1e-3, 1e-6) == 1e-3

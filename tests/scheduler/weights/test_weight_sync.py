@@ -585,7 +585,7 @@ def test_tensors_are_told_by_their_layer() -> None:
 
 
 @pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit", "bucket_mb",
-     "min_mb_per_s", "join_s", "probe_noise_factor"])  # fmt: skip
+     "min_mb_per_s", "join_s"])  # fmt: skip
 def test_a_bad_value_names_its_key(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         SyncConfig(**{key: -1})

@@ -218,9 +218,9 @@ class CoTraining:
 def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
     config = prepared.config
     cotrain = config.trained_grms[role]
-    pass_reward = config.main_judge.scale.reward_of(config.labels.pass_score)
+    pass_reward = config.main_judge.scale.reward_of(config.data.labels.pass_score)
     return JudgingTaskStream(
-        JudgingTasks.under(config.judging.training(role), config.labels),
+        JudgingTasks.under(config.judging.training(role), config.data.labels),
         rule_named(config.truth.rule),
         prepared.judging_tasks[role],
         rollout_share=cotrain.rollout_share,

@@ -262,7 +262,7 @@ def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -
     sleeping = ("engine=vllm", "engine.vllm.sleep_mode=true", "engine.vllm.gpu_memory_utilization=0.6")
     moving, whole = held("placement.pools.all.elastic=true", *sleeping)
     assert moving == whole["learner"] + max(whole["policy"], whole["grm"])
-    assert held("placement.pools.all.elastic=true", *sleeping, "balance.swap=weights")[0] == moving
+    assert held("placement.pools.all.elastic=true", *sleeping, "slots.balance.swap=weights")[0] == moving
 
 
 def test_a_plan_says_who_has_a_slot_by_turns(big_run: tuple[str, ...]) -> None:

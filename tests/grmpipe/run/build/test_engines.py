@@ -67,7 +67,7 @@ class FileReader:
 def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "gpu", **grm: object) -> RunConfig:
     engine = {kind: {"sleep_mode": sleep_mode, "max_batch_rows": 17}}
     judge = {"engine": kind, "path": "tiny://grm", **grm}
-    return elastic(resource, engine=engine, policy={"engine": kind}, grm=judge, balance={"swap": swap})
+    return elastic(resource, engine=engine, policy={"engine": kind}, grm=judge, slots={"balance": {"swap": swap}})
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -98,7 +98,7 @@ def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
     kind: str, sleep_mode: bool, swap: str, resource: str, shares: bool
 ) -> None:
     options = {"engine": {kind: {"sleep_mode": sleep_mode}} if kind != "embedded" else {}}
-    roles = {"policy": {"engine": kind}, "grm": {"engine": kind}, "balance": {"swap": swap}}
+    roles = {"policy": {"engine": kind}, "grm": {"engine": kind}, "slots": {"balance": {"swap": swap}}}
     config = elastic(resource, **options, **roles)
     _, roles = seat_roles(config)
     assert roles.served["grm"].shares_with == (("policy",) if shares else ())
@@ -113,7 +113,7 @@ def test_adapters_alone_share_no_engine_with_a_role_of_other_weights() -> None:
     _, roles = seat_roles(auto)
     assert roles.served["policy"].shares_with == ()
     with pytest.raises(ConfigError, match=r"^policy\.lora\.sync: policy shares its engine with grm .*sync=merged"):
-        seat_roles(elastic("cpu", policy=lora, grm={"engine": "vllm"}, balance={"swap": "weights"}))
+        seat_roles(elastic("cpu", policy=lora, grm={"engine": "vllm"}, slots={"balance": {"swap": "weights"}}))
 
 
 def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
@@ -122,7 +122,7 @@ def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time
     engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm", "train": {"enabled": True}}}
     with pytest.raises(ConfigError, match=r"grm\.train\.enabled: the pool engines is elastic"):
         seat_roles(config_of({"placement": placement, **engines}))
-    seat_roles(config_of({"placement": placement, "balance": {"swap": "weights"}, **engines}))
+    seat_roles(config_of({"placement": placement, "slots": {"balance": {"swap": "weights"}}, **engines}))
 
 
 def test_the_engine_of_both_roles_has_the_wider_options() -> None:
@@ -137,12 +137,12 @@ def test_the_engine_of_both_roles_has_the_wider_options() -> None:
     ("kind", "grm", "told"),
     [
         ("vllm", {"engine_options": {"prefix_caching": False}}, r"differ in prefix_caching \(True, False\)"),
-        ("vllm", {"engine": "embedded"}, r"balance\.swap: weights needs engine=vllm, but grm is on embedded"),
-        ("sglang", {}, r"balance\.swap: weights needs engine=vllm, but policy is on sglang"),
+        ("vllm", {"engine": "embedded"}, r"slots\.balance\.swap: weights needs engine=vllm, but grm is on embedded"),
+        ("sglang", {}, r"slots\.balance\.swap: weights needs engine=vllm, but policy is on sglang"),
     ],
 )
 def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{told}.*type .*balance\.swap="):
+    with pytest.raises(ConfigError, match=rf"{told}.*type .*slots\.balance\.swap="):
         seat_roles(on_gpus(kind, True, "weights", **grm))
 
 
@@ -150,7 +150,7 @@ def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp
     config = on_gpus("vllm", False, "weights", "cpu", dtype="bfloat16")
     _, roles = seat_roles(config)
     policy, grm = (find_model(roles.served[role], config, lambda what, share: None) for role in ("policy", "grm"))
-    with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type balance\.swap=auto"):
+    with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type slots\.balance\.swap=auto"):
         check_swap(roles, (policy, grm))
     wider = shutil.copytree(grm.path, tmp_path / "wider")
     shape = json.loads((wider / "config.json").read_text())
@@ -228,7 +228,7 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
             "models": {"second": {"path": "tiny://grm"}},
             "judges": {"other": {"model": "second"}},
             "reward": {"kind": "jury", "members": ["judge", "other"]},
-            "balance": {"swap": swap},
+            "slots": {"slots": {"balance": {"swap": swap}}},
             "placement": {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}},
         },
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-from configs import judge_config, run_config
+from configs import judge_config, run_config, with_sections
 
+from grmpipe.config.data import DataConfig
 from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
@@ -65,7 +65,7 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     assert (config.main_judge, config.judging.by_model) == (JudgeEntry.of(five, "five"), True)
     assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
     labels = LabelConfig(pass_score=4)
-    assert pass_reward_of(dataclasses.replace(config, labels=labels)) == 0.75
+    assert pass_reward_of(with_sections(config, data=DataConfig(labels=labels))) == 0.75
     mixed = RewardConfig(kind="mix", mix={"five": 1.0})
     (config, judge) = judged_by(mixed, five=five)
     assert isinstance(judge, ComposedJudge) and judge.scale == five.scale
