@@ -6,6 +6,7 @@ grmpipe +experiment=quickstart task=plan                # placement and costs; s
 grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
 grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
 grmpipe task=doctor                                     # what is installed and missing, and what to type
+grmpipe task=new new.dir=mylab                          # a project of your own to begin with
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
 """
@@ -21,19 +22,25 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 
 from grmpipe.config.entry_names import POLICY
 from grmpipe.config.key_errors import explain, no_choice
+from grmpipe.config.project import find_project
 from grmpipe.config.redact import USERINFO, environment_secrets, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.secrets import may_be_secret
 from grmpipe.config.yaml_io import DictConfig, build, interpolated_keys, schema
+from grmpipe.new_project import write_new_project
 from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
@@ -45,6 +52,29 @@ from models.import_path import put_working_folder_last
 
 CONF = Path(__file__).parent / "conf"
 ConfigStore.instance().store(name="schema", node=schema())
+
+
+class ProjectFiles(FileConfigSource):
+    """Groups and experiments of the user's project. A config.yaml there is none of ours."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "project"
+
+    def is_config(self, config_path: str) -> bool:
+        return "/" in config_path and super().is_config(config_path)
+
+
+class ProjectSearchPath(SearchPathPlugin):
+    """Searches the project before our own folder."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if (project := find_project(Path.cwd())) is not None:
+            search_path.prepend("project", f"project://{project.conf}", anchor="main")
+
+
+for plugin in (ProjectFiles, ProjectSearchPath):
+    Plugins.instance().register(plugin)
 
 
 RUNS: list[SweepRun] = []  # of the sweep in this process, in the order of their ends
@@ -73,14 +103,22 @@ def compose_and_run(config: DictConfig) -> float | None:
 def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of an experiment with overrides as on the command line. Raises ConfigError."""
     typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
-    put_working_folder_last(Path.cwd())
+    import_from_project()
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return built(hydra.compose("config", typed), typed)
     except HydraException as error:
         raise ConfigError(explain(error)) from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(of_null_group(error, typed) or str(error)) from error
+
+
+def import_from_project() -> None:
+    """Find modules of the user's in the project's folder, or in the working folder."""
+    project = find_project(Path.cwd())
+    put_working_folder_last(*([project.folder] if project is not None else []), Path.cwd())
 
 
 def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
@@ -154,6 +192,9 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         if config.cluster.address is not None:
             examine(config, config.cluster.address)
         return None
+    if config.task == "new":
+        print(write_new_project(Path(config.new.dir) if config.new.dir is not None else None))
+        return None
     # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
     if config.task == "report":
         from grmpipe.run.tasks.report_task import make_report
@@ -200,8 +241,8 @@ def holds_secret(key: str, value: object) -> bool:
 
 def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
-    put_working_folder_last(Path.cwd())  # where modules of the user's are
     try:
+        import_from_project()
         for key in secrets_typed_in_a_sweep(sys.argv[1:]):
             return complain(
                 f"{key}: a sweep's command line is written to its multirun.yaml; export the secret in an environment "
@@ -212,6 +253,8 @@ def main() -> int:
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
+    except ConfigError as error:  # of grmpipe.yaml
+        return complain(str(error), 2)
     except ValueError as error:
         if not (message := of_null_group(error, sys.argv[1:])):
             raise

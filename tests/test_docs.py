@@ -16,7 +16,8 @@ from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor")  # sweeps; a directory that a plan writes
+# Sweeps; a directory that a plan writes; a project that task=new writes.
+COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor", "task=new", "+experiment=mine", "+experiment=game")
 
 
 def commands() -> list[str]:

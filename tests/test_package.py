@@ -28,7 +28,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HERE = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
 QUICKSTART = (
     "+experiment=quickstart", "tracking=none", "run_dir=run", "train.num_steps=2", "train.groups_per_batch=2",
-    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=4", "judge.anchors=4", "judge_monitor.every=0",
+    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=4", "judge_monitor.anchors=4",
+    "judge_monitor.every=0",
 )  # fmt: skip
 
 
@@ -164,8 +165,13 @@ def run_quickstart(commands: Path, folder: Path, *overrides: str) -> None:
     assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_wheel_runs_the_quickstart_on_ray_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
-    run_quickstart(wheel_commands, lab(tmp_path), "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
+def test_a_wheel_runs_the_quickstart_on_ray_with_modules_of_a_project_that_has_folders_of_our_names(
+    tmp_path: Path, wheel_commands: Path
+) -> None:
+    below = lab(tmp_path) / "below"
+    below.mkdir()
+    (tmp_path / "grmpipe.yaml").write_text("conf: below\n")
+    run_quickstart(wheel_commands, below, "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
 
 
 RUN_NOTEBOOK = """

@@ -16,7 +16,7 @@ from grmpipe.config.secrets import is_secret_key, without_secrets
 # the length and learning rate of the run, its limits of time, what it measures, and where the work runs.
 FREE_ON_RESUME = (
     "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "slots", "plan",
-    "simulate", "evaluate", "judge_monitor",
+    "simulate", "evaluate", "judge_monitor", "new.dir",
     # The sampler may change: every token carries its log-prob and version.
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
     "grm.lora.sync",
@@ -38,7 +38,7 @@ FREE_ON_RESUME = (
 # Exceptions, for engines: keys that decide which prompts fit, or that may change the model made from the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
 BOUND_ON_RESUME = ("max_context_tokens", "options", "quantization", "extra_body", "chat_markup")
-START_KEYS = ("resume", "run_dir")  # keys that say how the run is started
+START_KEYS = ("resume", "run_dir", "new.dir")  # keys that say how the run is started, or that no run reads
 NEW_RUN = "start a new run with resume=never and another run_dir"  # the way out; a run's directory takes no second run
 
 

@@ -22,12 +22,20 @@ from scheduler.slots.health import HealthConfig
 from scheduler.weights.weight_sync import SyncConfig
 
 
+# task=new: a project of your own to begin with.
+@dataclass(frozen=True)
+class NewConfig:
+    """The new project."""
+
+    dir: str | None = None  # Folder of the new project, which must be empty or not there.
+
+
 @dataclass(frozen=True)
 class RunKeys:
     """The keys of a run outside all sections."""
 
     # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
-    # the run, write a run's report, or check what is installed.
+    # the run, write a run's report, check what is installed, or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
@@ -85,6 +93,7 @@ class SharedSections:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    new: NewConfig = field(default_factory=NewConfig)
 
 
 @dataclass(frozen=True)

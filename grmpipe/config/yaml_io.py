@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grmpipe.config.key_errors import moved, under_key, unknown_key
+from grmpipe.config.project import path_in_project
 from grmpipe.config.resolve_config import resolve_config, typed_sections
 from grmpipe.config.resume_rules import free_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -27,6 +28,7 @@ from grmpipe.config.secrets import noted, plain, texts_from_environment, without
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 NO_FAULTS = "\n  inject_faults: 0.0"  # a key of env that earlier versions wrote, at the value of all runs
+OmegaConf.register_new_resolver("project", path_in_project, replace=True)
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 

@@ -106,7 +106,8 @@ def test_options_of_an_own_engine_are_checked_like_any_other(mine: str) -> None:
 # Where a kind's name or options may be: its own files, the sections of its options, the table.
 OWN_FILES = ("models/engines/", "models/settings.py", "grmpipe/config/engine_kinds.py")
 OPTIONS = {"EmbeddedConfig", "VllmConfig", "SglangConfig", "OpenAIConfig"}
-ABOVE = ("config/", "validate/", "capacity/", "run/", "run_dir/", "tasks.py")  # of grmpipe/: may know a whole RunConfig
+# Of grmpipe/: may know a whole RunConfig.
+ABOVE = ("config/", "validate/", "capacity/", "run/", "run_dir/", "tasks.py", "cli.py", "launching.py")
 
 
 def sources() -> dict[str, ast.Module]:
