@@ -39,6 +39,7 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.yaml_io import build
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_group import LearnerGroup
 from models.settings import ModelConfig
@@ -378,6 +379,13 @@ def test_a_second_judges_model_is_simulated_under_its_name(tmp_path: Path) -> No
     text, _ = run_task(tmp_path, *second)
     assert "judgements by judge 1, safety 1, simulated" in text
     assert "busy      safety" in text
+
+
+def test_a_sweep_of_simulations_gets_the_seconds_of_a_step(tmp_path: Path) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = build(compose("config", [*SMALL, f"run_dir={tmp_path / 'simulated'}"]))
+    step_s = show_simulation(config)
+    assert step_s == json.loads((tmp_path / "simulated" / "simulation.json").read_text())["step_s"] > 0
 
 
 def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words(tmp_path: Path) -> None:
