@@ -55,8 +55,8 @@ def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None)
         return
     log.warning(
         "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
-        "%s.thinking.budget_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if "
-        "its chat template knows that",
+        "%s.thinking.budget_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, "
+        "if its chat template knows that",
         role.key, judge.key, judge.max_new_tokens, judge.key, role.key,
     )  # fmt: skip
 
