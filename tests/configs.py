@@ -13,7 +13,7 @@ from grmpipe.config.run_sections import RunSections
 from grmpipe.config.yaml_io import from_values
 
 BLOCKS = {
-    "thinking_tokens": "thinking.max_tokens",
+    "thinking_tokens": "thinking.budget_tokens",
     "answer_start": "thinking.answer_start",
     "structured": "format.structured",
     "show_thoughts": "format.show_thoughts",

@@ -40,21 +40,21 @@ class ThinkingConfig:
 
     # [tokens] Tokens after which a judge that still thinks must give its verdict; they count towards max_new_tokens.
     # null: half of max_new_tokens, if the model thinks; 0: no budget, and a thought may fill max_new_tokens.
-    max_tokens: int | None = None
+    budget_tokens: int | None = None
     # Text after a thought that was ended, with which the judge's answer begins, such as "Score:"; empty: it answers
     # freely.
     answer_start: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 0:
+        if self.budget_tokens is not None and self.budget_tokens < 0:
             raise ValueError(
-                f"max_tokens: must be 0 or more, got {self.max_tokens}; for no thoughts type "
+                f"budget_tokens: must be 0 or more, got {self.budget_tokens}; for no thoughts type "
                 "+grm.chat_template_kwargs.enable_thinking=false (or what the model's chat template calls it)"
             )
-        if self.max_tokens == 0 and self.answer_start:
+        if self.budget_tokens == 0 and self.answer_start:
             raise ValueError(
                 "answer_start: it begins the answer after a thought that the budget ended, and there is no budget; "
-                "type judge.thinking.max_tokens=2048, or judge.thinking.answer_start=''"
+                "type judge.thinking.budget_tokens=2048, or judge.thinking.answer_start=''"
             )
 
 
@@ -264,7 +264,7 @@ class JudgeConfig(Bounded):
         does, here.
         """
         default = self.max_new_tokens // 2 if thinks else 0
-        num_tokens = default if self.thinking.max_tokens is None else self.thinking.max_tokens
+        num_tokens = default if self.thinking.budget_tokens is None else self.thinking.budget_tokens
         return ThinkingBudget(num_tokens=num_tokens, answer_start=self.thinking.answer_start) if num_tokens else None
 
     def shown_score(self, score: float) -> float:
@@ -333,7 +333,7 @@ class JudgeConfig(Bounded):
             )
 
     def _check_thinking(self) -> None:
-        budget, most = self.thinking.max_tokens or 0, self.max_new_tokens
+        budget, most = self.thinking.budget_tokens or 0, self.max_new_tokens
         if self.format.structured and self.thinking.answer_start:
             raise ValueError(
                 "thinking.answer_start: the grammar of judge.format.structured=true begins with the answer, which "
@@ -341,13 +341,13 @@ class JudgeConfig(Bounded):
             )
         if budget >= most:
             raise ValueError(
-                f"thinking.max_tokens: {budget} of judge.max_new_tokens={most} leave no tokens for the verdict; "
+                f"thinking.budget_tokens: {budget} of judge.max_new_tokens={most} leave no tokens for the verdict; "
                 f"type judge.max_new_tokens={budget + 512}"
             )
         if self.principles.kind == "shared" and budget >= self.principles.max_new_tokens:
             raise ValueError(
                 f"principles.max_new_tokens: {self.principles.max_new_tokens} leave no tokens for principles after "
-                f"judge.thinking.max_tokens={budget}; type judge.principles.max_new_tokens={budget + 512}"
+                f"judge.thinking.budget_tokens={budget}; type judge.principles.max_new_tokens={budget + 512}"
             )
 
     def _check_votes(self) -> None:

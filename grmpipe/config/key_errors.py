@@ -25,7 +25,7 @@ MOVED = {
     "algorithm.high_level_gamma": "algorithm.gae_turns.high_level_gamma",
     "algorithm.step_advantage_w": "algorithm.gigpo.step_advantage_w",
     "algorithm.turn_advantage_coef": "algorithm.mt_grpo.turn_advantage_coef",
-    "judge.thinking_tokens": "judge.thinking.max_tokens", "judge.answer_start": "judge.thinking.answer_start",
+    "judge.thinking_tokens": "judge.thinking.budget_tokens", "judge.answer_start": "judge.thinking.answer_start",
     "judge.structured": "judge.format.structured", "judge.show_thoughts": "judge.format.show_thoughts",
     "judge.truncation": "judge.format.truncation", "judge.score_min": "judge.scale.low",
     "judge.score_max": "judge.scale.high", "judge.k_meta": "judge.votes.k_meta",

@@ -38,7 +38,7 @@ class JudgementTotals:
 
     asked: int = 0
     counted: int = 0  # in a vote
-    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking.max_tokens)
+    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking.budget_tokens)
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length

@@ -17,10 +17,10 @@ def check_deadlines(config: RunConfig) -> None:
     judged_s = sum(timeouts_s[name] for name in chain)
     if judged_s < group_s:
         return
-    keys = " + ".join(f"{timed[name].key}.timeout_s" for name in chain)
+    keys = " + ".join(f"{timed[name].key}.limits.timeout_s" for name in chain)
     played_s = rollout.max_turns * rollout.max_new_tokens / rollout.min_tokens_per_s
     raise ConfigError(
         f"{keys}: {judged_s:g} s isn't below rollout.group_deadline_s = {group_s:g} s, the time to roll out and judge "
         "a group: the deadline would end judgements before their timeout; type rollout.group_deadline_s="
-        f"{played_s + judged_s:g} or more, or a shorter {timed[chain[-1]].key}.timeout_s"
+        f"{played_s + judged_s:g} or more, or a shorter {timed[chain[-1]].key}.limits.timeout_s"
     )

@@ -186,7 +186,7 @@ def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: No
         chosen = f"judge={path.stem}" if kind == "judge" else f"+experiment={path.stem}"
         config = build(compose("config", [chosen, "data.path=prompts.jsonl", "judge.function=mine.reward"]))
         check_deadlines(config)
-        assert config.main_judge.timeout_s < config.rollout.group_deadline_s, path
+        assert config.main_judge.limits.timeout_s < config.rollout.group_deadline_s, path
 
 
 def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:

@@ -276,11 +276,11 @@ def test_an_endpoint_may_leave_the_thought_in_its_answer(bench: Any, text: str, 
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"thinking_tokens": -1}, r"thinking\.max_tokens: must be 0 or more, .*enable_thinking=false"),
-        ({"thinking_tokens": 160}, r"thinking\.max_tokens: 160 of .*; type judge\.max_new_tokens=672"),
+        ({"thinking_tokens": -1}, r"thinking\.budget_tokens: must be 0 or more, .*enable_thinking=false"),
+        ({"thinking_tokens": 160}, r"thinking\.budget_tokens: 160 of .*; type judge\.max_new_tokens=672"),
         (
             {"thinking_tokens": 0, "answer_start": "Score:"},
-            r"thinking\.answer_start: .*type judge\.thinking\.max_tokens=2048",
+            r"thinking\.answer_start: .*type judge\.thinking\.budget_tokens=2048",
         ),
         (
             {"thinking_tokens": 100, "answer_start": "Score:", "structured": True},

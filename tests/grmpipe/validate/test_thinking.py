@@ -30,7 +30,7 @@ def prepared(grm: dict[str, object], **judge: object) -> Prepared:
 
 def test_a_model_without_markers_has_no_budget() -> None:
     with pytest.raises(
-        ConfigError, match=r"^judge\.thinking\.max_tokens: .* type judge\.thinking\.max_tokens=null .*grm\.think"
+        ConfigError, match=r"^judge\.thinking\.budget_tokens: .* type judge\.thinking\.budget_tokens=null .*grm\.think"
     ):
         prepared({})
 
@@ -48,7 +48,7 @@ def test_declared_markers_or_a_template_of_a_reasoning_model_will_do() -> None:
 def test_a_template_that_thinks_no_thoughts_is_told_how_to_think() -> None:
     silent = {"chat_template": str(TEMPLATES / "qwen3.jinja"), "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(
-        ConfigError, match=r"^judge\.thinking\.max_tokens: .* type grm\.chat_template_kwargs\.enable_think"
+        ConfigError, match=r"^judge\.thinking\.budget_tokens: .* type grm\.chat_template_kwargs\.enable_think"
     ):
         prepared(silent)
 
@@ -64,7 +64,7 @@ def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFi
 
 def test_a_judge_that_may_think_without_a_budget_is_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
     prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=0)
-    assert "grm may think before its verdict" in caplog.text and "judge.thinking.max_tokens ends" in caplog.text
+    assert "grm may think before its verdict" in caplog.text and "judge.thinking.budget_tokens ends" in caplog.text
     caplog.clear()
     prepared({}, thinking_tokens=None)
     assert "may think" not in caplog.text
@@ -77,6 +77,7 @@ def test_the_end_of_a_thought_must_leave_room_for_a_verdict() -> None:
 
 def test_an_endpoint_has_its_own_budget() -> None:
     with pytest.raises(
-        ConfigError, match=r"^judge\.thinking\.max_tokens: an endpoint .* type judge\.thinking\.max_tokens=null .*ext"
+        ConfigError,
+        match=r"^judge\.thinking\.budget_tokens: an endpoint .* type judge\.thinking\.budget_tokens=null .*ext",
     ):
         prepared({"engine": "openai", "path": "judge", "engine_options": {"api_key_env": ""}})
