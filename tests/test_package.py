@@ -28,7 +28,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HERE = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
 QUICKSTART = (
     "+experiment=quickstart", "tracking=none", "run_dir=run", "train.num_steps=2", "train.groups_per_batch=2",
-    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=4", "judge.anchors=4", "judge_monitor.every=0",
+    "train.group_size=2", "data.num_prompts=16", "data.num_eval_prompts=4", "judge_monitor.anchors=4",
+    "judge_monitor.every=0",
 )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ import grmpipe
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "cluster=inprocess", "tracking=none", "tracking.console=false", "train.num_steps=3", "train.groups_per_batch=2",
-    "train.group_size=2", "data.num_prompts=64", "data.num_eval_prompts=4", "judge.anchors=4", "judge_monitor.every=0",
+    "train.group_size=2", "data.num_prompts=64", "data.num_eval_prompts=4", "judge_monitor.anchors=4",
+    "judge_monitor.every=0",
 ]  # fmt: skip
 
 
