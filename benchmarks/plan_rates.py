@@ -150,11 +150,10 @@ def planned_engine(row: Engine, table: Table, rates: EngineRates = ENGINE_RATES)
     footprint = table.footprints[row.model]
     speed = engine_speed(
         ModelSizes(
-            num_parameters=footprint.num_parameters,
+            num_parameters=footprint.matrix_weights,
             weight_bytes=footprint.weight_bytes("bfloat16"),
             kv_bytes_per_token=footprint.kv_bytes_per_token("bfloat16", row.gpus),
             dtype="bfloat16",
-            num_active_parameters=footprint.matrix_weights,
         ),
         table.devices[row.device],
         num_slots=row.gpus,

@@ -82,7 +82,7 @@ def simulated(name: str, prompts: Path, folder: Path) -> str:
     if not config.env.env_kind.is_single:
         return "not simulated: a simulation plays one turn and no environment"
     try:
-        text = run_simulation(config, lambda what, share: None)
+        text, _ = run_simulation(config, lambda what, share: None)
     except ConfigError as error:
         return f"not simulated: {error}"
     return text.split("\n\n")[1]

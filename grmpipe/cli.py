@@ -96,7 +96,8 @@ def compose_and_run(config: DictConfig) -> float | None:
     def run() -> float | None:
         return run_to_end(lambda: run_task(built(config, HydraConfig.get().overrides.task)))
 
-    return run_in_sweep(run, config.objective) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
+    key = "simulated seconds of a step" if config.task == "simulate" else config.objective
+    return run_in_sweep(run, key) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
 
 
 def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:

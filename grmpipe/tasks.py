@@ -72,12 +72,13 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
     with Claim(config) as claim:
         if claim.place.complete:
             watcher.opened(claim.place.run_dir)
-            return say_complete(claim.place)
+            return objective_of_complete(claim.place.run_dir)
         if missing := config.tracking.missing():
             raise ConfigError(missing)
         with model_progress() as progress:
             prepared = task.prepare(config, progress)
-        print_notes([*claim.place.notes, *task.notes(prepared)])
+        for line in (*claim.place.notes, *task.notes(prepared)):
+            print(f"grmpipe: note: {line}", file=sys.stderr)
         watcher.opened(run_dir := claim.open())
         summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place), watcher))
     if summary.status == "failed":
@@ -92,14 +93,11 @@ def anywhere(run_dir: Path, place: RunLocation) -> tuple[Path, Path | None]:
     return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
 
-def print_notes(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"grmpipe: note: {line}", file=sys.stderr)
-
-
-def say_complete(place: RunLocation) -> float | None:
-    print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
-    return objective_of(place.run_dir)
+def objective_of_complete(run_dir: Path) -> float | None:
+    """The objective of a run that is complete already, which is said."""
+    summary = run_dir / "summary.json"
+    print(f"{run_dir} is complete; see {summary}")
+    return json.loads(summary.read_text(encoding="utf-8"))["objective"]
 
 
 # -- tasks that run: each imports its own parts -----------------------------------------------------------------------
@@ -162,32 +160,29 @@ def evaluation() -> RunTask[PreparedEvaluation]:
 
 def show_plan(config: RunConfig) -> None:
     from grmpipe.capacity.plan.plan_report import plan
-    from grmpipe.capacity.simulate.simulation import simulator
 
     with model_progress() as progress:
-        text = plan(config, progress, simulator)
+        text = plan(config, progress)
     print(text)
 
 
-def show_simulation(config: RunConfig) -> None:
+def show_simulation(config: RunConfig) -> float:
+    """The objective is the simulated seconds of a step."""
     from grmpipe.capacity.simulate.simulation import run_simulation
 
     with model_progress() as progress:
-        text = run_simulation(config, progress)
+        text, step_s = run_simulation(config, progress)
     print(text)
+    return step_s
 
 
-SHOWN: dict[str, Callable[[RunConfig], None]] = {"plan": show_plan, "simulate": show_simulation}
+SHOWN: dict[str, Callable[[RunConfig], float | None]] = {"plan": show_plan, "simulate": show_simulation}
 RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train": training,
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
 }
-
-
-def objective_of(run_dir: Path) -> float | None:
-    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["objective"]
 
 
 def notes(prepared: Prepared) -> list[str]:

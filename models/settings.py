@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from models.bounds import Bounded, above, above_0_to_1, at_least
-from models.tool_calls import AUTO_PARSER, check_tool_parser
+from models.chat.tool_calls import AUTO_PARSER, check_tool_parser
 
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores

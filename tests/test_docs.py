@@ -9,9 +9,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.cross_checks import TASKS
 from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,16 @@ def test_a_command_of_the_pages_composes(command: str) -> None:
         return
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         build(compose("config", expanded(overrides)))
+
+
+def test_the_help_names_every_task_and_commands_that_compose() -> None:
+    text = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]["template"]
+    assert all(re.search(rf"\b{task}\b", text) for task in TASKS)
+    commands = re.findall(r"^ +grmpipe (.*?)(?: {2,}.*)?$", text, re.MULTILINE)
+    assert len(commands) == 5
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for words in commands:
+            compose("config", [word.split(",")[0] for word in shlex.split(words) if word != "-m"])
 
 
 def expanded(words: list[str]) -> list[str]:

@@ -13,6 +13,8 @@ PACKAGES = ("models", "scheduler", "grmpipe")
 # Every folder and every file next to folders. Each imports only from entries above it, and from itself.
 ORDER = [
     "models",
+    "models/chat",
+    "models/settings.py",
     "models/lm",
     "models/weights",
     "models/engines",
@@ -100,7 +102,8 @@ def sources() -> list[Path]:
 def place_of(path: Path) -> str:
     """The entry of ORDER for a file: itself, or its folder."""
     relative = path.relative_to(ROOT)
-    return relative.as_posix() if relative.parent.as_posix() == "grmpipe" else relative.parent.as_posix()
+    is_listed = relative.as_posix() in ORDER or relative.parent.as_posix() == "grmpipe"
+    return relative.as_posix() if is_listed else relative.parent.as_posix()
 
 
 @functools.cache

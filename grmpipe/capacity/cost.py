@@ -119,20 +119,14 @@ def slower_learner(speed: LearnerSpeed, factor: float) -> LearnerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a model that decide its speed. Bytes are those of the engine's dtype. `num_active_parameters`: those
-    that multiply a token; 0: all. `kv_bytes_per_token`: on all GPUs of an engine together.
+    """The sizes of a model that decide its speed. Bytes are those of the engine's dtype. `num_parameters`: those that
+    multiply a token. `kv_bytes_per_token`: on all GPUs of an engine together.
     """
 
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     dtype: str
-    num_active_parameters: int = 0
-
-    @property
-    def multiplied(self) -> int:
-        """The parameters that each token is multiplied with."""
-        return self.num_active_parameters or self.num_parameters
 
 
 def engine_speed(
@@ -151,7 +145,7 @@ def engine_speed(
     """
     parallel = parallel_gain(num_slots, rates)
     bytes_per_s = device.memory_gb_per_s * GB * rates.bandwidth * parallel
-    token_s = FORWARD_FLOPS * model.multiplied / (device.flops(model.dtype) * parallel)  # at the peak
+    token_s = FORWARD_FLOPS * model.num_parameters / (device.flops(model.dtype) * parallel)  # at the peak
     return EngineSpeed(
         step_s=device.step_s + model.weight_bytes / bytes_per_s,
         row_s=token_s / rates.flops + rates.row_s,

@@ -20,7 +20,6 @@ NOISE = ("Error merging override", "Could not override", "full_key:", "reference
 MOVED = {
     "labels": "data.labels", "rft": "data.rft", "health": "slots.health", "balance": "slots.balance",
     "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
-    "simulate.costs.grms": "simulate.costs.models",
     "train.adam_betas": "train.optimizer.betas", "train.weight_decay": "train.optimizer.weight_decay",
     "algorithm.overlong_penalty": "algorithm.overlong_buffer.penalty", "algorithm.pass_k": "algorithm.pass_at_k.k",
     "algorithm.high_level_gamma": "algorithm.gae_turns.high_level_gamma",

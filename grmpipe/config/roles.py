@@ -11,8 +11,8 @@ from typing import TypedDict
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import overlaid
+from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine, EngineSpec
-from models.renderer import Renderer
 from scheduler.placement import Placement
 from scheduler.weights.weight_sync import SyncConfig
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
-from models.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     EngineDied,

@@ -23,7 +23,7 @@ from models.types import (
 from scheduler.routing.migration import Continuation
 
 if TYPE_CHECKING:
-    from models.renderer import Renderer
+    from models.chat.renderer import Renderer
 
 SECOND = "answer"  # suffix of the second request's id
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grmpipe.judge.markup import Markup
+from models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
 from models.engines.endpoint_use import NoRequestLog
-from models.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
 from models.types import (
     ChatEngine,
     Completion,

@@ -21,7 +21,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
 from grmpipe.types import DataCause
-from models.thinking import KNOWN_MARKERS
+from models.chat.thinking import KNOWN_MARKERS
 from models.types import Completion
 
 Scores = tuple[float, ...]

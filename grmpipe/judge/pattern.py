@@ -13,7 +13,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
-from models.thinking import ThinkingMarkers
+from models.chat.thinking import ThinkingMarkers
 
 MAX_SCORES = 1001  # alternatives in one pattern
 USUAL = ThinkingMarkers(open=THOUGHT_BEGINS, close=THOUGHT_ENDS)

@@ -16,8 +16,8 @@ from typing import Protocol
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+from models.chat.long_texts import chars_of, off_loop_if_long
 from models.engines.request_gates import PrioritySemaphore
-from models.long_texts import chars_of, off_loop_if_long
 from models.types import EngineDied, EngineRefused, Message, Scorer
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown

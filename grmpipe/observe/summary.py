@@ -38,7 +38,7 @@ class JudgementTotals:
 
     asked: int = 0
     counted: int = 0  # in a vote
-    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking_tokens)
+    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking.max_tokens)
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length
@@ -144,10 +144,10 @@ class Summary:
     those up to its last checkpoint: no file has the rest.
     """
 
-    status: Status
+    status: Status = "completed"
     steps: int
     versions: Mapping[str, int]  # by model name
-    wall_s: float  # of all processes of the run; of a killed one up to its last checkpoint
+    wall_s: float = 0.0  # of all processes of the run; of a killed one up to its last checkpoint
     objective: float | None = None
     eval: EvalSummary = field(default_factory=EvalSummary)
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import ended_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
+from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from scheduler.supervise import describe_failure
@@ -43,7 +45,7 @@ P = TypeVar("P", bound=HasConfig)
 class Session:
     """The session of a run: its directory, its observers, and where a resume continues.
 
-    resumed: the checkpoint that a resume continues from, with its state; None for a new run.
+    resumed: the checkpoint that a resume continues from; None for a new run. state: the one there, or the beginning.
     watcher: who acts between steps.
     """
 
@@ -51,7 +53,7 @@ class Session:
     observers: Observers
     checkpoints: Checkpoints
     resumed: Path | None = None
-    state: RunState | None = None
+    state: RunState = BEGINNING
     watcher: RunWatcher = field(default_factory=RunWatcher)
 
 
@@ -66,6 +68,16 @@ class Run(ABC, Generic[P]):
         self._session = session
         self._run_dir = session.run_dir
         self._observers = session.observers
+        self._began_s = time.monotonic()
+
+    @property
+    def since_start_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of all processes of the run."""
+        return round(self._session.state.wall_s + self.since_start_s, 3)
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -79,8 +91,10 @@ class Run(ABC, Generic[P]):
         """
 
     @abstractmethod
-    def summary(self, status: Status, failure: str | None) -> Summary:
-        """The results so far. The session adds the objective, changes and failures of journals."""
+    def results(self) -> Summary:
+        """The results so far. The session adds how the run ended, its time, the objective, changes and failures of
+        journals.
+        """
 
     async def after_failure(self, error: Exception) -> str:
         """Save what can be saved. Returns a text for the failure in the summary."""
@@ -104,9 +118,9 @@ async def run_session(
     config = prepared.config
     with ended_by_signals(), watched_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
-        state = load_state(resumed) if resumed else None
+        state = load_state(resumed) if resumed else BEGINNING
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
-        observers = Observers.open(config, run_dir, state, gauges=make_run.is_policy_run)
+        observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
         try:
             session = Session(
                 run_dir=run_dir,
@@ -131,9 +145,9 @@ async def run_session(
 async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
     """The summary of the run's end, whatever it is. Raises only ConfigError."""
     try:
-        return run.summary(await run.run(), None)
+        return summary_of(run, await run.run())
     except asyncio.CancelledError:
-        return run.summary("interrupted", None)
+        return summary_of(run, "interrupted")
     except ConfigError:
         if is_new:  # the directory is free for the same command with the key set right
             (run_dir / "config.yaml").unlink(missing_ok=True)
@@ -141,9 +155,13 @@ async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
     except Exception as error:
         log.exception("the run failed", extra={"file_only": True})
         saved = await run.after_failure(error)
-        return run.summary("failed", describe_failure(error) + saved)
+        return summary_of(run, "failed", describe_failure(error) + saved)
     finally:
         await run.close()
+
+
+def summary_of(run: Run[P], status: Status, failure: str | None = None) -> Summary:
+    return replace(run.results(), status=status, wall_s=run.wall_s, failure=failure)
 
 
 def with_objective(summary: Summary, path: str) -> Summary:

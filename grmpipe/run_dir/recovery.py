@@ -23,10 +23,12 @@ from grmpipe.observe.recorder import (
 )
 from grmpipe.observe.records import Record
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt
 from models.seeds import repeated_as
 
-NOTHING_COUNTED = {ROLLOUTS: Mark(), JUDGEMENTS: Mark()}  # the marks of a run without a checkpoint
+# Of a run without a checkpoint: nothing in the journals is counted.
+BEGINNING = RunState(counted_marks={ROLLOUTS: Mark(), JUDGEMENTS: Mark()})
 
 T = TypeVar("T")
 Counted = tuple[T, bool]  # a line of a journal, and whether the checkpoint has counted it

@@ -18,10 +18,10 @@ from grmpipe.pipeline.interfaces import PipelineState
 class RunState:
     """The state of a run. Seeds are derived from names, so there is no random state to save."""
 
-    pipeline_state: PipelineState
-    wall_s: float  # so far, including before resumes
-    totals: Mapping[str, object]  # counts of all closed steps
-    busy_s: Mapping[str, float]
+    pipeline_state: PipelineState = field(default_factory=PipelineState)
+    wall_s: float = 0.0  # so far, including before resumes
+    totals: Mapping[str, object] = field(default_factory=dict)  # counts of all closed steps
+    busy_s: Mapping[str, float] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
     run_id: str = ""
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role

@@ -18,7 +18,7 @@ from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from grmpipe.validate.thinking import check_thinking_budget
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:

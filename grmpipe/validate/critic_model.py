@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
+from models.chat.renderer import Renderer
 from models.hub import find_files
-from models.renderer import Renderer
 from models.tiny.resolve import resolve_model
 
 

@@ -12,7 +12,7 @@ from grmpipe.envs.isolation.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import workflow_player
-from models.tool_calls import FORMATS
+from models.chat.tool_calls import FORMATS
 from models.types import Message, ToolSpec
 
 PROBE = ToolSpec(name="probe", description="", parameters={"type": "object", "properties": {}})

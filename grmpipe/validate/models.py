@@ -8,10 +8,10 @@ from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
+from models.chat.renderer import Renderer
 from models.hub import find_files, is_hub_name
 from models.lm.packable_configs import is_known_to_pack
 from models.model_files import read_json
-from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
 

@@ -14,9 +14,9 @@ from grmpipe.validate.context_limits import check_context_limit, longest_respons
 from grmpipe.validate.data import Data
 from grmpipe.validate.models import Progress, check_vocabulary
 from grmpipe.validate.sections import section
+from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine
 from models.hub import find_files, is_hub_name
-from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
 from models.types import Message

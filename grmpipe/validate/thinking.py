@@ -10,7 +10,7 @@ import logging
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError
-from models.thinking import thinks
+from models.chat.thinking import thinks
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None)
         return
     log.warning(
         "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
-        "%s.thinking_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if its "
-        "chat template knows that",
+        "%s.thinking.max_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, if "
+        "its chat template knows that",
         role.key, judge.key, judge.max_new_tokens, judge.key, role.key,
     )  # fmt: skip
 

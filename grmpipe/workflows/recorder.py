@@ -26,7 +26,7 @@ from grmpipe.envs.play import (
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, continued_call
-from models.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import chars_of, off_loop_if_long
 from models.types import (
     Completion,
     Generates,
@@ -40,7 +40,7 @@ from models.types import (
 from scheduler.events import EventSink, NoEvents
 
 if TYPE_CHECKING:
-    from models.renderer import Renderer
+    from models.chat.renderer import Renderer
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
 from models.types import EngineRefused, SamplingParams
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from models.lm.context_parallel import ContextGroup
-from models.lm.packing import Packing, Rows
+from models.lm.packing import Packing, PaddedRows
 
 PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
@@ -134,7 +134,7 @@ def _padded(
     if on_gpu(query_THD):
         key_TGD, value_TGD = (_to_every_head(x, num_heads) for x in (key_TGD, value_TGD))
 
-    def attend(rows: Rows) -> Tensor:
+    def attend(rows: PaddedRows) -> Tensor:
         seen_NQK = rows.seen_NQK(window)
         out_NHQD = F.scaled_dot_product_attention(
             query_THD[rows.queries_NQ].transpose(1, 2),

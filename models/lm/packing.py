@@ -36,7 +36,7 @@ class Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PaddedRows:
     """Samples that attend in one call, padded. N: samples, Q: maximum of own tokens, K: maximum of all tokens.
 
     Padding repeats a sample's last token: none of its queries sees that key, and that query is never read.
@@ -119,7 +119,7 @@ class Packing:
         )
 
     @cached_property
-    def rows(self) -> tuple[Rows, ...]:
+    def rows(self) -> tuple[PaddedRows, ...]:
         """All samples; those whose own tokens need the same power of two are together."""
         return tuple(self._rows(samples_N) for samples_N in self._by_size)
 
@@ -141,15 +141,15 @@ class Packing:
         powers_S = (2 * sizes_S - 1).double().log2().long()  # from 17 to 32 tokens: 5
         return tuple((powers_S == power).nonzero().squeeze(-1) for power in powers_S.unique().tolist())
 
-    def _rows(self, samples_N: Tensor) -> Rows:
+    def _rows(self, samples_N: Tensor) -> PaddedRows:
         own_N = self._lengths_S[samples_N]
         own_Q = torch.arange(int(own_N.max()), device=own_N.device)
         queries_NQ = (self._starts_S[samples_N, None] + own_Q).minimum(self._ends_S[samples_N, None] - 1)
         prefix_N = None if self._prefixes is None else self._prefixes.lengths_S[samples_N]
         if prefix_N is None or not prefix_N.any():
-            return Rows(queries_NQ=queries_NQ, keys_NK=queries_NQ, prefix_lengths_N=None)
+            return PaddedRows(queries_NQ=queries_NQ, keys_NK=queries_NQ, prefix_lengths_N=None)
         keys_NK = self._first_tokens(samples_N, int((prefix_N + own_N).max()))
-        return Rows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=prefix_N)
+        return PaddedRows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=prefix_N)
 
     def _first_tokens(self, samples_N: Tensor, number: int) -> Tensor:
         """[N, number]: the places of the first tokens of these samples, including their prefixes."""

@@ -33,7 +33,7 @@ from models.tiny.speaker import (
     play_with_calculator,
     view_of,
 )
-from models.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, Task
+from models.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, TinyTask
 from models.tiny.tricks import TRICKS, Trick, tricks_of
 
 NUM_PROBLEMS = 512
@@ -45,7 +45,7 @@ Quality = dict[str, float]
 # (problems, texts) -> whether a judge passes each text; None: its critique has no score
 Passes = Callable[[Sequence[Any], Sequence[str]], Sequence[bool | None]]
 # Of models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
-POLICIES: dict[str, Task] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
+POLICIES: dict[str, TinyTask] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
 JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
 
 
@@ -64,7 +64,7 @@ def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     return measured
 
 
-def held_out(task: Task) -> Sequence[Any]:
+def held_out(task: TinyTask) -> Sequence[Any]:
     return task.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
 
 
@@ -86,13 +86,13 @@ def policy_quality(name: str, policy: Speaker) -> Quality:
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
 
-def accuracy(task: Task, policy: Speaker, problems: Sequence[Any], greedy: bool = False) -> float:
+def accuracy(task: TinyTask, policy: Speaker, problems: Sequence[Any], greedy: bool = False) -> float:
     """The share of problems that a policy answers right."""
     texts = answers(task, policy, problems, seed=0, greedy=greedy)
     return fmean(task.right(problem, text) for problem, text in zip(problems, texts, strict=True))
 
 
-def answers(task: Task, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
+def answers(task: TinyTask, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
     """A policy's answers: of an episode with the calculator what a judge sees, of a walk the last turn."""
     if task is CALLS:
         return [view_of(said) for said in play_with_calculator(policy, problems, seed, greedy)]
@@ -126,7 +126,7 @@ class Judged:
         return self.passed == self.right
 
 
-def judge_all(task: Task, passes: Passes, problems: Sequence[Any], texts: Sequence[str]) -> list[Judged]:
+def judge_all(task: TinyTask, passes: Passes, problems: Sequence[Any], texts: Sequence[str]) -> list[Judged]:
     verdicts = zip(problems, texts, passes(problems, texts), strict=True)
     return [Judged(problem=one, right=task.right(one, text), passed=passed) for one, text, passed in verdicts]
 

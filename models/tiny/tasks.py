@@ -37,7 +37,7 @@ Write = Callable[[Any, random.Random], str]  # a text that answers a problem of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TinyTask:
     """One kind of problem.
 
     draw:  (split, count, seed) -> problems.
@@ -49,7 +49,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTask(Task):
+class JudgedTask(TinyTask):
     """A task whose answers a GRM judges.
 
     prompt:  (question, text) -> the user message of the judge.
@@ -136,4 +136,4 @@ COMPARISONS = JudgedTask(
         "invented": invented_comparison,
     },
 )
-WALKS = Task(draw=make_walks, right=lambda walk, text: text == final(walk))
+WALKS = TinyTask(draw=make_walks, right=lambda walk, text: text == final(walk))

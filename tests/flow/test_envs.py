@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.recorder import load_rollouts
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
 from models.tiny.resolve import SHIPPED
 
 SOURCE = '''

@@ -83,8 +83,7 @@ def test_the_engine_of_the_second_node_samples_with_every_version(nodes: TwoNode
 def test_the_doctor_names_what_is_wrong_on_which_node(nodes: TwoNodes, tmp_path: Path) -> None:
     good = nodes.launch(tmp_path, "task=doctor", f"run_dir={tmp_path}/run")
     found = {(node, check): text for node, check, text in problems(good.stdout)}
-    assert found.keys() == {(SECOND, "clock"), (SECOND, "versions")}, good.stdout[-3000:] + good.stderr[-3000:]
-    assert found[SECOND, "clock"].startswith("40.0 s ahead of the driver's")
+    assert found.keys() == {(SECOND, "versions")}, good.stdout[-3000:] + good.stderr[-3000:]
     assert found[SECOND, "versions"].startswith("jinja2 3.0.0 (driver: ")
     assert good.returncode == 1
     for check in ("ports", "run_dir", "gloo", "policy's files", "/dev/shm"):

@@ -13,10 +13,10 @@ from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
+from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grmpipe.envs import tiny_tools
 from grmpipe.envs.tools.function_tools import tools_of
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
 from models.tiny.build import encode
 from models.tiny.calculator import parse_view, right_episode
 from models.tiny.examples import Dialogue, draw_curriculum, messages_of, with_calculator

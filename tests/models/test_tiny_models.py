@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from models.chat.renderer import Renderer
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.lm.scalar_head import scalar_config
-from models.renderer import Renderer
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.brief import UNKNOWN_THINGS, thing_of

@@ -17,7 +17,6 @@ from grmpipe.capacity.cost import (
     reading_s,
     switch_time_s,
     sync_time_s,
-    token_flops,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
@@ -46,7 +45,6 @@ def costs_of(survey: Survey) -> Costs:
     """The costs of all roles, as they are placed. Raises CostUnknown."""
     seated = {role: survey.seated(role) for role in survey.placement.seats}
     engines = {role: speed_of(role, survey, where) for role, where in seated.items() if role in survey.roles.served}
-    weights = {role: weight_bytes(role, survey) for role in engines}
     learner, trained = seated[LEARNER], grm_learners(survey)
     return Costs(
         engines=engines,
@@ -60,7 +58,7 @@ def costs_of(survey: Survey) -> Costs:
         },
         sync_s=push_s(POLICY, survey, learner),
         grm_sync_s={role: push_s(model, survey, seated[role]) for role, model in trained.items()},
-        switch_s=switch_of(survey, seated, weights),
+        switch_s=switch_of(survey, seated),
         driver_request_s=driver_of(survey),
         cores=cores_of(survey),
     )
@@ -85,17 +83,6 @@ def kv_bytes_of(role: str, survey: Survey, width: int) -> float:
         return 0.0
     room = kv_room(survey.roles.served[role], sized.footprint, width, survey.pool(role))
     return room.num_bytes * width if room is not None else 0.0
-
-
-def passes_by_operations(survey: Survey) -> LearnerSpeed:
-    """The passes of the policy's learner in proportion to their operations; of a model of unknown size, for one
-    weight.
-    """
-    config, footprint = survey.config, survey.models[POLICY].footprint
-    adapters = num_adapters(config.policy.lora, footprint) if footprint is not None else 0
-    weights = footprint.matrix_weights if footprint is not None else 1
-    flops = token_flops(weights, num_adapters=adapters, checkpointing=config.train.activations.recomputes)
-    return LearnerSpeed(token_s=flops.training, step_s=0.0, forward_share=flops.forward_share)
 
 
 def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
@@ -194,13 +181,14 @@ def cores_of(survey: Survey) -> int:
     return survey.config.plan.cores or max(asked, os.cpu_count() or 1)
 
 
-def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str, float]) -> float:
+def switch_of(survey: Survey, seated: Mapping[str, Seated]) -> float:
     """The time of the slowest change of role; the embedded engine keeps both models."""
     dearest = 0.0
-    for role, num_bytes in weights.items():
-        device = survey.devices[seated[role].pool]
-        if device is not None and survey.roles.served[role].engine.memory.frees_gpu:
-            dearest = max(dearest, switch_time_s(num_bytes / seated[role].width, device))
+    for served in survey.roles.seated:
+        where, footprint = seated[served.name], survey.models[served.name].footprint
+        device = survey.devices[where.pool]
+        if device is not None and footprint is not None and served.engine.memory.frees_gpu:
+            dearest = max(dearest, switch_time_s(engine_weights(served, footprint) / where.width, device))
     return dearest
 
 
@@ -218,18 +206,11 @@ def sized(role: str, survey: Survey) -> Footprint:
 def sizes_of(role: str, survey: Survey, num_gpus: int) -> ModelSizes:
     footprint, served = sized(role, survey), survey.roles.served[role]
     return ModelSizes(
-        num_parameters=footprint.num_parameters,
+        num_parameters=footprint.matrix_weights,
         weight_bytes=engine_weights(served, footprint),
         kv_bytes_per_token=footprint.kv_bytes_per_token(served.dtype, num_gpus),
         dtype=served.dtype,
-        num_active_parameters=footprint.matrix_weights,
     )
-
-
-def weight_bytes(role: str, survey: Survey) -> float:
-    """The bytes of the weights that an engine holds; 0 if the model's size is unknown."""
-    footprint = survey.models[role].footprint
-    return engine_weights(survey.roles.served[role], footprint) if footprint else 0.0
 
 
 def pushed_bytes(role: str, survey: Survey) -> float:

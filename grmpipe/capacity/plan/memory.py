@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -116,7 +116,12 @@ def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: st
     train = with_room_for(longest.max_new_tokens, train)
     shards = ranks // train.parallel.dp_replicate
     working = working_of(train, footprint, shards, frozen=lora.learns)
-    held = adapter_state(lora, train, footprint) if lora.learns else whole_state(config, footprint, model)
+    algorithm = config.algorithm if model == POLICY else config.trained_grms[model]
+    held = (
+        adapter_state(lora, train, footprint)
+        if lora.learns
+        else whole_state(train, footprint, has_reference=algorithm.kl_coefficient > 0)
+    )
     return _parts_of_rank(held, shards, working, train)
 
 
@@ -169,17 +174,15 @@ def moment_bytes(train: TrainConfig, num_values: int) -> int:
     return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer.state_dtype])
 
 
-def whole_state(config: RunConfig, footprint: Footprint, model: str) -> list[Part]:
+def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[Part]:
     """The state of all ranks together if all weights are trained."""
-    copy = footprint.shard_bytes(1)
-    kl = config.algorithm.kl_coefficient if model == POLICY else config.trained_grms[model].kl_coefficient
-    frozen = footprint.weight_bytes(frozen_dtype(config.train.dtype))
+    copy, frozen = footprint.shard_bytes(1), footprint.weight_bytes(frozen_dtype(train.dtype))
     reference = [Part(what="weights of the reference", num_bytes=frozen, kind="state")]
     return [
         Part(what="weights", num_bytes=copy, kind="weights"),
         Part(what="gradients", num_bytes=copy, kind="state"),
-        _moments("optimizer", config.train, footprint.num_parameters),
-        *(reference if kl > 0 else []),
+        _moments("optimizer", train, footprint.num_parameters),
+        *(reference if has_reference else []),
     ]
 
 
@@ -199,15 +202,10 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
 
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """The parts of a critic: those of a learner without a reference."""
-    config, copy = survey.config, footprint.shard_bytes(1)
+    config = survey.config
     train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
-    held = [
-        Part(what="weights", num_bytes=copy, kind="weights"),
-        Part(what="gradients", num_bytes=copy, kind="state"),
-        _moments("optimizer", train, footprint.num_parameters),
-    ]
     shards = ranks // train.parallel.dp_replicate
-    return _parts_of_rank(held, shards, working_of(train, footprint, shards), train)
+    return _parts_of_rank(whole_state(train, footprint), shards, working_of(train, footprint, shards), train)
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
@@ -228,22 +226,40 @@ def column_width(roles: Iterable[str]) -> int:
     return max(8, *map(len, roles))
 
 
-def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
-    """A block of text with the memory of each slot's processes. Equal slots are listed once."""
-    lines: dict[str, list[str]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMemory:
+    """The memory of one slot's processes: the most that they hold at any time."""
+
+    pool: str
+    slot: int
+    seats: tuple[Seat, ...]
+    held: float
+    memory_gb: float | None
+
+    @property
+    def is_overfull(self) -> bool:
+        return self.memory_gb is not None and self.memory_gb > 0 and self.held > self.memory_gb * GB
+
+
+def memory_of_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> Iterator[SlotMemory]:
     for name, pool in survey.placement.pools.items():
         for slot in range(pool.slots):
-            here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
-            known = all(parts[seat.role] for seat in here)
-            held = size(held_at_once(survey, name, here, parts)) if known else "unknown"
-            limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
-            roles = (" + ".join(seat.role for seat in here) or "no role") + by_turns(survey, name)
-            lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
-    rows = [(key.split("\0"), slots) for key, slots in lines.items()]
-    wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in rows)
-    return "\n".join(
-        ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in rows)]
-    )
+            here = tuple(seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots)
+            held = held_at_once(survey, name, here, parts)
+            yield SlotMemory(pool=name, slot=slot, seats=here, held=held, memory_gb=pool.memory_gb)
+
+
+def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
+    """A block of text with the memory of each slot's processes. Equal slots are listed once."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for one in memory_of_slots(survey, parts):
+        held = size(one.held) if all(parts[seat.role] for seat in one.seats) else "unknown"
+        limit = f" of {one.memory_gb:g} GB" if one.memory_gb else ""
+        roles = (" + ".join(seat.role for seat in one.seats) or "no role") + by_turns(survey, one.pool)
+        lines.setdefault((one.pool, f"{held}{limit}  {roles}"), []).append(str(one.slot))
+    rows = [(f"{pool} {spanned(slots)}", text) for (pool, text), slots in lines.items()]
+    wide = max(len(where) for where, _ in rows)
+    return "\n".join(["memory per slot", *(f"  {where:<{wide}}  {text}" for where, text in rows)])
 
 
 def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
@@ -306,18 +322,13 @@ def spanned(slots: list[str]) -> str:
 
 def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
     """Slots whose processes need more than the pool's `memory_gb`."""
-    warnings, placement = [], survey.placement
-    for name, pool in placement.pools.items():
-        for slot in range(pool.slots if pool.memory_gb else 0):
-            here = [seat for seat in everybody(placement) if seat.pool == name and slot in seat.slots]
-            wanted = held_at_once(survey, name, here, parts)
-            if pool.memory_gb and wanted > pool.memory_gb * GB:
-                who = ", ".join(seat.name for seat in here)
-                warnings.append(
-                    f"{name} {slot}: {who} may need {size(wanted)} of {pool.memory_gb:g} GB "
-                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey)}"
-                )
-    return warnings
+    return [
+        f"{one.pool} {one.slot}: {', '.join(seat.name for seat in one.seats)} may need {size(one.held)} of "
+        f"{one.memory_gb:g} GB (placement.pools.{one.pool}.memory_gb); "
+        f"{remedy({seat.role for seat in one.seats}, survey)}"
+        for one in memory_of_slots(survey, parts)
+        if one.is_overfull
+    ]
 
 
 def remedy(roles: set[str], survey: Survey) -> str:

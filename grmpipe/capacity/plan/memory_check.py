@@ -5,14 +5,15 @@ Weights, gradients and moments are certain. A plan warns of what depends on leng
 
 from __future__ import annotations
 
-from grmpipe.capacity.plan.memory import Part, everybody, held_at_once, memory_parts, size
+from collections.abc import Mapping
+
+from grmpipe.capacity.plan.memory import Part, SlotMemory, memory_of_slots, memory_parts, size
 from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
 from grmpipe.capacity.plan.survey import Sized, Survey, find_devices, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
 from models.lm.footprint import footprint_of
-from scheduler.devices import GB
 
 CERTAIN = ("weights", "state", "moments")
 
@@ -44,8 +45,9 @@ def check_memory(prepared: Prepared) -> None:
     parts = {
         role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in survey.placement.seats
     }
-    for pool in survey.placement.pools:
-        check_pool(survey, pool, parts)
+    for one in memory_of_slots(survey, parts):
+        if one.is_overfull:
+            raise ConfigError(too_full(one, parts, survey.placement.pools[one.pool].resource))
 
 
 def survey_of(prepared: Prepared) -> Survey:
@@ -61,36 +63,21 @@ def survey_of(prepared: Prepared) -> Survey:
     )
 
 
-def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
-    pool = survey.placement.pools[name]
-    for slot in range(pool.slots if pool.memory_gb else 0):
-        seats = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
-        here = [seat for seat in seats if seat.role in parts]
-        held = held_at_once(survey, name, here, parts)
-        if pool.memory_gb and held > pool.memory_gb * GB:
-            each = ", ".join(
-                f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}"
-                for seat in here
-                if parts[seat.role]
-            )
-            apart = "give the roles separate pools, " if len(here) > 1 else ""
-            raise ConfigError(
-                f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and the "
-                f"processes on it hold {size(held)} at once in weights and optimizer alone ({each}); {apart}split "
-                "models over more slots (replicas of a learner, slots_per_replica of an engine), or use larger ones; "
-                "task=plan shows all memory by part"
-            )
+def too_full(one: SlotMemory, parts: Mapping[str, list[Part]], resource: str) -> str:
+    known = {role: held for role in (seat.role for seat in one.seats) if (held := parts[role])}
+    each = ", ".join(f"{role} {size(sum(part.num_bytes for part in held))}" for role, held in known.items())
+    apart = "give the roles separate pools, " if len(one.seats) > 1 else ""
+    return (
+        f"placement.pools.{one.pool}.memory_gb: {resource} slot {one.slot} has {one.memory_gb:g} GB, and the "
+        f"processes on it hold {size(one.held)} at once in weights and optimizer alone ({each}); {apart}split "
+        "models over more slots (replicas of a learner, slots_per_replica of an engine), or use larger ones; "
+        "task=plan shows all memory by part"
+    )
 
 
 def sized(prepared: Prepared) -> dict[str, Sized]:
     """Role -> sized model; a model that serves two roles has one footprint."""
-    found = {
-        model.name: Sized(
-            role=model.name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens
-        )
-        for model in prepared.models
-    }
+    found = {model.name: Sized.of(model) for model in prepared.models}
     if prepared.critic is not None:
-        footprint = footprint_of(prepared.critic.path)
-        found["critic"] = Sized(role="critic", model=None, footprint=footprint, context_tokens=0)
+        found["critic"] = Sized(role="critic", footprint=footprint_of(prepared.critic.path))
     return found

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
-from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
+from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.capacity.plan.shares import shares_of, with_shares
@@ -18,7 +15,7 @@ from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
 from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
-from scheduler.placement import Placement, describe
+from scheduler.placement import describe
 
 # Judges that ask no model, or one with a scalar head.
 KIND_IN_WORDS = {
@@ -29,27 +26,13 @@ KIND_IN_WORDS = {
     "label": "a label",
     "custom": "a judge of your own",
 }
-MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """The prediction of a simulation."""
-
-    step_s: float
-    busy: Mapping[str, float]  # role -> share of its slots' time
-
-
-Simulate = Callable[[Placement, Costs], Predicted]
-Simulator = Callable[[Survey], Simulate | None]  # None: this run can't be simulated
-
-
-def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey: None) -> str:
+def plan(config: RunConfig, progress: Progress) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
     config = with_shares(survey, shares_of(survey))
     survey = survey.under(config)
-    simulate = simulator(survey)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     blocks = [
         describe(survey.placement),
@@ -62,7 +45,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
     if not config.env.env_kind.is_single:
         unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
     try:
-        blocks.append(times(survey, simulate))
+        blocks.append(times(survey))
     except CostUnknown as error:
         unchecked.append(f"the time of a step: {error}")
     footprints = {role: sized.footprint for role, sized in survey.models.items()}
@@ -96,7 +79,7 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 # -- times -----------------------------------------------------------------------------------------------------------
 
 
-def times(survey: Survey, simulate: Simulate | None) -> str:
+def times(survey: Survey) -> str:
     """A block of text: the time of a step with the present placement. Raises CostUnknown."""
     work, placement = step_work(survey), survey.placement
     costs = costs_of(survey)
@@ -121,12 +104,6 @@ def times(survey: Survey, simulate: Simulate | None) -> str:
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
     if all(pool.resource == "gpu" for pool in placement.pools.values()):
         lines.append(f"  {bounds_range(survey, work, costs)}")
-    if simulate is not None and work.engines[POLICY].requests > MOST_ROLLOUTS:
-        lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
-    elif simulate is not None:
-        predicted = simulate(placement, costs)
-        shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
-        lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")
     return "\n".join(lines)
 
 

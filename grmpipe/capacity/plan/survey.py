@@ -35,9 +35,14 @@ class Sized:
     """A role's model as far as it is known here: by its files, or by the configured shape."""
 
     role: str
-    model: Model | None  # None: its files aren't here
-    footprint: Footprint | None
-    context_tokens: int  # 0: unknown
+    model: Model | None = None  # None: its files aren't here
+    footprint: Footprint | None = None
+    context_tokens: int = 0  # 0: unknown
+
+    @staticmethod
+    def of(model: Model) -> Sized:
+        footprint = footprint_of(model.path)
+        return Sized(role=model.name, model=model, footprint=footprint, context_tokens=model.context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +166,10 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
         lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {role.key}.shape, as in conf/policy/qwen3_8b.yaml")
-            return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking
+            return Sized(role=name), lacking
         window = context_limit_of(role, shape.context_tokens)
-        return Sized(role=name, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
-    sized = Sized(role=name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
-    return sized, []
+        return Sized(role=name, footprint=footprint_of_shape(shape), context_tokens=window), lacking
+    return Sized.of(model), []
 
 
 def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
@@ -173,7 +177,7 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
     if config.critic.path is None:
         return replace(policy, role="critic")
     if policy.model is None:  # whether the tokenizers are the same can't be checked
-        return Sized(role="critic", model=None, footprint=None, context_tokens=0)
+        return Sized(role="critic")
     with section("critic."):
         found = find_critic(config, policy.model, progress)
     return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
@@ -196,12 +200,12 @@ def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized
     except ValueError as error:
         shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
-        return Sized(role=role, model=None, footprint=known, context_tokens=0), [f"{key}.{error} (its scalar head)"]
+        return Sized(role=role, footprint=known), [f"{key}.{error} (its scalar head)"]
     from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
 
     with section(f"{key}."):
         scalar_config(directory)
-    return Sized(role=role, model=None, footprint=footprint_of(directory), context_tokens=0), []
+    return Sized(role=role, footprint=footprint_of(directory)), []
 
 
 def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:

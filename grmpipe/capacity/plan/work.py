@@ -30,6 +30,15 @@ class Lengths:
     prompt_tokens: float
     new_tokens: float
 
+    def work(self, requests: int, shared_by: float) -> RoleWork:
+        """The work of this many requests, of which some have the same prompt."""
+        return RoleWork(
+            requests=requests,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            prompt_shared_by=shared_by,
+        )
+
 
 def step_work(survey: Survey) -> StepWork:
     """The work of a step at mean lengths: those that are set, else half of the maximum."""
@@ -37,12 +46,7 @@ def step_work(survey: Survey) -> StepWork:
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
     played = policy_lengths(survey)
-    own = RoleWork(
-        requests=rollouts,
-        prompt_tokens=played.prompt_tokens,
-        new_tokens=played.new_tokens,
-        prompt_shared_by=sharers(POLICY, train.group_size, survey),
-    )
+    own = played.work(rollouts, sharers(POLICY, train.group_size, survey))
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
     judging = {role: judging_work(role, survey) for role in (POLICY, *config.judging.local_roles)}
     return StepWork(
@@ -145,13 +149,9 @@ def judging_work(role: str, survey: Survey) -> list[RoleWork]:
 
 def judge_work(name: str, survey: Survey) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    lengths, judge = judge_lengths(name, survey), survey.config.judging.judges[name]
-    return RoleWork(
-        requests=judgements_of(name, survey),
-        prompt_tokens=lengths.prompt_tokens,
-        new_tokens=lengths.new_tokens,
-        prompt_shared_by=sharers(judge.model, judge.num_judgements, survey),
-    )
+    judge = survey.config.judging.judges[name]
+    shared_by = sharers(judge.model, judge.num_judgements, survey)
+    return judge_lengths(name, survey).work(judgements_of(name, survey), shared_by)
 
 
 def judgements_of(name: str, survey: Survey) -> int:
@@ -233,12 +233,7 @@ def training_requests(role: str, survey: Survey) -> RoleWork:
     cotrain = survey.config.trained_grms[role]
     asked = judge_lengths(survey.config.judging.training(role).name, survey)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
-    return RoleWork(
-        requests=math.ceil(requests),
-        prompt_tokens=asked.prompt_tokens,
-        new_tokens=asked.new_tokens,
-        prompt_shared_by=sharers(role, cotrain.group_size, survey),
-    )
+    return asked.work(math.ceil(requests), sharers(role, cotrain.group_size, survey))
 
 
 def grm_training(role: str, survey: Survey) -> GrmTraining:

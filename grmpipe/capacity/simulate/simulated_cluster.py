@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
 from grmpipe.capacity.plan.work import policy_passes
-from grmpipe.capacity.shared_cores import shared_by
-from grmpipe.capacity.simulate.driver import SimulatedDriver
-from grmpipe.capacity.simulate.scripts import FIRST_SCORE, IDS_APART, ModelWriter, Writer
+from grmpipe.capacity.simulate.shared_devices import shared_devices
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
-from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, written
-from grmpipe.capacity.simulate.step_bound import Bound, Needs, bound_of
+from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
+from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, make_writer
+from grmpipe.capacity.simulate.step_bound import Bound, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.roles import resolve_engine
 from grmpipe.envs.episode_slots import EpisodeSlots
@@ -26,10 +25,9 @@ from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.build.compose_pipeline import Learners, compose
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.engines.simulated.simulated_engine import SimulatedEngine
-from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import Engine
 from scheduler.events import EventSink, NoEvents
 from scheduler.gc_tuning import infrequent_gc
@@ -42,18 +40,18 @@ from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
-PRINCIPLES = "/principles"  # of a workload's lengths: shared principles, of all judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """One optimizer step. busy_s: role -> seconds of work since the beginning, all its processes together; includes the
-    driver if requests cost it time.
+    driver if requests cost it time. least_s: the same if batches had been full, and nothing computed twice.
     """
 
     ended_s: float
     step_s: float
     busy_s: Mapping[str, float]
+    least_s: Mapping[str, float]
     staleness: int  # of its oldest group
     stalls: StallTimes
 
@@ -92,131 +90,100 @@ def simulate(
         return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
 
 
-@dataclass(slots=True)
 class Simulation:
     """A pipeline with its surroundings, for one run."""
 
-    workload: Workload
-    placement: Placement
-    costs: Costs
-    num_steps: int
-    events: EventSink
-    engines: dict[str, list[SimulatedEngine]] = field(init=False)
-    devices: dict[str, SharedDevice] = field(init=False)  # name of a seat -> its device
-    driver: SimulatedDriver = field(init=False)
-    ranks: SimulatedRanks = field(init=False)
-    needs: Needs = field(init=False)
-    critic: Critic | None = field(init=False, default=None)
-    critic_ranks: SimulatedRanks | None = field(init=False, default=None)
-    pipeline: Pipeline = field(init=False)
-    share: TimeShare | None = field(init=False, default=None)  # the time-shared pool of the learner
-    steps: list[SimulatedStep] = field(default_factory=list)
-    least_s: dict[str, float] = field(default_factory=dict)  # by role, up to the last step: see `_close_needs`
+    def __init__(
+        self, workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink
+    ) -> None:
+        self._workload, self._config = workload, workload.config
+        self._placement, self._costs, self._events = placement, costs, events
+        self._num_steps = num_steps
+        self._devices = shared_devices(placement, costs.cores)
+        self._driver = SimulatedDriver(costs.driver_request_s, self._devices.get(DRIVER))
+        self._engines: dict[str, list[SimulatedEngine]] = {}
+        self._ranks: dict[str, SimulatedRanks] = {}  # of the learner and a critic
+        self._steps: list[SimulatedStep] = []
 
     async def run(self) -> SimulatedRun:
         """Run on the running loop: a virtual one, or a real one for a run in real time."""
-        parts, pools = self.assemble()
-        await parts.push_weights(0)
-        self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
-        if self.share is not None:
-            self.share.clocks.add(self.pipeline.clock)
-        loops = {f"pool {pool.name}": pool.run() for pool in pools}
-        values = {"values": self.critic.value_cache.run()} if self.critic is not None else {}
-        await run_until(self.pipeline.run(), **loops, **values)
-        return self._result(pools)
-
-    def assemble(self) -> tuple[PipelineComponents, list[ElasticPool]]:
-        """The components of the pipeline, and the pools whose slots move."""
-        self.devices = shared_devices(self.placement, self.costs.cores)
-        self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
-        first, *others = self.placement.seats[LEARNER]
-        cp = self.workload.config.train.parallel.cp
-        passes = policy_passes(self.workload.config)
-        self.ranks = SimulatedRanks(
-            1 + len(others),
-            self.costs.learner,
-            self.costs.sync_s,
-            self.devices.get(first.name),
-            self.costs.switch_s,
-            cp,
-            passes.reference_in_loss,
-        )
-        self.critic = self._critic()
-        self.engines = {}
-        routers = {role: self._start(role) for role in self.costs.engines}
-        learner = TimeSharedLearnerGroup(self.ranks, cp)
-        sync = WeightSync(learner, PROBE, self.workload.config.sync)
+        routers = {role: self._start_engines(role) for role in self._costs.engines}
+        cp = self._config.train.parallel.cp
+        learner = TimeSharedLearnerGroup(self._start_ranks(LEARNER, self._costs.learner, cp), cp)
+        sync = WeightSync(learner, PROBE, self._config.sync)
+        share, critic = self._time_share(routers, learner), self._start_critic()
         pools = self._elastic_pools(routers, sync)
-        if sharing := self.placement.time_sharing_roles:
-            roles = {
-                role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY) for role in sharing
-            }
-            self.share = TimeShare(first.pool, roles, learner, self.events)
-        self.needs = self._needs()
-        return self._parts(routers, learner, sync), pools
-
-    def _critic(self) -> Critic | None:
-        """The critic: the real driver side, with ranks that only take time."""
-        config, speed = self.workload.config, self.costs.critic
-        if speed is None:
-            return None
-        first, *others = self.placement.seats[CRITIC]
-        cp = config.critic.parallel.cp
-        self.critic_ranks = SimulatedRanks(1 + len(others), speed, 0.0, self.devices.get(first.name), cp=cp)
-        group = CriticGroup(self.critic_ranks, self.events, cp)
-        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+        learners = Learners(policy=learner, sync=sync, engines=routers[POLICY], critic=critic, share=share)
+        parts = self._compose(learners, routers)
+        await parts.push_weights(0)
+        began = self._step_end(0.0, 0, StallTimes())
+        pipeline = Pipeline(parts, flow_of(self._config, self._num_steps), self._after_step)
+        if share is not None:
+            share.clocks.add(pipeline.clock)
+        loops = {f"pool {pool.name}": pool.run() for pool in pools}
+        values = {"values": critic.value_cache.run()} if critic is not None else {}
+        await run_until(pipeline.run(), **loops, **values)
+        return self._result(began, pipeline, pools)
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _start(self, role: str) -> Router:
+    def _start_engines(self, role: str) -> Router:
         """A role's engines behind the real router."""
-        writer, cached = self._writer(role), resolve_engine(role, self.workload.config).caches_prompts
+        writer, cached = make_writer(self._workload, role), resolve_engine(role, self._config).caches_prompts
         engines: dict[str, Engine] = {}
-        self.engines[role] = []
-        for seat in self.placement.seats[role]:
-            device = self.devices.get(seat.name)
-            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], prefix_cache=cached, device=device)
-            self.engines[role].append(engine)
+        self._engines[role] = []
+        for seat in self._placement.seats[role]:
+            device = self._devices.get(seat.name)
+            engine = SimulatedEngine(role, writer, speed=self._costs.engines[role], prefix_cache=cached, device=device)
+            self._engines[role].append(engine)
             engines[seat.name] = engine
-        elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
-        interrupted = elastic or role in self.placement.time_sharing_roles
+        elastic = self._placement.elastic_slots(self._placement.seats[role][0].pool)
+        interrupted = elastic or role in self._placement.time_sharing_roles
         continuation = Continuation(decode=writer.decode, seed_after=lambda seed, num_sampled: seed)
-        return Router(role, engines, self.events, continuation if interrupted else None)
+        return Router(role, engines, self._events, continuation if interrupted else None)
 
-    def _writer(self, role: str) -> ModelWriter:
-        config, lengths = self.workload.config, self.workload.lengths
-        asking = config.judging.asking(role)
-        return ModelWriter(
-            turns=Writer(lengths=lengths[POLICY], seed=config.seed) if role == POLICY else None,
-            judges={name: self._judgements(name, FIRST_SCORE + n * IDS_APART) for n, name in enumerate(asking)},
+    def _start_ranks(self, role: str, speed: LearnerSpeed, cp: int) -> SimulatedRanks:
+        """The ranks of the learner or a critic: their driver side is the real one."""
+        seats, passes, learns = self._placement.seats[role], policy_passes(self._config), role == LEARNER
+        self._ranks[role] = ranks = SimulatedRanks(
+            len(seats),
+            speed,
+            self._costs.sync_s if learns else 0.0,
+            self._devices.get(seats[0].name),
+            self._costs.switch_s if learns else 0.0,
+            cp,
+            learns and passes.reference_in_loss,
         )
+        return ranks
 
-    def _judgements(self, name: str, first_id: int) -> Writer:
-        """The writer of a judge's judgements."""
-        config, judge = self.workload.config, self.workload.config.judging.judges[name]
-        return Writer(
-            lengths=self.workload.lengths[name],
-            seed=config.seed,
-            scale=judge.scale,
-            boxed=written(judge).parser == "boxed",
-            num_scores=judge.responses_shown(config.train.group_size),
-            unparseable_share=config.simulate.unparseable_share,
-            principles=self.workload.lengths.get(PRINCIPLES),
-            first_id=first_id,
-        )
+    def _start_critic(self) -> Critic | None:
+        config, speed = self._config, self._costs.critic
+        if speed is None:
+            return None
+        cp = config.critic.parallel.cp
+        group = CriticGroup(self._start_ranks(CRITIC, speed, cp), self._events, cp)
+        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+
+    def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerGroup) -> TimeShare | None:
+        """The time-shared pool of the learner."""
+        roles = {
+            role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY)
+            for role in self._placement.time_sharing_roles
+        }
+        pool = self._placement.seats[LEARNER][0].pool
+        return TimeShare(pool, roles, learner, self._events) if roles else None
 
     def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:
         pools = []
-        for name in self.placement.pools:
-            if slots := self.placement.elastic_slots(name):
+        for name in self._placement.pools:
+            if slots := self._placement.elastic_slots(name):
                 roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
-                balance = self.workload.config.slots.balance
-                pools.append(ElasticPool(name, slots, roles, balance, self.events))
+                pools.append(ElasticPool(name, slots, roles, self._config.slots.balance, self._events))
         return pools
 
     def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:
         """An elastic role with simulated costs of a switch; the policy's new engines catch up as in a real run."""
-        switch_s = self.costs.switch_s
+        switch_s = self._costs.switch_s
 
         async def bring_current(name: str, engine: Engine, admit: Callable[[], None]) -> None:
             await asyncio.sleep(switch_s)
@@ -225,102 +192,85 @@ class Simulation:
             else:
                 admit()
 
-        return ElasticRole(router=router, bring_current=bring_current, max_rows=self.costs.engines[role].max_rows)
+        return ElasticRole(router=router, bring_current=bring_current, max_rows=self._costs.engines[role].max_rows)
 
-    def _needs(self) -> Needs:
-        """The lower bound's journal."""
-        config = self.workload.config
-        return Needs(
-            self.costs,
-            policy_passes(config),
-            prefix_sharing=config.train.prefix_sharing,
-            critic_updates=config.critic.updates(config.algorithm, config.train),
-        )
-
-    def _most_rows(self, role: str) -> int:
-        """The most rows that can be in an engine's batch: limited by the engine, and by what may be in flight."""
-        train, judging = self.workload.config.train, self.workload.config.judging
-        played = train.group_size * (role == POLICY)
-        judged = sum(judge.judgements_of_group(train.group_size) for judge in judging.asking(role).values())
-        in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
-        share = -(-in_flight // len(self.placement.seats[role]))
-        return max(1, min(self.costs.engines[role].max_rows, share))
-
-    def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
-        config, policy = self.workload.config, routers[POLICY]
+    def _compose(self, learners: Learners, routers: Mapping[str, Router]) -> PipelineComponents:
         return compose(
-            config,
-            Learners(policy=learner, sync=sync, engines=policy, critic=self.critic, share=self.share),
-            prompts=self.workload.prompts,
+            self._config,
+            learners,
+            prompts=self._workload.prompts,
             too_long=lambda prompt: False,
             slots=EpisodeSlots(),
-            play=make_play(self.workload, policy, self.driver),
-            judge=make_judge(self.workload, routers, self.driver),
-            journal=self.needs,
-            events=self.events,
+            play=make_play(self._workload, learners.engines, self._driver),
+            judge=make_judge(self._workload, routers, self._driver),
+            journal=NoJournal(),
+            events=self._events,
         )
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
     async def _after_step(self, report: StepReport) -> None:
-        self._close_needs(report.step)
-        busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self.engines.items()}
-        self.steps.append(
-            SimulatedStep(
-                ended_s=asyncio.get_running_loop().time(),
-                step_s=report.stalls.steps_s,
-                busy_s=busy_s | self._learning_busy_s() | self._driver_busy_s(),
-                staleness=max(report.step - 1 - group.version for group in report.groups),
-                stalls=report.stalls,
-            )
+        staleness = max(report.step - 1 - group.version for group in report.groups)
+        self._steps.append(self._step_end(report.stalls.steps_s, staleness, report.stalls))
+
+    def _step_end(self, step_s: float, staleness: int, stalls: StallTimes) -> SimulatedStep:
+        busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self._engines.items()}
+        least_s = {
+            role: sum(engine.least_busy_s(self._most_rows(role)) for engine in engines)
+            for role, engines in self._engines.items()
+        }
+        others_s = {role: ranks.busy_s for role, ranks in self._ranks.items()}
+        if self._costs.driver_request_s:
+            others_s[DRIVER] = self._driver.busy_s
+        return SimulatedStep(
+            ended_s=asyncio.get_running_loop().time(),
+            step_s=step_s,
+            busy_s=busy_s | others_s,
+            least_s=least_s | others_s,
+            staleness=staleness,
+            stalls=stalls,
         )
 
-    def _close_needs(self, step: int) -> None:
-        """Close the step for the bound, with what was done since the step before."""
-        so_far = {
-            role: sum(engine.least_busy_s(self._most_rows(role)) for engine in engines)
-            for role, engines in self.engines.items()
-        }
-        if self.critic_ranks is not None:
-            so_far[CRITIC] = self.critic_ranks.busy_s
-        so_far |= self._driver_busy_s()
-        self.needs.close_step(step, {role: least - self.least_s.get(role, 0.0) for role, least in so_far.items()})
-        self.least_s = so_far
+    def _most_rows(self, role: str) -> int:
+        """The most rows that can be in an engine's batch: limited by the engine, and by what may be in flight."""
+        train, judging = self._config.train, self._config.judging
+        played = train.group_size * (role == POLICY)
+        judged = sum(judge.judgements_of_group(train.group_size) for judge in judging.asking(role).values())
+        in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
+        share = -(-in_flight // len(self._placement.seats[role]))
+        return max(1, min(self._costs.engines[role].max_rows, share))
 
-    def _learning_busy_s(self) -> dict[str, float]:
-        learner = {LEARNER: self.ranks.busy_s}
-        return learner if self.critic_ranks is None else learner | {CRITIC: self.critic_ranks.busy_s}
-
-    def _driver_busy_s(self) -> dict[str, float]:
-        return {DRIVER: self.driver.busy_s} if self.costs.driver_request_s else {}
-
-    def _result(self, pools: Sequence[ElasticPool]) -> SimulatedRun:
-        train = self.workload.config.train
-        settled = settled_steps(len(self.steps), train.max_staleness)
-        inside = [self.steps[index] for index in settled]
-        before = self.steps[settled.start - 1] if settled.start else None
-        began_s = before.ended_s if before else inside[0].ended_s - inside[0].step_s
-        seconds = inside[-1].ended_s - began_s
-        busy_s = {role: busy - (before.busy_s[role] if before else 0.0) for role, busy in inside[-1].busy_s.items()}
-        counts = dict.fromkeys(busy_s, 1) | {role: len(engines) for role, engines in self.engines.items()}
+    def _result(self, began: SimulatedStep, pipeline: Pipeline, pools: Sequence[ElasticPool]) -> SimulatedRun:
+        settled = settled_steps(len(self._steps), self._config.train.max_staleness)
+        first, last = [began, *self._steps][settled.start], self._steps[settled.stop - 1]
+        seconds = last.ended_s - first.ended_s
+        counts = {role: len(engines) for role, engines in self._engines.items()}
+        work_s = {role: (least_s - first.least_s[role]) / len(settled) for role, least_s in last.least_s.items()}
         return SimulatedRun(
-            steps=tuple(self.steps),
+            steps=tuple(self._steps),
             settled=settled,
             step_s=seconds / len(settled),
-            busy={role: busy_s[role] / (seconds * count) if seconds else 0.0 for role, count in counts.items()},
-            bound=bound_of(
-                [self.needs.steps[index + 1] for index in settled],
-                self.placement,
-                self.costs,
-                train.max_staleness,
-                min(train.max_staleness, settled.start),
-            ),
-            max_staleness=max(step.staleness for step in self.steps),
-            dropped=dict(self.pipeline.ledger.dropped),
-            failed_judgements=dict(self.pipeline.counters.total_so_far().judging.failed),
+            busy={
+                role: (busy_s - first.busy_s[role]) / (seconds * counts.get(role, 1)) if seconds else 0.0
+                for role, busy_s in last.busy_s.items()
+            },
+            bound=bound_of(work_s, self._placement, self._costs),
+            max_staleness=max(step.staleness for step in self._steps),
+            dropped=dict(pipeline.ledger.dropped),
+            failed_judgements=dict(pipeline.counters.total_so_far().judging.failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
-            stalls=sum((step.stalls for step in inside), StallTimes()),
+            stalls=sum((self._steps[index].stalls for index in settled), StallTimes()),
         )
+
+
+class NoJournal:
+    """Records nothing."""
+
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None: ...
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+
+    def group_ended(self, end: GroupEnd) -> None: ...
 
 
 def settled_steps(num_steps: int, max_staleness: int) -> range:
@@ -329,16 +279,3 @@ def settled_steps(num_steps: int, max_staleness: int) -> range:
     """
     edge = max_staleness + 1 if max_staleness and num_steps > 2 * (max_staleness + 1) else 0
     return range(edge, num_steps - edge)
-
-
-def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
-    """Name of a seat, or of the driver -> the device it shares with others. A process on several GPUs counts on the
-    first.
-    """
-    devices: dict[str, SharedDevice] = {}
-    for shared in shared_by(placement, cores):
-        device = SharedDevice(shared.capacity, shared.context_switch_cost)
-        devices |= {seat.name: device for seat in shared.seats if seat.name not in devices}
-        if shared.is_host:
-            devices[DRIVER] = device
-    return devices

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
 from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.simulate.simulated_process import SimulatedProcess
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch, OldPass
 from models.checksum import checksum
-from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
+from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import InlineBytes, WeightBucket, WeightTensor
 
 
-class SimulatedRanks:
-    """An ActorGroup: all ranks take part in every call, one call at a time.
+class SimulatedRanks(SimulatedProcess):
+    """An ActorGroup: all ranks take part in every call, one call at a time. Pushes of weights are work too.
 
     device: of rank 0, if others share it; the other ranks behave the same. cp: the ranks that share each sample.
     reference_in_loss: `accumulate` has a pass of the reference.
@@ -32,25 +32,17 @@ class SimulatedRanks:
         cp: int = 1,
         reference_in_loss: bool = False,
     ) -> None:
+        super().__init__(device)
         self._cp = cp
         self._num_ranks = num_ranks
         self._speed = speed
         self._accumulate_s = speed.token_s + (speed.forward_s if reference_in_loss else 0.0)  # of a packed token
         self._sync_s = sync_s
         self._switch_s = switch_s
-        self._device = device or SharedDevice()
-        self._turn = asyncio.Lock()
-        self._rate = SimulatedRate()
-        self._pace_changed = asyncio.Event()
 
     @property
     def size(self) -> int:
         return self._num_ranks
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work so far, including pushes of weights."""
-        return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def call(self, rank: int, method: str, *args: object) -> object:
         return (await self._answer(method, [args] * self._num_ranks))[rank]
@@ -63,10 +55,6 @@ class SimulatedRanks:
 
     async def close(self) -> None:
         return None
-
-    def share_changed(self, share: float) -> None:
-        self._rate.set_rate(asyncio.get_running_loop().time(), share)
-        self._pace_changed.set()
 
     async def _answer(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
         async with self._turn:
@@ -109,22 +97,6 @@ class SimulatedRanks:
         together.
         """
         return max(num_tokens(args[0]) for args in args_by_rank) * (self._num_ranks // self._cp)
-
-    async def _spend(self, work_s: float) -> None:
-        clock = asyncio.get_running_loop().time
-        end_s = self._rate.worked_s(clock()) + work_s
-        self._device.occupy(self)
-        try:
-            while (when_s := self._rate.when_s(end_s)) > clock():
-                self._pace_changed.clear()
-                try:
-                    async with asyncio.timeout_at(when_s):
-                        await self._pace_changed.wait()
-                except TimeoutError:
-                    break
-        finally:
-            self._device.vacate(self)
-            self._rate.set_rate(clock(), 0.0)
 
 
 def num_tokens(micro_batch: object) -> int:

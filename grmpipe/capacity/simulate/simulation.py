@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from grmpipe.capacity.cost import Costs, LearnerSpeed, token_flops
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.plan.costs import cores_of, costs_of, passes_by_operations
-from grmpipe.capacity.plan.plan_report import Predicted
+from grmpipe.capacity.plan.costs import costs_of
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
 from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
@@ -27,60 +23,28 @@ from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 from grmpipe.validate.models import Progress
 from models.types import Message
-from scheduler.placement import Placement
-
-STEPS_IN_A_PLAN = 4  # the first one starts with empty engines
 
 
-def run_simulation(config: RunConfig, progress: Progress) -> str:
-    """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
+def run_simulation(config: RunConfig, progress: Progress) -> tuple[str, float]:
+    """Simulate as placed, write simulation.json and timeline.json. Returns what to print, and the seconds of a step.
+    Raises ConfigError.
+    """
     survey = survey_run(config, progress)
-    workload, costs = workload_of(survey), stated_or_reckoned(survey)
+    workload, costs = workload_of(survey), costs_of(survey)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
-    with stopped_for_a_user():
+    try:
         run = simulate(workload, survey.placement, costs, config.simulate.steps, timeline)
+    except Unfit as error:  # so would the real one, from its first steps
+        raise ConfigError(
+            f"reward: the simulated run stops, as a real one would: {error}; type judges that decide more of its "
+            "rollouts, another composition of them, or a lower simulate.unparseable_share if you set that"
+        ) from error
     timeline.close()
     record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
-    return f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
-
-
-def simulator(survey: Survey) -> Callable[[Placement, Costs], Predicted] | None:
-    """A function that simulates a placement of the same run, for a plan. None for a run that can't be simulated."""
-    if not is_simulated(survey.config):
-        return None
-    workload = workload_of(survey)
-
-    def predict(placement: Placement, costs: Costs) -> Predicted:
-        with stopped_for_a_user():
-            run = simulate(workload, placement, costs, STEPS_IN_A_PLAN)
-        return Predicted(step_s=run.step_s, busy=run.busy)
-
-    return predict
-
-
-@contextlib.contextmanager
-def stopped_for_a_user() -> Iterator[None]:
-    """A run that stops because too much fails in it is a ConfigError: so would the real one, from its first steps."""
-    try:
-        yield
-    except Unfit as error:
-        unreadable = "simulate.unparseable_share"
-        raise ConfigError(
-            f"reward: the simulated run stops, as a real one would: {error}; type judges that decide more of its "
-            f"rollouts, another composition of them, or a lower {unreadable} if you set that"
-        ) from error
-
-
-def is_simulated(config: RunConfig) -> bool:
-    """Whether a simulation knows all that takes time: no judge of the user's, behind an endpoint, with steps or a
-    rubric; no meta-RM; no GRM that learns.
-    """
-    known = all(judge.is_simulated for judge in config.judging.judges.values())
-    return known and not (
-        config.judging.remote_roles or config.trained_grms or config.uses_meta_rm or config.env.is_custom
-    )
+    text = f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
+    return text, run.step_s
 
 
 def workload_of(survey: Survey) -> Workload:
@@ -89,15 +53,15 @@ def workload_of(survey: Survey) -> Workload:
     for role in config.judging.remote_roles:
         key = config.models[role].key
         raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
-    data = config.data
+    settings = config.simulate
+    means = {name: judge_lengths(name, survey).new_tokens for name in config.judging.generative}
+    lengths = {name: lengths_of(name, mean, settings.judgement_sigma, settings.lengths) for name, mean in means.items()}
+    played = lengths_of(POLICY, policy_lengths(survey).new_tokens, settings.rollout_sigma, settings.lengths)
     return Workload(
         config=config,
-        prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=data.shuffle),
+        prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=config.data.shuffle),
         chars_per_token={role: chars_per_token(role, survey) for role in config.served},
-        lengths={
-            POLICY: rollout_lengths(survey),
-            **{name: judgement_lengths(name, survey) for name in config.judging.generative},
-        },
+        lengths={POLICY: played} | lengths,
     )
 
 
@@ -118,81 +82,18 @@ def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
 
 
-def rollout_lengths(survey: Survey) -> Lengths:
-    """Lengths of an earlier run, otherwise lognormal with the mean of task=plan."""
-    settings = survey.config.simulate
-    if settings.lengths is not None:
-        return measured(lengths_measured(POLICY, "rollouts", settings.lengths))
-    mean = policy_lengths(survey).new_tokens
-    return lognormal_about(mean, settings.rollout_sigma)
-
-
-def judgement_lengths(name: str, survey: Survey) -> Lengths:
-    """The same of a judge's judgements."""
-    settings = survey.config.simulate
-    if settings.lengths is not None:
-        return measured(lengths_measured(name, f"judgements of {name}", settings.lengths))
-    mean = judge_lengths(name, survey).new_tokens
-    return lognormal_about(mean, settings.judgement_sigma)
-
-
-def lognormal_about(mean: float, sigma: float) -> Lengths:
-    """Lognormal lengths with this mean."""
-    return lognormal(mean / math.exp(sigma**2 / 2), sigma)
-
-
-def lengths_measured(whose: str, what: str, run_dir: str) -> list[int]:
+def lengths_of(whose: str, mean: float, sigma: float, run_dir: str | None) -> Lengths:
+    """Lengths of an earlier run, of the policy or a judge; without one lognormal with the mean of task=plan."""
+    if run_dir is None:
+        return lognormal(mean / math.exp(sigma**2 / 2), sigma)
     try:
         found = lengths_in(Path(run_dir)).get(whose, [])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"simulate.lengths: the journals of {run_dir} can't be read ({error})") from error
     if not found:
+        what = "rollouts" if whose == POLICY else f"judgements of {whose}"
         raise ConfigError(f"simulate.lengths: {run_dir} holds no {what}; give another run, or simulate.lengths=null")
-    return found
-
-
-def stated_or_reckoned(survey: Survey) -> Costs:
-    """`simulate.costs` if they are stated, otherwise the costs of task=plan. Raises ConfigError if only some are
-    stated.
-    """
-    stated, roles = survey.config.simulate.costs, survey.config.served
-    speeds = stated.engines
-    for role in stated.models.keys() - set(roles):
-        raise ConfigError(f"simulate.costs.models.{role}: no judge of this run asks {role}; known: {', '.join(roles)}")
-    known = [role for role in roles if role in speeds and speeds[role].stated]
-    if not known and not stated.learner_token_s:
-        return costs_of(survey)
-    for role in roles:
-        if role not in known:
-            key = survey.config.models[role].key
-            raise ConfigError(f"simulate.costs.{key}.step_s: missing; give the costs of all roles or of none")
-    if not stated.learner_token_s:
-        raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")
-    return Costs(
-        engines={role: speeds[role].speed() for role in roles},
-        learner=stated_learner(survey),
-        critic=stated_critic(survey),
-        sync_s=stated.sync_s,
-        switch_s=stated.switch_s,
-        driver_request_s=stated.driver_request_s,
-        cores=cores_of(survey),
-    )
-
-
-def stated_learner(survey: Survey) -> LearnerSpeed:
-    """A pass without gradients takes the share of its operations in the stated time."""
-    stated, share = survey.config.simulate.costs, passes_by_operations(survey).forward_share
-    return LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s, forward_share=share)
-
-
-def stated_critic(survey: Survey) -> LearnerSpeed | None:
-    stated = survey.config.simulate.costs
-    if not survey.config.critic.enabled:
-        return None
-    if not stated.critic_token_s:
-        raise ConfigError("simulate.costs.critic_token_s: missing; give the costs of all roles or of none")
-    share = token_flops(1, checkpointing=survey.config.train.activations.recomputes).forward_share
-    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s, forward_share=share)
+    return measured(found)
 
 
 def open_directory(config: RunConfig) -> Path:

@@ -19,11 +19,12 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
     rollouts = config.train.groups_per_batch * config.train.group_size
     wide = max(8, *map(len, run.busy))
     times = [run.steps[index].step_s for index in run.settled]
+    loads = ", ".join(f"{role} {seconds(load)}" for role, load in run.bound.loads_s.items())
     lines = [
         f"{len(run.steps)} steps of {rollouts} rollouts{judged(config)}, simulated",
         f"  a step    {seconds(run.step_s)} ({seconds(min(times))} to {seconds(max(times))}), "
         f"{run.times_bound:.2f} times the bound",
-        f"  bound     {seconds(run.bound.step_s)}: {why_bound(run, config.train.max_staleness)}",
+        f"  bound     {seconds(run.bound.step_s)}: the work of the busiest slot ({loads})",
         *(f"  busy      {role:<{wide}} {share:>4.0%}" for role, share in run.busy.items()),
         f"  staleness at most {run.max_staleness} (train.max_staleness={config.train.max_staleness})",
         f"  {bottleneck(run)}",
@@ -45,16 +46,6 @@ def judged(config: RunConfig) -> str:
         return "".join(f" x {judge.num_judgements} judgements" for judge in judges.values())
     each = ", ".join(f"{name} {judge.num_judgements}" for name, judge in judges.items())
     return f", judgements by {each}" if each else ""
-
-
-def why_bound(run: SimulatedRun, max_staleness: int) -> str:
-    bound = run.bound
-    chain_s = bound.chain_s / (max_staleness + 1)
-    if chain_s > bound.busiest_slot_s:
-        over = f" over {max_staleness + 1} steps" if max_staleness else ""
-        return f"the longest chain{over}, {seconds(bound.chain_s)}: a rollout, its judgements, update and push"
-    loads = ", ".join(f"{role} {seconds(load)}" for role, load in bound.loads_s.items())
-    return f"the work of the busiest slot ({loads})"
 
 
 def bottleneck(run: SimulatedRun) -> str:
@@ -84,7 +75,6 @@ def record_of(run: SimulatedRun) -> dict[str, object]:
         "busy": dict(run.busy),
         "bound_s": run.bound.step_s,
         "loads_s": dict(run.bound.loads_s),
-        "chain_s": run.bound.chain_s,
         "max_staleness": run.max_staleness,
         "waits_s": {
             "policy": run.stalls.rollouts_s,

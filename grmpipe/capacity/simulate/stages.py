@@ -1,6 +1,4 @@
-"""The workload of a simulation and its stages: the real play and the real judge, with a driver that takes time. Starts
-no engine and runs no flow.
-"""
+"""The workload of a simulation and its stages: the real play and the real judge, with a driver that takes time."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.simulate.driver import AttendedGrm, SimulatedDriver
-from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
+from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths, ModelWriter, Writer
+from grmpipe.capacity.simulate.simulated_process import AttendedGrm, SimulatedDriver
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
@@ -49,6 +47,25 @@ def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
         config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
     )
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
+
+
+def make_writer(workload: Workload, role: str) -> ModelWriter:
+    """What writes the answers of a model."""
+    config, lengths = workload.config, workload.lengths
+    return ModelWriter(
+        turns=Writer(lengths=lengths[POLICY], seed=config.seed) if role == POLICY else None,
+        judges={
+            name: Writer(
+                lengths=lengths[name],
+                seed=config.seed,
+                scale=judge.scale,
+                boxed=written(judge).parser == "boxed",
+                num_scores=judge.responses_shown(config.train.group_size),
+                unparseable_share=config.simulate.unparseable_share,
+            )
+            for name, judge in config.judging.asking(role).items()
+        },
+    )
 
 
 def make_play(workload: Workload, policy: Generates, driver: SimulatedDriver) -> Play:

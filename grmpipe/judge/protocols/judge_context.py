@@ -20,7 +20,7 @@ from grmpipe.judge.protocols.truncation import truncated_to_fit
 from grmpipe.judge.trajectory import Trajectory, trajectory_of
 from grmpipe.judge.verdict import Vote, best_indices, failed, mean, vote_named, weighted
 from grmpipe.types import Failed, Judgement, Prompt, Rollout
-from models.long_texts import off_loop_if_long
+from models.chat.long_texts import off_loop_if_long
 from models.types import EngineDied, EngineRefused
 
 

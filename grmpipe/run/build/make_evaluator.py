@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.run_config import RunConfig
@@ -12,39 +14,48 @@ from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
+from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 
 
 def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
-    clock, evaluate, envs = ActiveClock(), prepared.config.evaluate, running.envs
+    """The evaluations of a run that trains."""
+    config, judge = prepared.config, running.judge
+    sampling = sampling_of(config.evaluate, default=1)
+    return replace(
+        evaluator_on(prepared.held_out, prepared, running, with_own_bounds(judge), sampling),
+        first=first_of_all_answers(config, judge, prepared.held_out),
+        pass_reward=pass_reward_of(config),
+        by_model=config.judging.by_model,
+        compares=config.judging.compares,
+        skill=skill_of(judge),
+    )
+
+
+def evaluator_on(
+    prompts: Sequence[Prompt], prepared: Prepared, running: Serving, judge: Judge, sampling: AnswerSampling
+) -> Evaluator:
+    """The evaluation of the policy on prompts."""
+    config, clock, envs = prepared.config, ActiveClock(), running.envs
     running.maintenance.stops(clock)
+    play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
     return Evaluator(
-        prompts=prepared.held_out,
-        play_sampled=in_own_slot(make_play(prepared, running.policy, envs, evaluate.temperature), envs.slots),
-        play_greedy=in_own_slot(make_play(prepared, running.policy, envs, 0.0), envs.slots),
-        judge=with_own_bounds(running.judge),
+        prompts=prompts,
+        play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),
+        play_greedy=in_own_slot(play(0.0), envs.slots),
+        judge=judge,
         is_right=prepared.is_right,
-        seed=seed_of(prepared.config),
-        counting=counting_of(evaluate, default=1),
-        greedy=evaluate.greedy,
-        first=first_of_all_answers(prepared.config, running.judge, prepared.held_out),
-        pass_reward=pass_reward_of(prepared.config),
-        by_model=prepared.config.judging.by_model,
-        compares=prepared.config.judging.compares,
-        skill=skill_of(running.judge),
-        deadline_s=prepared.config.rollout.group_deadline_s,
+        seed=config.seed if config.evaluate.seed is None else config.evaluate.seed,
+        counting=sampling,
+        greedy=config.evaluate.greedy,
+        deadline_s=config.rollout.group_deadline_s,
         clock=clock,
     )
 
 
-def seed_of(config: RunConfig) -> int:
-    """The seed of sampled answers to held-out prompts."""
-    return config.seed if config.evaluate.seed is None else config.evaluate.seed
-
-
-def counting_of(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
+def sampling_of(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
     """How many answers to a prompt are sampled, and each k of pass@k. default: answers, if neither is set."""
     num_samples = evaluate.samples(default)
     return AnswerSampling(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))

@@ -10,11 +10,12 @@ from typing import Any
 from grmpipe.config.entry_names import POLICY
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
-from grmpipe.pipeline.interfaces import PipelineComponents
+from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
+from grmpipe.run.features.cotrain.cotraining import CoTraining
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
@@ -23,6 +24,7 @@ from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
 from grmpipe.run.observers import Observers
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.validate.prepare import Prepared
 
 
@@ -38,6 +40,26 @@ class RunFeatures:
     def states(self) -> dict[str, Mapping[str, Any]]:
         """Name -> state, of those that keep one."""
         return {feature.name: feature.state() for feature in self.each if feature.name}
+
+
+def make_cotrainings(
+    prepared: Prepared,
+    running: RunComponents,
+    state: RunState,
+    kept: Mapping[int, RecoveredGroup],
+    observers: Observers,
+    run_dir: Path,
+) -> CoTrainings:
+    """The training of GRMs next to the policy, with the rollouts that a resume found."""
+    prompts, before = prepared.prompts, state.grm_pipeline_states
+    rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
+    health, events = running.maintenance.health, observers.timeline
+    return CoTrainings(
+        [
+            CoTraining(prepared, grm, run_dir, events, health, before.get(grm.model.name), rollouts)
+            for grm in running.trainable_grms
+        ]
+    )
 
 
 def make_features(

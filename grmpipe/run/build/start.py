@@ -1,24 +1,20 @@
 """Prepared run -> started components: processes, loaded models, maintenance of engines.
 
-    start_cluster -> start_learners, engines -> maintenance -> start_grm, start_scorers, start_envs -> make_judge
+    start_cluster -> start_learners, engines -> maintenance -> start_serving (scorers, environments, GRMs) -> make_judge
 
 Of these compose_pipeline makes the policy's pipeline, from the episodes of make_play; make_evaluator the evaluations;
-run_features what looks at each step.
+run_features what looks at each step. An evaluation has what start_serving starts, and nothing that learns.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.judge.grm import Grm
-from grmpipe.run.build.maintenance import Maintenance, make_maintenance
-from grmpipe.run.build.make_judge import JudgeParts, make_judge
+from grmpipe.run.build.maintenance import make_maintenance
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_envs import Envs, start_envs
-from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms, make_policy_updates
+from grmpipe.run.build.start_grm import LogOf, make_policy_updates
 from grmpipe.run.build.start_learners import (
     CRITIC,
     Learning,
@@ -31,7 +27,7 @@ from grmpipe.run.build.start_learners import (
     transport_between,
     weight_sync,
 )
-from grmpipe.run.build.start_scorers import ScalarModels, meta_rm_of, start_meta_rm, start_scalar_models
+from grmpipe.run.build.start_serving import Serving, ended_on_failure, start_serving
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.train.critic.critic import Critic
@@ -41,14 +37,10 @@ from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
 from models.settings import ModelConfig
-from models.types import ChatEngine
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
 from scheduler.routing.router import Router
-from scheduler.routing.scorers import ScorerPool
 from scheduler.weights.weight_sync import WeightSync
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +54,21 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunComponents:
-    """The started components of a run."""
+class RunComponents(Serving):
+    """The started components of a run that trains."""
 
-    cluster: Cluster
     policy: Router
     learner: LearnerGroup
     judge: Judge
     sync: WeightSync
-    maintenance: Maintenance
-    grms: Mapping[str, Grm]  # that judges ask, by role
-    endpoints: tuple[ChatEngine, ...]  # of models that judge elsewhere
-    scorers: tuple[ScorerPool, ...]  # of the meta-RM and of reward models
-    scalars: ScalarModels  # that scalar judges ask
     trainable_grms: tuple[TrainableGrm, ...]
     policy_updates: PolicyUpdates  # of models that judge as the policy was
     critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
-    envs: Envs
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
-        """Name in errors -> what runs next to the flow."""
         loops = self.maintenance.loops()
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
-
-    async def close(self) -> None:
-        await self.envs.close()
-        for endpoint in self.endpoints:
-            await endpoint.close()
-        await self.scalars.close()
-        await self.cluster.shutdown()
 
 
 async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: LogOf) -> RunComponents:
@@ -100,11 +77,8 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: 
     requests: of models that judge.
     """
     cluster = await start_cluster(prepared.config, prepared.placement)
-    try:
+    async with ended_on_failure(cluster):
         return await start_on(cluster, prepared, events, run_dir, requests)
-    except BaseException:
-        await cluster.shutdown()
-        raise
 
 
 async def start_on(
@@ -119,31 +93,29 @@ async def start_on(
     learner, served = await start_all(cluster, prepared, learning, spec, events)
     sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
     grms = await start_trainable_grms(cluster, prepared, served, run_dir)
-    meta_rm = await start_meta_rm(cluster, prepared, events)
-    scalars = await start_scalar_models(cluster, prepared, events, requests)
     critic = await start_critic(cluster, prepared, events)
     updates = await make_policy_updates(prepared, served, learner, run_dir)
     syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms} | updates.syncs
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
-    endpoints = connect_endpoints(roles, requests)
-    asked = find_grms(prepared, served.routers, endpoints, events, requests, maintenance.stops)
-    voting = meta_rm_of(prepared.meta_rm, meta_rm, requests)
+    serving = await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests)
     return RunComponents(
         cluster=cluster,
+        routers=serving.routers,
+        maintenance=maintenance,
+        grms=serving.grms,
+        endpoints=serving.endpoints,
+        scorers=serving.scorers,
+        scalars=serving.scalars,
+        meta_rm=serving.meta_rm,
+        envs=serving.envs,
         policy=served.routers[prepared.policy.name],
         learner=learner,
-        judge=make_judge(JudgeParts(prepared=prepared, grms=asked, meta_rm=voting, scalars=scalars.by_role)),
+        judge=serving.judge_for(prepared),
         sync=sync,
-        maintenance=maintenance,
-        grms=asked,
-        endpoints=tuple(endpoints.values()),
-        scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
-        scalars=scalars,
         trainable_grms=grms,
         policy_updates=updates,
         critic=critic,
         trained=tuple(trained_models(learning, learner, grms, critic)),
-        envs=await start_envs(cluster, config, run_dir, events),
     )
 
 

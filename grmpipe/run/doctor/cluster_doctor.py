@@ -1,22 +1,20 @@
 """task=doctor on every machine of a joined cluster: one line per machine and check.
 
-A process on each machine reports what it has; machines with GPUs have a second one, on a GPU. The driver compares.
+A process on each machine examines it; machines with GPUs have a second one, on a GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from grmpipe.config.entry_names import POLICY
-from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.run.doctor.node_examiner import NodeExaminer, NodeFacts, versions
+from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
 from grmpipe.validate.sections import section
 from models.lm.footprint import BYTES_OF_A_MOMENT, footprint_of_shape
 from models.settings import LoraConfig, ModelShape
@@ -24,25 +22,11 @@ from scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolCo
 from scheduler.processes.actors import ActorGroup
 
 NODES, GPUS = "nodes", "gpus"  # roles: a process on each machine; on a GPU of each machine that has one
-MOST_SKEW_S = 1.0
-CLOCK_READINGS = 5
 REDUCE_MB = {NODES: 4, GPUS: 256}
 REDUCE_TIMEOUT_S = 120.0
 # Between machines with GPUs. Below it NCCL has most likely fallen back to sockets: 10 Gb/s are 1.25 GB/s, one adapter
 # of 200 Gb/s 25.
 LEAST_NCCL_GB_PER_S = 5.0
-LEAST_SHM_GB = {False: 0.2, True: 8.0}  # by whether a machine has GPUs: vLLM and NCCL on it use more
-LEAST_DISK_GB = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The result of one check on one machine. `text`: what was found, or what to do."""
-
-    node: str
-    check: str
-    ok: bool
-    text: str
 
 
 def examine_cluster(config: RunConfig) -> list[Finding]:
@@ -97,21 +81,18 @@ async def examined(
 ) -> list[Finding]:
     """All findings, ordered by machine."""
     addresses = cast(list[str], await group.call_all("address"))
-    models = {role: config.models[role].path for role in (POLICY, *config.judging.local_roles)}
-    each = [(address, folder, models) for address in addresses]
-    facts = cast(list[NodeFacts], await group.call_each("facts", each))
+    expected = Expected(
+        versions=versions(),
+        folder=folder,
+        checkpoints_gb=checkpoint_gb(config),
+        models={role: config.models[role].path for role in (POLICY, *config.judging.local_roles)},
+        isolation=config.env.isolation if config.places_envs else None,
+    )
     by_address = {node.address: node for node in nodes}
+    each = [(expected, by_address[address].gpus > 0) for address in addresses]
+    alone = cast(list[list[Finding]], await group.call_each("examine", each))
     names = [by_address[address].name for address in addresses]
-    own = versions()
-    findings: list[Finding] = []
-    for name, one in zip(names, facts, strict=True):
-        gpu_node = by_address[one.address].gpus > 0
-        findings += [versions_found(name, one.versions, own), cuda_found(name, one, gpu_node)]
-        findings += space_found(name, one, gpu_node, checkpoint_gb(config), folder)
-        findings += models_found(name, one)
-    if config.places_envs:
-        findings += await isolation(names, group, config.env.isolation)
-    findings += await clocks(names, group)
+    findings = [replace(one, node=name) for name, found in zip(names, alone, strict=True) for one in found]
     findings += await ports(names, addresses, group)
     findings += await shared_folder(names, folder, group)
     findings += await reduced(names, group, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
@@ -122,43 +103,6 @@ async def examined(
     ]
     order = {name: place for place, name in enumerate(names)}
     return sorted(findings, key=lambda finding: order.get(finding.node, len(order)))
-
-
-# -- what each machine has -------------------------------------------------------------------------------------------
-
-
-def versions_found(node: str, found: dict[str, str], own: dict[str, str]) -> Finding:
-    """Whether packages and the project are those of the driver."""
-    other = [f"{name} {found.get(name)} (driver: {own[name]})" for name in own if found.get(name) != own[name]]
-    text = f"grmpipe {own['grmpipe']}, torch {own['torch']}"
-    if other:
-        text = f"{', '.join(other)}: install the same on all machines, or send packages by cluster.packages"
-    return Finding(node=node, check="versions", ok=not other, text=text)
-
-
-def cuda_found(node: str, facts: NodeFacts, has_gpus: bool) -> Finding:
-    """Whether the driver can run torch's CUDA."""
-    problems = list(facts.cuda)
-    if has_gpus and not facts.driver:
-        problems.append("Ray has GPUs here, but there is no NVIDIA driver; in a container use --gpus all")
-    text = "; ".join(problems) or (f"driver {facts.driver}" if facts.driver else "no GPU, no driver")
-    return Finding(node=node, check="CUDA", ok=not problems, text=text)
-
-
-def space_found(node: str, facts: NodeFacts, has_gpus: bool, checkpoints_gb: float, folder: str) -> list[Finding]:
-    """Whether shared memory and disks have room."""
-    shm_ok, tmp_ok = facts.shm_free_gb >= LEAST_SHM_GB[has_gpus], facts.temporary_free_gb >= LEAST_DISK_GB
-    wanted = max(LEAST_DISK_GB, checkpoints_gb)
-    folder_ok = facts.folder_free_gb >= wanted
-    shm, temporary, free = facts.shm_free_gb, facts.temporary_free_gb, facts.folder_free_gb
-    grow = f"; it needs {LEAST_SHM_GB[has_gpus]:g}: mount a larger one (docker run --shm-size=64g)"
-    ray_needs = f"; Ray's logs and spilled objects need {LEAST_DISK_GB:g}: free some, or start Ray with --temp-dir"
-    more = f"; {wanted:.0f} are needed for checkpoints: free some, or lower train.keep_checkpoints"
-    return [
-        Finding(node=node, check="/dev/shm", ok=shm_ok, text=f"{shm:.1f} GB free{'' if shm_ok else grow}"),
-        Finding(node=node, check="/tmp", ok=tmp_ok, text=f"{temporary:.0f} GB free{'' if tmp_ok else ray_needs}"),
-        Finding(node=node, check="run's disk", ok=folder_ok, text=f"{free:.0f} GB free{'' if folder_ok else more}"),
-    ]
 
 
 def checkpoint_gb(config: RunConfig) -> float:
@@ -182,45 +126,7 @@ def trained_values(shape: ModelShape, lora: LoraConfig) -> int:
     return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else footprint.num_parameters
 
 
-def models_found(node: str, facts: NodeFacts) -> list[Finding]:
-    """Whether the models' files are there."""
-    return [
-        Finding(node=node, check=f"{role}'s files", ok=not lacking, text=lacking or "complete")
-        for role, lacking in facts.models.items()
-    ]
-
-
-async def isolation(names: Sequence[str], group: ActorGroup, config: IsolationConfig) -> list[Finding]:
-    """The isolation that environments would have on each machine, as one of the role's hosts may be there."""
-    found = cast(list[tuple[str, str]], await group.call_all("isolation", config))
-    return [
-        Finding(node=node, check="isolation", ok=not lacking, text=f"env.{lacking}" if lacking else had)
-        for node, (had, lacking) in zip(names, found, strict=True)
-    ]
-
-
 # -- what lies between machines --------------------------------------------------------------------------------------
-
-
-async def clocks(names: Sequence[str], group: ActorGroup) -> list[Finding]:
-    """Clocks against the driver's, by the quickest of a few answers."""
-    found = []
-    for rank, node in enumerate(names):
-        readings = []
-        for _ in range(CLOCK_READINGS):
-            began = time.time()
-            there = cast(float, await group.call(rank, "now"))
-            ended = time.time()
-            readings.append(((ended - began) / 2, there - (began + ended) / 2))
-        found.append(clock_found(node, *min(readings)))
-    return found
-
-
-def clock_found(node: str, error_s: float, ahead_s: float) -> Finding:
-    """`ahead_s`: of the driver's clock, up to `error_s`."""
-    ok = abs(ahead_s) - error_s <= MOST_SKEW_S
-    text = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the driver's"
-    return Finding(node=node, check="clock", ok=ok, text=text if ok else f"{text}: run an NTP service (chrony) on both")
 
 
 async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorGroup) -> list[Finding]:
@@ -229,14 +135,16 @@ async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorGrou
     everyone = tuple(zip(addresses, opened, strict=True))
     others = [(everyone[:rank] + everyone[rank + 1 :],) for rank in range(len(names))]
     failed = cast(list[list[str]], await group.call_each("unreachable", others))
-    return [ports_found(node, lost, len(names) - 1) for node, lost in zip(names, failed, strict=True)]
-
-
-def ports_found(node: str, lost: Sequence[str], num_others: int) -> Finding:
-    text = f"reaches {num_others} other {'machine' if num_others == 1 else 'machines'}"
-    if lost:
-        text = f"can't connect to {', '.join(lost)}: allow all TCP ports between the machines"
-    return Finding(node=node, check="ports", ok=not lost, text=text)
+    reached = f"reaches {len(names) - 1} other {'machine' if len(names) == 2 else 'machines'}"
+    return [
+        Finding(
+            node=node,
+            check="ports",
+            ok=not lost,
+            text=f"can't connect to {', '.join(lost)}: allow all TCP ports between the machines" if lost else reached,
+        )
+        for node, lost in zip(names, failed, strict=True)
+    ]
 
 
 async def shared_folder(names: Sequence[str], folder: str, group: ActorGroup) -> list[Finding]:
@@ -274,17 +182,12 @@ async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorGro
     there = cast(list[str], await on_gpus.call_all("address"))
     own = [by_address.get(address, address) for address in there]
     seen = cast(list[list[str]], await on_gpus.call_all("gpus"))
-    findings = [gpus_found(node, devices) for node, devices in zip(own, seen, strict=True)]
-    if not all(seen):
-        return findings
-    return findings + await reduced(own, on_gpus, GPUS)
-
-
-def gpus_found(node: str, devices: Sequence[str]) -> Finding:
-    text = ", ".join(devices)
-    if not devices:
-        text = "torch sees no GPU, though Ray has some: check nvidia-smi, and torch.cuda.is_available() in Ray's venv"
-    return Finding(node=node, check="GPU", ok=bool(devices), text=text)
+    none = "torch sees no GPU, though Ray has some: check nvidia-smi, and torch.cuda.is_available() in Ray's venv"
+    findings = [
+        Finding(node=node, check="GPU", ok=bool(devices), text=", ".join(devices) or none)
+        for node, devices in zip(own, seen, strict=True)
+    ]
+    return findings + await reduced(own, on_gpus, GPUS) if all(seen) else findings
 
 
 async def reduced(names: Sequence[str], group: ActorGroup, role: str) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What a machine of a cluster has, and whether it reaches the others. Runs on that machine; judges nothing."""
+"""What a machine of a cluster has, and whether it reaches the others. Runs on that machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,25 +22,32 @@ from scheduler.processes.node_address import node_address
 PACKAGES = ("models", "scheduler", "grmpipe")
 NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
-SHARED_MEMORY = Path("/dev/shm")
-TEMPORARY = Path("/tmp")
+SHARED_MEMORY, TEMPORARY = Path("/dev/shm"), Path("/tmp")
+LEAST_SHM_GB = {False: 0.2, True: 8.0}  # by whether a machine has GPUs: vLLM and NCCL on it use more
+LEAST_DISK_GB = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """A machine as one process on it sees it. versions: of packages, by name; of the project, a digest of its sources.
+class Finding:
+    """The result of one check on one machine. `text`: what was found, or what to do."""
 
-    cuda: what torch and the driver can't do together. models: role -> what its files lack here, empty if nothing.
+    check: str
+    ok: bool
+    text: str
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a run needs of every machine. versions: the driver's. models: role -> path. isolation: of its environments,
+    if they have hosts.
     """
 
-    address: str
-    versions: dict[str, str]
-    driver: str
-    cuda: list[str]
-    shm_free_gb: float
-    temporary_free_gb: float
-    folder_free_gb: float
-    models: dict[str, str]
+    versions: Mapping[str, str]
+    folder: str
+    checkpoints_gb: float
+    models: Mapping[str, str]
+    isolation: IsolationConfig | None = None
 
 
 class NodeExaminer:
@@ -50,29 +57,21 @@ class NodeExaminer:
         self._rank, self._world_size, self._init_method = rank, world_size, init_method
         self._listening: list[socket.socket] = []
 
-    def facts(self, address: str, folder: str, models: dict[str, str]) -> NodeFacts:
-        """`folder`: of the run. `models`: role -> path."""
-        import torch
-
-        driver = driver_version()
-        return NodeFacts(
-            address=address,
-            versions=versions(),
-            driver=driver or "",
-            cuda=cuda_problems(torch.__version__, torch.version.cuda, driver),
-            shm_free_gb=free_gb(SHARED_MEMORY),
-            temporary_free_gb=free_gb(TEMPORARY),
-            folder_free_gb=free_gb(nearest(Path(folder))),
-            models={role: missing_files(path) for role, path in models.items()},
-        )
+    def examine(self, expected: Expected, has_gpus: bool) -> list[Finding]:
+        """What this machine has for itself."""
+        found = [
+            versions_found(versions(), expected.versions),
+            cuda_found(driver_version() or "", has_gpus),
+            *space_found(has_gpus, expected.checkpoints_gb, Path(expected.folder)),
+        ]
+        for role, path in expected.models.items():
+            lacking = missing_files(path)
+            found.append(Finding(check=f"{role}'s files", ok=not lacking, text=lacking or "complete"))
+        return found if expected.isolation is None else [*found, isolation_found(expected.isolation)]
 
     def address(self) -> str:
         """The address by which other machines know this one."""
         return node_address()
-
-    def now(self) -> float:
-        """Seconds of this machine's clock."""
-        return time.time()
 
     def listen(self, address: str) -> int:
         """Accept connections until the end. Returns the port."""
@@ -104,14 +103,6 @@ class NodeExaminer:
 
     def erase(self, folder: str, name: str) -> None:
         (nearest(Path(folder)) / name).unlink(missing_ok=True)
-
-    def isolation(self, config: IsolationConfig) -> tuple[str, str]:
-        """The isolation of environments that is had here; and what a configured one lacks, empty if nothing."""
-        try:
-            check_isolation(config)
-        except ValueError as error:
-            return describe_isolation(), str(error)
-        return describe_isolation(), ""
 
     def gpus(self) -> list[str]:
         """The GPUs that a process with one of Ray's GPUs sees."""
@@ -147,8 +138,56 @@ class NodeExaminer:
             listener.close()
 
 
+def versions_found(found: Mapping[str, str], own: Mapping[str, str]) -> Finding:
+    """Whether packages and the project are those of the driver."""
+    other = [f"{name} {found.get(name)} (driver: {own[name]})" for name in own if found.get(name) != own[name]]
+    text = f"grmpipe {own['grmpipe']}, torch {own['torch']}"
+    if other:
+        text = f"{', '.join(other)}: install the same on all machines, or send packages by cluster.packages"
+    return Finding(check="versions", ok=not other, text=text)
+
+
+def cuda_found(driver: str, has_gpus: bool) -> Finding:
+    """Whether the driver can run torch's CUDA."""
+    import torch
+
+    problems = cuda_problems(torch.__version__, torch.version.cuda, driver or None)
+    if has_gpus and not driver:
+        problems.append("Ray has GPUs here, but there is no NVIDIA driver; in a container use --gpus all")
+    text = "; ".join(problems) or (f"driver {driver}" if driver else "no GPU, no driver")
+    return Finding(check="CUDA", ok=not problems, text=text)
+
+
+def space_found(has_gpus: bool, checkpoints_gb: float, folder: Path) -> list[Finding]:
+    """Whether shared memory and disks have room."""
+    shm_gb, disk_gb = LEAST_SHM_GB[has_gpus], max(LEAST_DISK_GB, checkpoints_gb)
+    grow = f"it needs {shm_gb:g}: mount a larger one (docker run --shm-size=64g)"
+    spill = f"Ray's logs and spilled objects need {LEAST_DISK_GB:g}: free some, or start Ray with --temp-dir"
+    more = f"{disk_gb:.0f} are needed for checkpoints: free some, or lower train.keep_checkpoints"
+    return [
+        room_found("/dev/shm", SHARED_MEMORY, shm_gb, grow),
+        room_found("/tmp", TEMPORARY, LEAST_DISK_GB, spill),
+        room_found("run's disk", nearest(folder), disk_gb, more),
+    ]
+
+
+def room_found(check: str, folder: Path, least_gb: float, remedy: str) -> Finding:
+    free = free_gb(folder)
+    ok = free >= least_gb
+    return Finding(check=check, ok=ok, text=f"{free:.1f} GB free{'' if ok else f'; {remedy}'}")
+
+
+def isolation_found(config: IsolationConfig) -> Finding:
+    """The isolation that environments would have here, as one of the role's hosts may be here."""
+    try:
+        check_isolation(config)
+    except ValueError as error:
+        return Finding(check="isolation", ok=False, text=f"env.{error}")
+    return Finding(check="isolation", ok=True, text=describe_isolation())
+
+
 def versions() -> dict[str, str]:
-    """Package -> version, of all that must be the same on every machine."""
+    """Package -> version, of all that must be the same on every machine; of the project, a digest of its sources."""
     found = {"python": platform.python_version(), "grmpipe": sources_digest()}
     return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
@@ -19,11 +21,10 @@ from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, dr
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
-from grmpipe.observe.records import decode_messages
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
-from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
+from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -226,23 +227,4 @@ def canary_record(canary: Canary) -> dict[str, Any]:
 
 
 def read_canaries(path: Path) -> tuple[Canary, ...]:
-    return tuple(read_records(path, canary_of))
-
-
-def canary_of(record: dict[str, Any]) -> Canary:
-    asked = record["prompt"]
-    prompt = Prompt(
-        prompt_id=asked["prompt_id"],
-        messages=decode_messages(asked["messages"]),
-        source=asked["source"],
-        reference=asked["reference"],
-        rubric=tuple(Criterion(**criterion) for criterion in asked["rubric"]),
-    )
-    by_judge = {name: tuple(scores) for name, scores in record.get("by_judge", {}).items()}
-    return Canary(
-        prompt=prompt,
-        texts=tuple(record["texts"]),
-        episode=tuple((role, content) for role, content in record.get("episode", ())),
-        scores=tuple(record["scores"]),
-        by_judge=by_judge,
-    )
+    return tuple(read_records(path, lambda record: msgspec.convert(record, Canary)))

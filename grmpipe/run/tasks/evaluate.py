@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from grmpipe.config.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
@@ -11,7 +9,7 @@ from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.start_evaluation import EvaluationComponents, start_evaluation
+from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.session import Run, Session
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
 from grmpipe.run.tasks.evaluate_policy import AnswerLog, evaluate_policy
@@ -30,8 +28,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
         super().__init__(prepared, session)
-        self._began_s = time.monotonic()
-        self._running: EvaluationComponents | None = None
+        self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
         self._rows: list[SampleRow] = []
@@ -53,7 +50,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
                 raise
             raise ConfigError(str(error)) from error
 
-    async def _evaluate(self, running: EvaluationComponents) -> Status:
+    async def _evaluate(self, running: Serving) -> Status:
         ready = self._prepared
         (self._run_dir / FIGURES).unlink(missing_ok=True)  # of an evaluation here that was interrupted
         if ready.items:
@@ -76,18 +73,15 @@ class EvaluationRun(Run[PreparedEvaluation]):
     def _judge_metrics(self) -> Metrics:
         return {} if self._judge is None else metrics_of(self._judge, self._config.judging.main)
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         evaluated = self._judge is not None or bool(self._policies)
         roles = (*((POLICY,) if self._policies else ()), *self._config.judging.roles)
         return Summary(
-            status=status,
             steps=0,
             versions=dict.fromkeys(roles, 0) if evaluated else {},
-            wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary(
                 final=self._judge_metrics, by_prompts={name: one.metrics() for name, one in self._policies.items()}
             ),
             judging=judging(self._counters),
             envs=env_summary(self._counters.envs),
-            failure=failure,
         )

@@ -18,7 +18,7 @@ from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDied, EngineRefused
@@ -30,12 +30,14 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 
 
 async def evaluate_judge(
-    ready: PreparedEvaluation, running: EvaluationComponents, run_dir: Path, counters: Counters
+    ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters
 ) -> JudgeEvaluation:
     """Judge all items, write evaluation.json, print the table. counters: get the reports."""
     config = ready.measured
     with asking_for("evaluation"):
-        judged = await judge_items(running.judge(ready, config), running.meta_rm, ready.items, config)
+        judged = await judge_items(
+            running.judge_for(ready.prepared.under(config)), running.meta_rm, ready.items, config
+        )
     for report in (report for one in judged for report in one.reports):
         counters.report(report)
     result = evaluate(judged, config.main_judge.scale, recount_of(config))

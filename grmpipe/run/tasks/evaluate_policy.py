@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from grmpipe.config.evaluation import NUM_SAMPLES
-from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, write_policies
@@ -17,12 +17,10 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_evaluator import counting_of, pass_reward_of, seed_of
-from grmpipe.run.build.make_play import make_play
-from grmpipe.run.build.start_evaluation import EvaluationComponents
+from grmpipe.run.build.make_evaluator import evaluator_on, pass_reward_of, sampling_of
+from grmpipe.run.build.start_serving import Serving
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
-from scheduler.clock import ActiveClock
 
 
 class AnswerLog:
@@ -45,7 +43,7 @@ class AnswerLog:
 
 async def evaluate_policy(
     ready: PreparedEvaluation,
-    running: EvaluationComponents,
+    running: Serving,
     answers: AnswerLog,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
@@ -77,7 +75,7 @@ def scoring_of(ready: PreparedEvaluation) -> Scoring:
     assert pass_reward is not None, "check_scoring has refused it"
     judges = config.judging.judges.values()
     return Scoring(
-        counting=counting_of(config.evaluate, NUM_SAMPLES),
+        counting=sampling_of(config.evaluate, NUM_SAMPLES),
         pass_reward=pass_reward,
         greedy=config.evaluate.greedy,
         by_rule=len(judges) == 1 and all(judge.kind in ("rule", "label") for judge in judges),
@@ -85,27 +83,15 @@ def scoring_of(ready: PreparedEvaluation) -> Scoring:
 
 
 def make_policy_evaluator(
-    ready: PreparedEvaluation, running: EvaluationComponents, name: str, found: PromptSet, answers: AnswerLog
+    ready: PreparedEvaluation, running: Serving, name: str, found: PromptSet, answers: AnswerLog
 ) -> Evaluator:
-    config, prepared, envs = ready.config, ready.prepared, running.envs
-    assert envs is not None and running.maintenance is not None, "a policy that plays has engines and environments"
-    play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
-    clock, counting = ActiveClock(), counting_of(config.evaluate, NUM_SAMPLES)
-    running.maintenance.stops(clock)
-    return Evaluator(
-        prompts=found.prompts,
-        play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),
-        play_greedy=in_own_slot(play(0.0), envs.slots),
-        judge=without_bounds(running.judge(ready, config)),
-        is_right=prepared.is_right,
-        seed=seed_of(config),
-        counting=counting,
-        greedy=config.evaluate.greedy,
+    evaluate, sampling = ready.config.evaluate, sampling_of(ready.config.evaluate, NUM_SAMPLES)
+    judge = without_bounds(running.judge_for(ready.prepared))
+    return replace(
+        evaluator_on(found.prompts, ready.prepared, running, judge, sampling),
         judges_greedy=True,
-        places=asyncio.Semaphore(config.evaluate.max_concurrency * (counting.num_samples + config.evaluate.greedy)),
+        places=asyncio.Semaphore(evaluate.max_concurrency * (sampling.num_samples + evaluate.greedy)),
         on_answer=functools.partial(answers.add, name),
-        deadline_s=config.rollout.group_deadline_s,
-        clock=clock,
         episodes=answers.counters.envs,
     )
 

@@ -48,11 +48,9 @@ class RetrainRun(Run[PreparedRetraining]):
         self._run_id = run_id_of(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._cluster: Cluster | None = None
-        self._steps_done = state.pipeline_state.version if state else 0
-        self._oldest = state.pipeline_state.max_staleness_trained if state else 0
-        self._busy_s = state.busy_s["learner"] if state else 0.0
-        self._wall_before_s = state.wall_s if state else 0.0
-        self._began_s = time.monotonic()
+        self._steps_done = state.pipeline_state.version
+        self._oldest = state.pipeline_state.max_staleness_trained
+        self._busy_s = state.busy_s.get("learner", 0.0)
         self._interrupted = False
 
     async def run(self) -> Status:
@@ -150,8 +148,7 @@ class RetrainRun(Run[PreparedRetraining]):
         await learner.begin_save(str(draft / "learner"), aside=aside)
         state = RunState(
             pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),
-            wall_s=self._wall_s,
-            totals={},
+            wall_s=self.wall_s,
             busy_s={"learner": self._busy_s},
             run_id=self._run_id,
             trackers=self._observers.trackers.resume_states(),
@@ -160,19 +157,12 @@ class RetrainRun(Run[PreparedRetraining]):
         if not aside:
             await self._writer.settled()
 
-    @property
-    def _wall_s(self) -> float:
-        return round(self._wall_before_s + time.monotonic() - self._began_s, 3)
-
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         trained = self._steps_done * self._recorded.groups_per_batch
         return Summary(
-            status=status,
             steps=self._steps_done,
             versions={"policy": self._steps_done},
-            wall_s=self._wall_s,
             busy_s={"learner": round(self._busy_s, 3)},
             groups=GroupsSummary(submitted=trained, trained=trained),
             max_staleness_trained=self._oldest,
-            failure=failure,
         )

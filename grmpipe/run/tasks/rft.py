@@ -13,7 +13,6 @@ import asyncio
 import dataclasses
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -58,7 +57,6 @@ class RftRun(Run[Prepared]):
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
         self._running: RunComponents | None = None
-        self._began_s = time.monotonic()
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
@@ -113,14 +111,11 @@ class RftRun(Run[Prepared]):
         if when == "initial" and evaluated.metrics:
             self._observers.trackers.log(0, named(evaluated.metrics))
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         return Summary(
-            status=status,
             steps=self._steps,
             versions={"policy": self._steps},
-            wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary(initial=self._evaluations["initial"], final=self._evaluations["final"]),
-            failure=failure,
         )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from grmpipe.config.entry_names import POLICY
@@ -21,15 +20,14 @@ from grmpipe.observe.summary import (
     HeldOutEpisodes,
     JudgeSummary,
     JudgingSummary,
-    Status,
     Summary,
     VoidedWork,
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.counters import Counters, JudgeCounts
 from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.engine_counts import EngineCounts
@@ -38,63 +36,35 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
-    """The progress of the flow."""
-
-    version: int = 0
-    judging: JudgingSummary = field(default_factory=JudgingSummary)
-    envs: EnvSummary = field(default_factory=EnvSummary)
-    groups: GroupsSummary = field(default_factory=GroupsSummary)
-    max_staleness_trained: int = 0
-    stalls: StallTimes = field(default_factory=StallTimes)
-    voided: VoidedWork = field(default_factory=VoidedWork)
-
-
 class RunStats:
     """Statistics of the started components, and of the state that a resume continues from."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.before = RunProgress()  # the state that a resume continues from
+    def __init__(self, config: RunConfig, before: RunState) -> None:
+        """before: the state that a resume continues from."""
         self.learner_busy_s = 0.0
         self.cotrainings = CoTrainings()  # set once they are started
         self._running: RunComponents | None = None
+        self._config = config
         self._grms = config.judging.roles
-        self._asks_critic = config.critic.enabled
-        self._setup = setup_of(config)
-        self._began_s = time.monotonic()
-        self._state: RunState | None = None
+        self._before = before
 
     def watch(self, running: RunComponents) -> None:
         """Take statistics from the started components from now on."""
         self._running = running
 
     @property
-    def since_start_s(self) -> float:
-        return time.monotonic() - self._began_s
-
-    @property
-    def wall_s(self) -> float:
-        before_s = self._state.wall_s if self._state is not None else 0.0
-        return round(before_s + self.since_start_s, 3)
-
-    def restore(self, state: RunState, groups_per_batch: int) -> None:
-        self._state = state
-        self.before = progress_at(state, groups_per_batch)
-
-    @property
     def grm_versions(self) -> dict[str, int]:
         """Model that judges -> its completed optimizer steps, or those of the policy whose weights it took over; 0 if
         its weights never change.
         """
-        before = self._state.grm_pipeline_states if self._state is not None else {}
-        trained = {role: one.version for role, one in before.items()} | self.cotrainings.versions
+        before = {role: one.version for role, one in self._before.grm_pipeline_states.items()}
+        trained = before | self.cotrainings.versions
         updated = self._running.policy_updates.versions if self._running is not None else {}
         return dict.fromkeys(self._grms, 0) | trained | updated
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """Role -> seconds with at least one training request in flight; for the learner, seconds in its calls."""
-        busy: defaultdict[str, float] = defaultdict(float, self._state.busy_s if self._state is not None else {})
+        busy: defaultdict[str, float] = defaultdict(float, self._before.busy_s)
         busy["learner"] += self.learner_busy_s
         if self._running is not None and self._running.critic is not None:
             busy["critic"] += self._running.critic.ranks.busy_s
@@ -113,14 +83,6 @@ class RunStats:
         grms = self._running.grms if self._running is not None else {}
         return {role: grms[role].busy_s for role in self._grms if role in grms}
 
-    def _versions(self, version: int) -> dict[str, int]:
-        """Model name -> version. Every batch is also a step of the critic."""
-        versions = {POLICY: version}
-        versions |= self.grm_versions
-        if self._asks_critic:
-            versions["critic"] = version
-        return versions
-
     def _with_counts(self, envs: EnvSummary, held_out: EnvCounts) -> EnvSummary:
         """With held-out episodes, and with what became of the environments that this process opened."""
         counts = self._running.envs.counts if self._running is not None else OpenedEnvs()
@@ -132,35 +94,39 @@ class RunStats:
         )
         return replace(envs, opened=counts.opened, closed=counts.closed, killed=counts.killed, held_out=episodes)
 
-    def summary(
+    def results(
         self,
-        status: Status,
-        failure: str | None,
         pipeline: Pipeline | None,
         features: Mapping[str, Mapping[str, Any]],
         eval_final: Metrics,
         alarms: tuple[str, ...],
     ) -> Summary:
-        """features: their states, by name."""
+        """pipeline: None for a run that may fail before it has one. features: their states, by name."""
         evaluation, engines = features.get(PeriodicEval.name, {}), features.get(EngineCounts.name, {})
-        progress = progress_of(pipeline) if pipeline else self.before
+        before = self._before
+        state = pipeline.state() if pipeline else before.pipeline_state
+        total = (
+            pipeline.counters.total_so_far()
+            if pipeline
+            else Counters.restored(before.totals) + Counters.restored(before.open_counts)
+        )
+        versions = {POLICY: state.version} | self.grm_versions
+        if self._config.critic.enabled:
+            versions["critic"] = state.version  # every batch is also a step of the critic
         return Summary(
-            status=status,
-            steps=progress.version,
-            versions=self._versions(progress.version),
-            wall_s=self.wall_s,
+            steps=state.version,
+            versions=versions,
             eval=EvalSummary(initial=evaluation.get("initial", {}), final=eval_final),
             busy_s=self.busy_s(pipeline),
-            judging=progress.judging,
-            envs=self._with_counts(progress.envs, EnvCounts.restored(evaluation.get("episodes", {}))),
-            groups=progress.groups,
-            voided_by_resumes=progress.voided,
-            max_staleness_trained=progress.max_staleness_trained,
+            judging=judging(total),
+            envs=self._with_counts(env_summary(total.envs), EnvCounts.restored(evaluation.get("episodes", {}))),
+            groups=groups_summary(state, self._config.train.groups_per_batch),
+            voided_by_resumes=voided_work(total),
+            max_staleness_trained=state.max_staleness_trained,
             engines_replaced=engines.get("replaced", {}),
             moves=engines.get("moves", {}),
-            bottleneck=bottleneck(progress.stalls, self._setup),
+            bottleneck=bottleneck(total.stalls, setup_of(self._config)),
             alarms=alarms,
-            failure=failure,
         )
 
 
@@ -192,39 +158,10 @@ def is_rate_limited(config: RunConfig) -> bool:
     return any(endpoint is not None and endpoint.is_limited for endpoint in endpoints)
 
 
-def progress_of(pipeline: Pipeline) -> RunProgress:
-    ledger = pipeline.ledger
-    total = pipeline.counters.total_so_far()
-    return RunProgress(
-        version=pipeline.version,
-        judging=judging(total),
-        envs=env_summary(total.envs),
-        groups=GroupsSummary(
-            submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
-        ),
-        max_staleness_trained=pipeline.max_staleness_trained,
-        stalls=total.stalls,
-        voided=voided_work(total),
-    )
-
-
-def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
-    """The progress of a resumed run that has no pipeline yet, and may fail before it has one."""
-    pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
-    total = Counters.restored(state.totals) + Counters.restored(state.open_counts)
-    return RunProgress(
-        version=pipeline_state.version,
-        judging=judging(total),
-        envs=env_summary(total.envs),
-        groups=GroupsSummary(
-            submitted=trained + sum(pipeline_state.dropped.values()) + len(pipeline_state.in_flight),
-            trained=trained,
-            dropped=pipeline_state.dropped,
-            in_flight=len(pipeline_state.in_flight),
-        ),
-        max_staleness_trained=pipeline_state.max_staleness_trained,
-        stalls=total.stalls,
-        voided=voided_work(total),
+def groups_summary(state: PipelineState, groups_per_batch: int) -> GroupsSummary:
+    trained, dropped, in_flight = state.version * groups_per_batch, sum(state.dropped.values()), len(state.in_flight)
+    return GroupsSummary(
+        submitted=trained + dropped + in_flight, trained=trained, dropped=state.dropped, in_flight=in_flight
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,10 +19,9 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGrou
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.build.compose_pipeline import make_parts
-from grmpipe.run.build.run_features import RunFeatures, make_features
+from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
-from grmpipe.run.features.cotrain.cotraining import CoTraining
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.run_watcher import StepControls
@@ -31,9 +30,10 @@ from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.recovery import NOTHING_COUNTED, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import find_kept, void_group_ends
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
+from grmpipe.types import Judge, JudgedGroup
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
@@ -50,13 +50,11 @@ class TrainingRun(Run[Prepared]):
         self._state = session.state
         self._run_id = run_id_of(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
-        self._stats = RunStats(prepared.config)
+        self._stats = RunStats(prepared.config, session.state)
         self._running: RunComponents | None = None
         self._pipeline: Pipeline | None = None
         self._features: RunFeatures | None = None
-        self._alarms = list(self._state.alarms) if self._state is not None else []
-        if self._state is not None:
-            self._stats.restore(self._state, prepared.config.train.groups_per_batch)
+        self._alarms = list(self._state.alarms)
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -70,13 +68,15 @@ class TrainingRun(Run[Prepared]):
         if (resumed := self._session.resumed) is not None:
             for model in running.trained:
                 await model.ranks.load(str(resumed / model.learner_role))
-        self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
+        self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
 
     async def after_failure(self, error: Exception) -> str:
         await self._writer.close(wait=True)
-        return self._save_failed_batch(error)
+        if not isinstance(error, ArithmeticError) or self._pipeline is None:
+            return ""
+        return save_failed_batch(self._pipeline.open_batch, self._run_dir / "failed_batch.jsonl")
 
     async def close(self) -> None:
         await self._writer.close(wait=False)
@@ -86,14 +86,15 @@ class TrainingRun(Run[Prepared]):
     async def _train(self, running: RunComponents) -> Status:
         """Make all steps, between two held-out evaluations."""
         pipeline_state, kept = self._restore()
-        cotrainings = self._make_cotrainings(running, kept)
+        cotrainings = make_cotrainings(self._prepared, running, self._state, kept, self._observers, self._run_dir)
+        self._stats.cotrainings = cotrainings
         parts = make_parts(self._prepared, running, self._observers, cotrainings)
         features = make_features(self._prepared, running, parts, cotrainings, self._observers, self._run_dir)
         self._features = features
         for feature in features.each:
-            feature.restore(self._state.features.get(feature.name, {}) if self._state is not None else {})
+            feature.restore(self._state.features.get(feature.name, {}))
         with asking_for("preflight"):
-            await self._try_judge(running)
+            await try_judge(self._prepared, running.judge, is_new=self._session.resumed is None)
         await parts.push_weights(pipeline_state.version)
         await cotrainings.push()
         await running.policy_updates.begin(pipeline_state.version)
@@ -113,8 +114,7 @@ class TrainingRun(Run[Prepared]):
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
         running.maintenance.stops(pipeline.clock)
-        if self._state is not None:
-            pipeline.counters.restore(self._state.totals, self._state.open_counts)
+        pipeline.counters.restore(self._state.totals, self._state.open_counts)
         for work in kept.values():
             pipeline.counters.recovered(work.uncounted)
         bounds_of(running.judge).go_on(pipeline.counters.total_so_far().cascades)
@@ -153,7 +153,8 @@ class TrainingRun(Run[Prepared]):
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
         await self._writer.settled()
-        await self._export(running)
+        for model in running.trained:
+            await export(model.ranks, self._run_dir / model.name, model.settings)
         return "completed"
 
     async def _after_step(
@@ -188,63 +189,17 @@ class TrainingRun(Run[Prepared]):
             log.info("alarm: %s", alarm)
             self._observers.alarm(alarm)
 
-    def _make_cotrainings(self, running: RunComponents, kept: Mapping[int, RecoveredGroup]) -> CoTrainings:
-        """The training of GRMs next to the policy, with the rollouts that a resume found."""
-        prompts = self._prepared.prompts
-        rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
-        before = self._state.grm_pipeline_states if self._state is not None else {}
-        self._stats.cotrainings = CoTrainings(
-            [
-                CoTraining(
-                    self._prepared,
-                    grm,
-                    self._run_dir,
-                    self._observers.timeline,
-                    running.maintenance.health,
-                    before.get(grm.model.name),
-                    rollouts,
-                )
-                for grm in running.trainable_grms
-            ]
-        )
-        return self._stats.cotrainings
-
-    async def _try_judge(self, running: RunComponents) -> None:
-        """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one whose answers
-        can't be read.
-        """
-        config, prompts = self._config, self._prepared.prompts
-        first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
-        judge, members = with_own_bounds(running.judge), members_of(running.judge)
-        asking = {**config.judging.generative, **config.judging.scalar}
-        outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
-        try:
-            if self._state is None and config.judged_by_model:
-                if problem := await preflight_judgements(judge, members, config.judging.generative, first):
-                    raise ConfigError(problem)
-                outside = [name for name in outside if name not in config.judging.generative]
-            for name in outside:
-                await tried(members.get(name, judge), first[0])
-        except EngineDenied as error:
-            raise ConfigError(str(error)) from error
-
-    async def _export(self, running: RunComponents) -> None:
-        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
-        for model in running.trained:
-            await export(model.ranks, self._run_dir / model.name, model.settings)
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
         """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
-        pipeline_state = self._state.pipeline_state if self._state else PipelineState()
-        run_id, marks = self._run_id, self._state.journal_marks if self._state else {}
-        counted = self._state.counted_marks if self._state else NOTHING_COUNTED
+        pipeline_state, run_id, marks = self._state.pipeline_state, self._run_id, self._state.journal_marks
+        is_resumed, counted = self._session.resumed is not None, self._state.counted_marks
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
         self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
-        self._observers.metrics.truncate_after(pipeline_state.version if self._state else -1)
-        if self._state is not None or kept:
+        self._observers.metrics.truncate_after(pipeline_state.version if is_resumed else -1)
+        if is_resumed or kept:
             rollouts = sum(len(work.rollouts) for work in kept.values())
             verdicts = sum(len(work.reports) for work in kept.values())
             message = (
@@ -267,7 +222,7 @@ class TrainingRun(Run[Prepared]):
             totals=pipeline.counters.total.saved(),
             open_counts=pipeline.counters.step.saved(),
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
-            wall_s=self._stats.wall_s,
+            wall_s=self.wall_s,
             features=features.states,
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(self._alarms),
@@ -291,17 +246,6 @@ class TrainingRun(Run[Prepared]):
         assert latest is not None, "it was just published"
         return latest
 
-    def _save_failed_batch(self, error: Exception) -> str:
-        """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
-        if not isinstance(error, ArithmeticError) or self._pipeline is None:
-            return ""
-        path = self._run_dir / "failed_batch.jsonl"
-        try:
-            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
-        except OSError as refused:  # a full disk must not hide the first cause
-            return f"\nthe batch could not be written to {path}: {refused.strerror}"
-        return f"\nthe batch is in {path}, one group per line"
-
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _stop(self, pipeline: Pipeline) -> None:
@@ -310,8 +254,37 @@ class TrainingRun(Run[Prepared]):
         if self._features is not None:
             self._features.periodic_eval.interrupt()
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
-        states, final = self._state.features if self._state is not None else {}, {}
+    def results(self) -> Summary:
+        states, final = self._state.features, {}
         if self._features is not None:
             states, final = self._features.states, self._features.periodic_eval.final
-        return self._stats.summary(status, failure, self._pipeline, states, final, tuple(self._alarms))
+        return self._stats.results(self._pipeline, states, final, tuple(self._alarms))
+
+
+async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
+    """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one whose answers
+    can't be read.
+    """
+    config, prompts = prepared.config, prepared.prompts
+    first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
+    judge, members = with_own_bounds(judge), members_of(judge)
+    asking = {**config.judging.generative, **config.judging.scalar}
+    outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
+    try:
+        if is_new and config.judged_by_model:
+            if problem := await preflight_judgements(judge, members, config.judging.generative, first):
+                raise ConfigError(problem)
+            outside = [name for name in outside if name not in config.judging.generative]
+        for name in outside:
+            await tried(members.get(name, judge), first[0])
+    except EngineDenied as error:
+        raise ConfigError(str(error)) from error
+
+
+def save_failed_batch(batch: Sequence[JudgedGroup], path: Path) -> str:
+    """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
+    try:
+        path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in batch), "utf-8")
+    except OSError as refused:  # a full disk must not hide the first cause
+        return f"\nthe batch could not be written to {path}: {refused.strerror}"
+    return f"\nthe batch is in {path}, one group per line"

@@ -8,7 +8,6 @@ First the GRM uses its slots, then the learner its own: never both at the same t
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -45,7 +44,6 @@ class MetaRmRun(Run[MetaRmTraining]):
 
     def __init__(self, prepared: MetaRmTraining, session: Session) -> None:
         super().__init__(prepared, session)
-        self._began_s = time.monotonic()
         self._num_steps = 0
         self._evaluations: list[Metrics] = []
         self._sampled = SampledExamples(examples=prepared.stored, failed={}, num_tokens=0)
@@ -128,22 +126,19 @@ class MetaRmRun(Run[MetaRmTraining]):
         finally:
             await cluster.shutdown()
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         sampled, evaluations = self._sampled, self._evaluations
         failed = sum(sampled.failed.values())
         counted = 0 if self._prepared.stored else len(sampled.examples)
         return Summary(
-            status=status,
             steps=self._num_steps,
             versions={"meta_rm": self._num_steps},
-            wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary(
                 initial=evaluations[0] if evaluations else {}, final=evaluations[1] if len(evaluations) > 1 else {}
             ),
             judging=JudgingSummary(
                 asked=counted + failed, counted=counted, failed=sampled.failed, tokens=sampled.num_tokens
             ),
-            failure=failure,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from grmpipe.train.batching.packer import Layout, MicroBatchRound
+from grmpipe.train.batching.packer import MicroBatchRound, PackedLayout
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
 Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by token of its completions
@@ -41,7 +41,7 @@ def unpacked(
     samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
 ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
     """Each sample with its entries of a packed array, those of its prefix included."""
-    layout = Layout.of(micro_batch)
+    layout = PackedLayout.of(micro_batch)
     for place, sample in enumerate(samples):
         yield sample, packed_T[layout.places(place, np.arange(len(sample.token_ids)))]
 

@@ -139,7 +139,7 @@ def pack_trees(trees: Sequence[PrefixTree]) -> MicroBatch:
     starts_S = lengths_S.cumsum() - lengths_S
     sizes_F = np.array([len(tree.samples) for tree in trees])
     parents = np.array([parent for tree in trees for parent in tree.parents], dtype=np.int64)
-    layout = Layout(
+    layout = PackedLayout(
         offsets_S=starts_S - prefix_lengths_S,
         parents_S=parents + (sizes_F.cumsum() - sizes_F).repeat(sizes_F),
         prefix_lengths_S=prefix_lengths_S,
@@ -165,7 +165,7 @@ def _own(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PackedLayout:
     """Where the tokens of samples are packed.
 
     offsets_S: what is added to the position of a sample's own token to find its place.
@@ -176,9 +176,9 @@ class Layout:
     prefix_lengths_S: np.ndarray
 
     @staticmethod
-    def of(micro_batch: MicroBatch) -> Layout:
+    def of(micro_batch: MicroBatch) -> PackedLayout:
         ends_S = micro_batch.sample_lengths_S.cumsum()
-        return Layout(
+        return PackedLayout(
             offsets_S=ends_S - micro_batch.sample_lengths_S - micro_batch.prefix_lengths_S,
             parents_S=micro_batch.parents_S,
             prefix_lengths_S=micro_batch.prefix_lengths_S,
@@ -202,7 +202,7 @@ class _Entries(TypedDict):
     versions_E: np.ndarray
 
 
-def _entries(samples: Sequence[TrainingSample], layout: Layout) -> _Entries:
+def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entries:
     """Of each sample: its own tokens, and before them those of its prefix that it trains."""
     places_S: list[np.ndarray] = []
     positions_S: list[np.ndarray | slice] = []

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import torch
 
+from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
 from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
 from models.engines.engine_kind import EngineSpec
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.types import (
     Completion,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from models.chat.renderer import Renderer
 from models.engines.embedded.batch import Row, RunningBatch
 from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
 from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
@@ -19,7 +20,6 @@ from models.lm.logprobs import Wanted, chosen_logprobs
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.types import EngineDied, GroupLink, ModelFiles, RequestContext, SamplingParams, WeightBucket, WeightReceipt
 from models.weights.inbox import WeightInbox

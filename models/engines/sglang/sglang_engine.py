@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.gpu_memory import used_gpu_bytes
@@ -24,7 +25,6 @@ from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStar
 from models.engines.sglang.sglang_generation import SglangGeneration
 from models.engines.sglang.sglang_requests import scores_of, scoring_body
 from models.engines.sglang.sglang_weights import SglangWeights
-from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import (
     Completion,

@@ -15,12 +15,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from models.chat.renderer import Renderer
 from models.engines.request_gates import AdmissionGate
 from models.engines.sglang.http_client import SglangHttp, message_of
 from models.engines.sglang.sglang_requests import SglangRequest, body_of, completion_of
 from models.engines.shared_requests import SharedRequests
 from models.engines.stop_conditions import StopConditions
-from models.renderer import Renderer
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens

@@ -131,7 +131,7 @@ class AdapterInbox(WorkerInbox):
 
     def _layer(self, name: str) -> str:
         """vLLM's layer of a sent tensor; several may share one (q, k and v)."""
-        own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, self._mapper)
+        own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, renaming_of(self.model))
         packed = self._layers.packed_modules
         return next((layer for layer, parts in packed.items() if own in parts), own)
 
@@ -139,12 +139,6 @@ class AdapterInbox(WorkerInbox):
     def _layers(self) -> LoRAModelManager:
         assert self._manager is not None, "begin comes first"
         return self._manager._adapter_manager
-
-    @property
-    def _mapper(self):  # type: ignore[no-untyped-def]
-        """vLLM's renaming of this family's modules, if it has one."""
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        return mapper and mapper.get_rename_mapper()
 
     def _adapter(self, tensors: dict[str, Tensor]) -> LoRAModel:
         assert self._helper is not None
@@ -154,7 +148,7 @@ class AdapterInbox(WorkerInbox):
             self._helper,
             device=str(self.device),
             dtype=self._layers.lora_config.lora_dtype,
-            weights_mapper=self._mapper,
+            weights_mapper=renaming_of(self.model),
         )
 
     def _different(self, adapter: LoRAModel, manager: LoRAModelManager) -> Iterator[str]:
@@ -164,6 +158,12 @@ class AdapterInbox(WorkerInbox):
             weights = adapter.get_lora(name)
             if weights is not None and not holds(layer, slot, weights):
                 yield name
+
+
+def renaming_of(model: nn.Module):  # type: ignore[no-untyped-def]
+    """vLLM's renaming of this family's modules, if it has one."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and mapper.get_rename_mapper()
 
 
 def holds(layer: BaseLayerWithLoRA, slot: int, weights: LoRALayerWeights) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
 from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.options import Adapters, VllmStart
@@ -23,7 +24,6 @@ from models.engines.vllm.vllm_requests import refuse_what_cannot_run
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.expert_routing import Routers
 from models.lm.lora import targets_of
-from models.renderer import Renderer
 from models.settings import VllmConfig
 from models.types import (
     Completion,

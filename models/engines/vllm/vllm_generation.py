@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from models.chat.renderer import Renderer
 from models.engines.shared_requests import SharedRequests
 from models.engines.stop_conditions import StopConditions
 from models.engines.vllm.process import VllmProcess
@@ -21,7 +22,6 @@ from models.engines.vllm.vllm_requests import (
     scoring_of,
     spans_of,
 )
-from models.renderer import Renderer
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 FIRST_OF_ALL = -(1 << 62)  # a priority before all others

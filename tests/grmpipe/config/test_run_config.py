@@ -85,7 +85,6 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["cotrain.enabled=true"], "unknown key 'cotrain.enabled'; type grm.train.enabled"),
         (["cotrains.s.lr=1"], "unknown key 'cotrains.s.lr'; type models.s.train.lr"),
         (["+cotrains={s: {lr: 1}}"], "unknown key 'cotrains'; type models.<name>.train"),
-        (["+simulate.costs.grms={s: {step_s: 1}}"], "unknown key 'simulate.costs.grms'; type simulate.costs.models"),
         (["tracking.wandb_mode=offline"], "unknown key 'tracking.wandb_mode'; type tracking.wandb.mode"),
         (["algorithm.icepop_low=0.4"], "unknown key 'algorithm.icepop_low'; type algorithm.icepop.low"),
         (["train.adam_betas=[0.8,0.9]"], "unknown key 'train.adam_betas'; type train.optimizer.betas"),

@@ -15,7 +15,7 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, Po
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
-from models.long_texts import LONG_CHARS
+from models.chat.long_texts import LONG_CHARS
 from models.types import (
     Completion,
     FinishReason,

@@ -18,9 +18,9 @@ from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
+from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import SHIPPED
 from models.tiny.tokenizer import build_tokenizer
@@ -35,7 +35,7 @@ from models.types import (
     ignore_first_token,
 )
 
-TEMPLATES = Path(__file__).parents[2] / "models" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "models" / "chat" / "templates"
 
 
 def renderer_of(template: str) -> Renderer:

@@ -16,8 +16,8 @@ from grmpipe.config.scalar_map import ScalarConfig
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
 from grmpipe.judge.scalar import ScalarJudge, ScalarModel, conversation
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Turn, Verdict
-from models.long_texts import LONG_CHARS
-from models.renderer import Renderer
+from models.chat.long_texts import LONG_CHARS
+from models.chat.renderer import Renderer
 from models.tiny.resolve import SHIPPED
 from models.types import Completion, EngineDied, EngineRefused, Message, VersionSpan
 

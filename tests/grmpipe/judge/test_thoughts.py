@@ -24,7 +24,7 @@ from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.counters import FlowCounters, flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
-from models.thinking import ThinkingMarkers, with_thought
+from models.chat.thinking import ThinkingMarkers, with_thought
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 from scheduler.events import NoEvents
 

@@ -18,6 +18,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.session import Run, Session, run_session
+from grmpipe.run_dir.recovery import BEGINNING
 
 
 @dataclass
@@ -34,9 +35,9 @@ class Task(Run[Prepared]):
         self._steps = 2
         return await self._prepared.work() or "completed"
 
-    def summary(self, status: Status, failure: str | None) -> Summary:
+    def results(self) -> Summary:
         evaluated = EvalSummary(final={"true_accuracy": 0.5})
-        return Summary(status=status, steps=self._steps, versions={}, wall_s=1.0, eval=evaluated, failure=failure)
+        return Summary(steps=self._steps, versions={}, eval=evaluated)
 
     async def after_failure(self, error: Exception) -> str:
         return f"\nsaved after {type(error).__name__}"
@@ -119,4 +120,4 @@ def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
 
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     asyncio.run(run_session(Looks, Prepared(config, nothing), run_dir))
-    assert (found[0].run_dir, found[0].resumed, found[0].state) == (run_dir, None, None)
+    assert (found[0].run_dir, found[0].resumed, found[0].state) == (run_dir, None, BEGINNING)

@@ -10,7 +10,7 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import Recorder, load_group_ends
 from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
-from grmpipe.run_dir.recovery import NOTHING_COUNTED, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import BEGINNING, find_kept, void_group_ends
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
@@ -149,7 +149,7 @@ def test_without_a_checkpoint_all_kept_work_is_uncounted(tmp_path: Path) -> None
     journal.rollout(0, PROMPT, rollout("g000000", 0, 0))
     journal.judged(rollout("g000000", 0, 0), JudgeReport(verdict=VERDICT))
     journal.close()
-    (kept,) = find_kept(tmp_path, PipelineState(), Drawn(), counted_marks=NOTHING_COUNTED).values()
+    (kept,) = find_kept(tmp_path, PipelineState(), Drawn(), counted_marks=BEGINNING.counted_marks).values()
     assert len(kept.uncounted.rollouts) == len(kept.uncounted.reports) == 1
 
 

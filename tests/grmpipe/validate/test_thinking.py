@@ -13,7 +13,7 @@ from grmpipe.validate.prepare import Prepared, prepare
 
 ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}
 PLACES = {"pools": {"all": {"slots": 1}}, "roles": ROLES}
-TEMPLATES = Path(__file__).parents[2] / "models" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "models" / "chat" / "templates"
 
 
 def prepared(grm: dict[str, object], **judge: object) -> Prepared:

@@ -19,7 +19,7 @@ from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
-from models.long_texts import LONG_CHARS
+from models.chat.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec(name="add", description="", parameters={"type": "object"})

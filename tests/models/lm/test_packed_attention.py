@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from varlen_reference import exact_varlen
 
 from models.lm import packed_attention
-from models.lm.packing import Packing, Prefixes, Rows
+from models.lm.packing import Packing, PaddedRows, Prefixes
 
 H, G, D = 4, 2, 8
 
@@ -120,7 +120,7 @@ def test_float32_on_a_gpu_takes_a_fused_kernel_and_makes_nothing_as_large_as_the
         queries_NQ = torch.empty(8, 1024, dtype=torch.int64)
         keys_NK = torch.empty(8, 2048, dtype=torch.int64) if shared else queries_NQ
         lengths_N = torch.empty(8, dtype=torch.int64) if shared else None
-        rows = Rows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=lengths_N)
+        rows = PaddedRows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=lengths_N)
         packing = SimpleNamespace(rows=(rows,), slots_T=torch.empty(8192, dtype=torch.int64))
         query, key, value = (torch.empty(9216, heads, 128) for heads in (32, 8, 8))
         out = packed_attention._padded(query, key, value, packing, None, None)

@@ -20,8 +20,8 @@ from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
+from models.chat.thinking import thinks
 from models.settings import ModelConfig
-from models.thinking import thinks
 from models.types import SamplingParams
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync

@@ -14,7 +14,6 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
@@ -222,12 +221,6 @@ def test_judges_that_ask_no_language_model_are_named_in_words() -> None:
     assert not any(re.match(r"a [aeiou]", words) for words in KIND_IN_WORDS.values())
 
 
-def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words() -> None:
-    config = composed("+experiment=quickstart", "simulate.unparseable_share=1")
-    with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
-        plan(config, lambda what, share: None, simulator)
-
-
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
     odd = ("placement.pools.rollout.slots=3", "placement.roles.policy.slots_per_replica=3")
     with pytest.raises(ConfigError, match=r"^placement\.roles\.policy\.slots_per_replica: 3 GPUs can't share 32"):
@@ -293,9 +286,8 @@ def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[s
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
 def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str) -> None:
-    text = plan(composed(f"+experiment={experiment}"), lambda what, share: None, simulator)
+    text = plan(composed(f"+experiment={experiment}"), lambda what, share: None)
     assert "judged by a rule" in text and "grm-0" not in text
-    assert "  simulated " in text
 
 
 def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[str, ...]) -> None:

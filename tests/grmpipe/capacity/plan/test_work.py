@@ -21,7 +21,6 @@ from grmpipe.capacity.plan.work import (
     shares_asked,
     step_work,
 )
-from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.config.resolve_config import typed_sections
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.yaml_io import build
@@ -66,7 +65,7 @@ def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> Non
     said = arithmetic(survey)
     assert "judged by 3 judges, at most:" in said
     assert "brief    128 rollouts x 3 judgements = 384 judgements by grm, at most 12288 tokens" in said
-    told = times(survey, None)
+    told = times(survey)
     assert "64 tokens per judgement of judge, 16 tokens per judgement of brief" in told
     for role in ("policy", "learner", "grm", "safety"):
         assert f"  {role:<8} " in told
@@ -109,8 +108,7 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert trained.tokens == pytest.approx(prompts * asked.prompt_tokens + 2 * 4 * 8 * asked.new_tokens)
     held = {part.what for part in memory_parts(survey, "safety_learner")}
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
-    assert "safety_learner " in times(survey, None)
-    assert simulator(survey) is None, "no simulation knows its flow"
+    assert "safety_learner " in times(survey)
 
 
 def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them() -> None:
@@ -135,8 +133,7 @@ def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
     assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
     (weights,) = memory_parts(survey, "meta_rm")
     assert weights.num_bytes == memory_parts(survey, "safety")[0].num_bytes
-    assert "meta_rm  " in times(survey, None)
-    assert simulator(survey) is None
+    assert "meta_rm  " in times(survey)
 
 
 def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
@@ -148,5 +145,5 @@ def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
     work = step_work(survey)
     assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
     assert [part.what for part in memory_parts(survey, "scalar")] == ["weights"]
-    assert "scalar   " in times(survey, None)
+    assert "scalar   " in times(survey)
     assert "taste    a scalar" in arithmetic(survey)

@@ -18,19 +18,28 @@ from simulated_workload import COSTS, SPEED, always, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.simulate.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
+from grmpipe.capacity.simulate.scripts import (
+    FILLER,
+    CountingRenderer,
+    Lengths,
+    ModelWriter,
+    Writer,
+    lengths_in,
+    lognormal,
+    measured,
+)
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.capacity.simulate.step_bound import StepNeeds, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.grm import GrmConfig
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.yaml_io import build
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_group import LearnerGroup
 from models.settings import ModelConfig
@@ -97,23 +106,6 @@ def test_no_few_steps_beat_their_bound_with_judgements_of_other_steps(staleness:
     run = simulated(steps, staleness=staleness, costs=costs, placement=seats(grm=1), **lengths)
     assert run.busy["grm"] > 0.9
     assert 1 - 1e-9 < run.times_bound < 1.5
-
-
-def test_a_bound_on_overlapping_steps_is_the_busiest_slot_of_all_of_them() -> None:
-    """Two roles with their work in different steps: perfect overlap does both at the same time."""
-    steps = [
-        StepNeeds(work_s={"policy": a, "grm": b, "learner": 0.0}, chain_s=0.0) for a, b in ((4.0, 0.0), (0.0, 4.0))
-    ]
-    free = replace(COSTS, sync_s=0.0)
-    placement = seats(policy=1, grm=1)
-    assert bound_of(steps, placement, free, max_staleness=1).step_s == pytest.approx(2.0)
-    assert bound_of(steps, placement, free, max_staleness=0).step_s == pytest.approx(4.0)
-
-
-def test_a_chain_that_may_have_begun_before_the_counted_steps_is_no_bound_on_them() -> None:
-    steps = [StepNeeds(work_s={"policy": 0.0, "grm": 0.0, "learner": 0.0}, chain_s=chain) for chain in (90.0, 8.0, 8.0)]
-    free = replace(COSTS, sync_s=0.0)
-    assert bound_of(steps, seats(), free, 1, num_overlapped=1).step_s == pytest.approx((8 + 8) / 3 / 2)
 
 
 def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
@@ -321,18 +313,19 @@ def test_measured_lengths_come_as_often_as_they_did() -> None:
     assert set(lengths) == {5, 90}
 
 
-def ask(writer: Writer, prompt_ids: Sequence[int], max_new_tokens: int):
+def ask(writer: Writer | ModelWriter, prompt_ids: Sequence[int], max_new_tokens: int):
     context = RequestContext(request_id="g/0/j0.0", group_id="g", role="grm")
     return writer(prompt_ids, SamplingParams(max_new_tokens=max_new_tokens), context)
 
 
 def test_an_answer_that_goes_on_elsewhere_comes_to_the_same_end() -> None:
-    writer = Writer(lengths=always(50), seed=0)
+    judge = Writer(lengths=always(50), seed=0, scale=Scale(low=1, high=10))
+    writer = ModelWriter(turns=None, judges={"judge": judge})
     whole = ask(writer, (1, 2), 64)
     rest = ask(writer, (1, 2, *(FILLER,) * 20), 44)
     assert len(whole.token_ids) == 50
     assert (FILLER,) * 20 + rest.token_ids == whole.token_ids
-    assert writer.decode(whole.token_ids) == whole.text
+    assert writer.decode(whole.token_ids) == whole.text == rest.text
 
 
 def test_what_exceeds_the_limit_is_cut() -> None:
@@ -358,25 +351,20 @@ SMALL = (
 )  # fmt: skip
 
 
-def run_task(tmp_path: Path, *overrides: str) -> str:
+def run_task(tmp_path: Path, *overrides: str) -> tuple[str, float]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = build(compose("config", [*SMALL, f"run_dir={tmp_path / 'simulated'}", *overrides]))
     return run_simulation(config, lambda what, share: None)
 
 
-STATED = (
-    "simulate.costs.policy.step_s=0.01", "simulate.costs.grm.step_s=0.02", "simulate.costs.learner_token_s=1e-5",
-)  # fmt: skip
-
-
 def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp_path: Path) -> None:
-    text = run_task(tmp_path, *STATED)
+    text, step_s = run_task(tmp_path)
     for word in ("a step", "bound", "busy", "staleness at most", "bottleneck"):
         assert word in text
     record = json.loads((tmp_path / "simulated" / "simulation.json").read_text())
     assert len(record["steps_s"]) == 4
-    assert record["step_s"] >= record["bound_s"] > 0
-    assert record["busy"].keys() == {"policy", "grm", "learner"}
+    assert step_s == record["step_s"] >= record["bound_s"] > 0
+    assert record["busy"].keys() == {"policy", "grm", "learner", "driver"}
     lanes = {
         event["args"]["name"]
         for event in json.loads((tmp_path / "simulated" / "timeline.json").read_text())
@@ -385,33 +373,36 @@ def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp
     assert {"policy-0", "grm-0", "learner", "weight sync"} <= lanes
 
 
-def test_costs_of_a_further_model_are_stated_by_its_name(tmp_path: Path) -> None:
+def test_a_second_judges_model_is_simulated_under_its_name(tmp_path: Path) -> None:
     second = ("+grm@models.safety=tiny", "+judge@judges.safety=generative", "judges.safety.model=safety", "reward=mix",
               "reward.mix={judge: 0.5, safety: 0.5}")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^simulate\.costs\.models\.safety\.step_s: missing"):
-        run_task(tmp_path, *STATED, *second)
-    with pytest.raises(ConfigError, match=r"^simulate\.costs\.models\.safty: no judge of this run asks safty"):
-        run_task(tmp_path, *STATED, *second, "+simulate.costs.models={safty: {step_s: 0.02}}")
-    text = run_task(tmp_path, *STATED, *second, "+simulate.costs.models={safety: {step_s: 0.02}}")
+    text, _ = run_task(tmp_path, *second)
     assert "judgements by judge 1, safety 1, simulated" in text
     assert "busy      safety" in text
 
 
-def test_costs_stated_for_one_role_only_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"simulate\.costs\.grm\.step_s"):
-        run_task(tmp_path, "simulate.costs.policy.step_s=0.01")
+def test_a_sweep_of_simulations_gets_the_seconds_of_a_step(tmp_path: Path) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = build(compose("config", [*SMALL, f"run_dir={tmp_path / 'simulated'}"]))
+    step_s = show_simulation(config)
+    assert step_s == json.loads((tmp_path / "simulated" / "simulation.json").read_text())["step_s"] > 0
+
+
+def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
+        run_task(tmp_path, "simulate.unparseable_share=1")
 
 
 def test_a_run_keeps_its_files(tmp_path: Path) -> None:
     (tmp_path / "simulated").mkdir()
     (tmp_path / "simulated" / "config.yaml").write_text("task: train\n")
     with pytest.raises(ConfigError, match="run_dir"):
-        run_task(tmp_path, *STATED)
+        run_task(tmp_path)[0]
 
 
 def test_lengths_of_a_run_without_journals_are_refused_by_their_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"simulate\.lengths"):
-        run_task(tmp_path, *STATED, f"simulate.lengths={tmp_path}")
+        run_task(tmp_path, f"simulate.lengths={tmp_path}")
 
 
 def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from simulated_workload import COSTS, workload
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.plan_report import plan
-from grmpipe.capacity.simulate.simulation import run_simulation
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
+from grmpipe.config.critic import CriticConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.config.yaml_io import build
+from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]
-COSTS = (
-    "simulate.costs.policy.step_s=0.01", "simulate.costs.grm.step_s=0.01", "simulate.costs.learner_token_s=1e-4",
-    "simulate.costs.learner_step_s=0.1", "plan.cores=8",
-)  # fmt: skip
-CRITIC = ("simulate.costs.critic_token_s=1e-4", "simulate.costs.critic_step_s=0.1")
 
 
 def composed(*overrides: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return build(compose("config", ["+experiment=ppo", "train.groups_per_batch=4", *overrides]))
-
-
-def simulated(run_dir: Path, *overrides: str) -> dict:
-    run_simulation(composed("simulate.steps=6", f"run_dir={run_dir}", *COSTS, *overrides), lambda what, share: None)
-    return json.loads((run_dir / "simulation.json").read_text())
 
 
 def test_a_plan_tells_the_critics_place_memory_and_work() -> None:
@@ -40,19 +35,41 @@ def test_a_plan_tells_the_critics_place_memory_and_work() -> None:
     assert "of work for each of 2" in text.split("time of a step")[1].split("  critic   ")[1].splitlines()[0]
 
 
-def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it(tmp_path: Path) -> None:
+SPEED_OF_BOTH = LearnerSpeed(token_s=1e-4, step_s=0.1)
+
+
+class Names:
+    """The names of spans."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        self.names.add(name)
+
+
+def simulated(critic: LearnerSpeed | None, events: Names) -> SimulatedRun:
+    load = workload()
+    train = replace(load.config.train, prefix_sharing=False)  # a critic packs each rollout whole
+    config = replace(load.config, train=train)
+    pools = {name: PoolConfig(slots=slots) for name, slots in (("p", 2), ("g", 2), ("train", 1), ("critic", 1))}
+    roles = {"policy": RoleConfig(pool="p", replicas=2), "grm": RoleConfig(pool="g", replicas=2)}
+    roles |= {"learner": RoleConfig(pool="train"), "critic": RoleConfig(pool="critic")}
+    if critic is not None:
+        config = replace(config, critic=CriticConfig(enabled=True), algorithm=AlgorithmConfig(estimator="gae"))
+    placement = place(PlacementConfig(pools=pools, roles=roles), tuple(roles), ("policy", "grm"))
+    costs = replace(COSTS, learner=SPEED_OF_BOTH, critic=critic)
+    return simulate(replace(load, config=config), placement, costs, 6, events)
+
+
+def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it() -> None:
     """A value and as much training per token; on its own slots it adds little to a step."""
-    run = simulated(tmp_path / "ppo", "train.prefix_sharing=false", *CRITIC)  # a critic packs each rollout whole
-    assert run["loads_s"]["critic"] - 0.1 == pytest.approx(4 / 3 * (run["loads_s"]["learner"] - 0.1), rel=1e-6)
-    assert run["busy"]["critic"] > run["busy"]["learner"] > 0
-    without = simulated(tmp_path / "raw", "train.prefix_sharing=false", "algorithm=grpo", "critic=none")
-    assert "critic" not in without["busy"]
-    alone = run["loads_s"]["critic"]
-    assert without["step_s"] < run["step_s"] < without["step_s"] + alone, "some of it is hidden"
-    names = {span["name"] for span in json.loads((tmp_path / "ppo" / "timeline.json").read_text())}
-    assert {"values", "accumulate"} <= names
-
-
-def test_costs_without_the_critics_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"simulate\.costs\.critic_token_s"):
-        simulated(tmp_path / "half")
+    events = Names()
+    run = simulated(SPEED_OF_BOTH, events)
+    loads = run.bound.loads_s
+    assert loads["critic"] - 0.1 == pytest.approx(4 / 3 * (loads["learner"] - 0.1 - COSTS.sync_s), rel=1e-6)
+    assert run.busy["critic"] > 0 and run.busy["learner"] > 0
+    without = simulated(None, Names())
+    assert "critic" not in without.busy
+    assert without.step_s <= run.step_s < without.step_s + loads["critic"], "it is hidden"
+    assert {"values", "accumulate"} <= events.names

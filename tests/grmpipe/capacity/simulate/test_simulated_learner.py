@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.passes import passes_of
-from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
-from grmpipe.capacity.simulate.simulation import simulator
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.train.batching.packer import idle
 from grmpipe.train.learner.backend import LearnerRank, SendsWeights
 from grmpipe.types import BatchTotals, OldPass
@@ -72,17 +68,6 @@ def of_algorithm(costs: Costs = COSTS, **algorithm: object) -> SimulatedRun:
 
 def test_a_batch_of_two_updates_is_simulated() -> None:
     assert len(of_algorithm(updates_per_batch=2).steps) == 4
-
-
-def test_a_plan_simulates_two_updates_per_batch() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = [
-            "+experiment=quickstart",
-            "train.groups_per_batch=2",
-            "algorithm.updates_per_batch=2",
-        ]
-        config = build(compose("config", overrides))
-    assert "  simulated " in plan(config, lambda what, share: None, simulator)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grmpipe.capacity.simulate.driver import SimulatedDriver
+from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_rate import SharedDevice
 
@@ -62,7 +62,7 @@ def test_who_gives_up_holds_nobody_up() -> None:
         await asyncio.sleep(0.05)
         first.cancel()
         await second
-        assert asyncio.get_running_loop().time() == pytest.approx(0.2)
+        assert asyncio.get_running_loop().time() == pytest.approx(0.05 + 0.1)
 
     run_virtually(main)
 

@@ -12,7 +12,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
-from models.long_texts import LONG_CHARS
+from models.chat.long_texts import LONG_CHARS
 from models.types import EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
 

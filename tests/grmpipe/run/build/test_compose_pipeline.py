@@ -62,7 +62,11 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
 def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
     exact = judge_config(kind="rule", max_failure_rate=0.5, failure_window=2)
     health = compose_health(run_config(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
-    health.record(Failed(stage="judge", cause="died", attempts=1, detail=""))
+
+    async def fail() -> None:
+        health.record(Failed(stage="judge", cause="died", attempts=1, detail=""))
+
+    asyncio.run(fail())
     assert "1 of the last 1 verdicts failed (100%; judges.exact.max_failure_rate=0.5)" in health.cause
 
 

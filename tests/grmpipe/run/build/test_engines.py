@@ -228,7 +228,7 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
             "models": {"second": {"path": "tiny://grm"}},
             "judges": {"other": {"model": "second"}},
             "reward": {"kind": "jury", "members": ["judge", "other"]},
-            "slots": {"slots": {"balance": {"swap": swap}}},
+            "slots": {"balance": {"swap": swap}},
             "placement": {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}},
         },
     )

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from configs import run_config
@@ -19,43 +20,35 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, OptimizerConfig
 from grmpipe.run.doctor import node_examiner
-from grmpipe.run.doctor.cluster_doctor import (
+from grmpipe.run.doctor.cluster_doctor import checkpoint_gb, examined, placement_on, report, sum_found
+from grmpipe.run.doctor.node_examiner import (
+    SHARED_MEMORY,
+    TEMPORARY,
+    Expected,
     Finding,
-    checkpoint_gb,
-    clock_found,
+    NodeExaminer,
     cuda_found,
-    examined,
-    placement_on,
-    report,
+    isolation_found,
     space_found,
-    sum_found,
     versions_found,
 )
-from grmpipe.run.doctor.node_examiner import NodeExaminer, NodeFacts
 from models.lm.footprint import footprint_of_shape
 from models.settings import LoraConfig, ModelConfig, ModelShape
 from scheduler.placement import NodeCapacity, PlacementConfig, PoolConfig, RoleConfig
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 OWN = {"python": "3.11.9", "grmpipe": "abc", "torch": "2.13.0"}
-FACTS = NodeFacts(
-    address="127.0.0.1", versions=OWN, driver="580.95.05", cuda=[], shm_free_gb=60.0, temporary_free_gb=100.0,
-    folder_free_gb=1000.0, models={},
-)  # fmt: skip
 
 
 class PlayedNode(NodeExaminer):
-    """A machine of its own address, with a clock and a fault or two."""
+    """A machine of its own address, with a fault or two."""
 
-    def __init__(self, rank: int, ahead_s: float = 0.0, folder: str | None = None, fails: str = "") -> None:
+    def __init__(self, rank: int, folder: str | None = None, fails: str = "") -> None:
         super().__init__(0, 1, None)
-        self._played_rank, self._ahead_s, self._folder, self._fails = rank, ahead_s, folder, fails
+        self._played_rank, self._folder, self._fails = rank, folder, fails
 
     def address(self) -> str:
         return ADDRESSES[self._played_rank]
-
-    def now(self) -> float:
-        return super().now() + self._ahead_s
 
     def write(self, folder: str, name: str) -> str:
         return super().write(self._folder or folder, name)
@@ -119,9 +112,9 @@ def findings_of(
 def test_a_healthy_cluster_has_every_check_on_every_machine_and_no_problem(tmp_path: Path) -> None:
     found = findings_of(tmp_path / "run", PlayedNode(0), PlayedNode(1))
     checks = {check for _, check in found}
-    assert checks >= {"versions", "CUDA", "/dev/shm", "/tmp", "run's disk", "clock", "ports", "run_dir", "gloo"}
+    assert checks >= {"versions", "CUDA", "/dev/shm", "/tmp", "run's disk", "ports", "run_dir", "gloo"}
     assert all((node, check) in found for node in ("one", "two") for check in checks)
-    between = ("versions", "CUDA", "clock", "ports", "run_dir", "gloo", "policy's files", "grm's files")
+    between = ("versions", "CUDA", "ports", "run_dir", "gloo", "policy's files", "grm's files")
     assert all(found[node, check].ok for node in ("one", "two") for check in between)
     assert not list(tmp_path.glob(".doctor-*"))
 
@@ -130,9 +123,13 @@ def test_where_environments_have_hosts_each_machine_says_what_isolation_they_wou
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Isolates(PlayedNode):
-        def isolation(self, config: IsolationConfig) -> tuple[str, str]:
-            return "process", "isolation.require: this machine lacks: Landlock" if self._played_rank else ""
+        def examine(self, expected: Expected, has_gpus: bool) -> list[Finding]:
+            assert expected.isolation is not None
+            lacks = ValueError("isolation.require: this machine lacks: Landlock") if self._played_rank else None
+            monkeypatch.setattr(node_examiner, "check_isolation", Mock(side_effect=lacks))
+            return super().examine(expected, has_gpus)
 
+    monkeypatch.setattr(node_examiner, "describe_isolation", lambda: "process")
     config = run_config(
         env=EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools"),
         placement=PlacementConfig(pools={"tools": PoolConfig()}, roles={"env": RoleConfig(pool="tools")}),
@@ -140,11 +137,14 @@ def test_where_environments_have_hosts_each_machine_says_what_isolation_they_wou
     found = findings_of(tmp_path, Isolates(0), Isolates(1), config=config)
     assert found["one", "isolation"].ok and found["one", "isolation"].text == "process"
     assert not found["two", "isolation"].ok and found["two", "isolation"].text.startswith("env.isolation.require: this")
-    monkeypatch.setattr(node_examiner, "describe_isolation", lambda: "process")
+
+
+def test_a_runtime_that_does_not_answer_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grmpipe.envs.isolation.env_host.answers", lambda runtime: False)
     docker = IsolationConfig(kind="container", image="i", runtime="apptainer")
-    assert NodeExaminer(0, 1, None).isolation(docker)[1].startswith("isolation.runtime: apptainer does not answer")
-    assert NodeExaminer(0, 1, None).isolation(IsolationConfig()) == ("process", "")
+    found = isolation_found(docker)
+    assert not found.ok and found.text.startswith("env.isolation.runtime: apptainer does not answer")
+    assert isolation_found(IsolationConfig()).ok
 
 
 def test_a_folder_of_its_own_is_noticed_on_both_sides(tmp_path: Path) -> None:
@@ -160,13 +160,6 @@ def test_a_folder_of_its_own_is_noticed_on_both_sides(tmp_path: Path) -> None:
 def test_a_folder_that_cant_be_written_is_named_with_the_reason(tmp_path: Path) -> None:
     found = findings_of(tmp_path, PlayedNode(0), PlayedNode(1, folder="/proc"))
     assert not found["two", "run_dir"].ok and "can't be written here" in found["two", "run_dir"].text
-
-
-def test_a_clock_is_held_against_the_drivers(tmp_path: Path) -> None:
-    found = findings_of(tmp_path, PlayedNode(0), PlayedNode(1, ahead_s=-7.0))
-    assert found["one", "clock"].ok
-    assert not found["two", "clock"].ok and "7.0 s behind the driver's: run an NTP" in found["two", "clock"].text
-    assert clock_found("slow", error_s=3.0, ahead_s=3.5).ok, "an answer that took 6 s proves no skew"
 
 
 def test_a_port_that_nothing_answers_is_a_problem_of_the_machine_that_asked(
@@ -230,27 +223,31 @@ def test_each_machine_with_gpus_has_a_process_on_one() -> None:
 
 
 def test_other_versions_are_named_with_the_drivers() -> None:
-    assert versions_found("one", OWN, OWN).ok
-    other = versions_found("two", OWN | {"torch": "2.11.0", "grmpipe": "abd"}, OWN)
+    assert versions_found(OWN, OWN).ok
+    other = versions_found(OWN | {"torch": "2.11.0", "grmpipe": "abd"}, OWN)
     assert not other.ok
     assert other.text.startswith("grmpipe abd (driver: abc), torch 2.11.0 (driver: 2.13.0): install the same")
 
 
-def test_a_driver_too_old_for_torch_or_missing_is_a_problem_of_a_machine_with_gpus() -> None:
-    old = replace(FACTS, driver="570.1", cuda=node_examiner.cuda_problems("2.13.0", "13.0", "570.1"))
-    assert not cuda_found("one", old, True).ok and "needs driver 580 or newer" in cuda_found("one", old, True).text
-    none = replace(FACTS, driver="")
-    assert not cuda_found("one", none, True).ok and "--gpus all" in cuda_found("one", none, True).text
-    assert cuda_found("one", none, False).ok and cuda_found("one", FACTS, True).ok
+def test_a_driver_too_old_for_torch_or_missing_is_a_problem_of_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    old = cuda_found("570.1", True)
+    assert not old.ok and "needs driver 580 or newer" in old.text
+    assert not cuda_found("", True).ok and "--gpus all" in cuda_found("", True).text
+    assert cuda_found("", False).ok and cuda_found("580.95.05", True).ok
 
 
-def test_a_full_disk_and_a_containers_small_shared_memory_are_problems() -> None:
-    small = replace(FACTS, shm_free_gb=0.064, temporary_free_gb=1.0, folder_free_gb=200.0)
-    shm, temporary, disk = space_found("one", small, True, 294.0, "/runs")
+def test_a_full_disk_and_a_containers_small_shared_memory_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {SHARED_MEMORY: 0.064, TEMPORARY: 1.0, Path("/"): 200.0}
+    monkeypatch.setattr(node_examiner, "free_gb", free.__getitem__)
+    shm, temporary, disk = space_found(True, 294.0, Path("/runs"))
     assert not shm.ok and "docker run --shm-size" in shm.text
     assert not temporary.ok and "Ray's logs" in temporary.text
     assert not disk.ok and "294 are needed for checkpoints" in disk.text
-    assert all(finding.ok for finding in space_found("one", FACTS, True, 294.0, "/runs"))
+    monkeypatch.setattr(node_examiner, "free_gb", lambda folder: 1000.0)
+    assert all(finding.ok for finding in space_found(True, 294.0, Path("/runs")))
 
 
 SHAPE_8B = ModelShape(
@@ -286,10 +283,10 @@ def test_critics_and_judges_that_learn_are_in_the_checkpoints_too() -> None:
 
 
 def test_the_report_has_a_line_for_each_machine_and_check() -> None:
-    text = report("h:6379", [Finding(node="a", check="clock", ok=True, text="0.0 s"),
+    text = report("h:6379", [Finding(node="a", check="CUDA", ok=True, text="driver 580"),
                              Finding(node="bb", check="ports", ok=False, text="closed")])  # fmt: skip
     assert text.splitlines() == [
         "cluster h:6379: machines 2, problems 1",
-        "  a   clock  ok       0.0 s",
+        "  a   CUDA   ok       driver 580",
         "  bb  ports  PROBLEM  closed",
     ]

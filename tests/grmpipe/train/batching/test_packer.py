@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import (
     EARLY_SHARE,
-    Layout,
     MicroBatchRound,
+    PackedLayout,
     Packer,
     idle,
     pack,
@@ -161,7 +161,7 @@ def siblings_of(number: int, prompt_tokens: int, answer_tokens: int, group: int 
 def whole(samples: tuple[TrainingSample, ...], batch_: MicroBatchRound, rank: int) -> list[list[int]]:
     """The ids of each sample, joined from its own and the shared ones."""
     batch = batch_.micro_batches[rank]
-    layout = Layout.of(batch)
+    layout = PackedLayout.of(batch)
     return [
         batch.token_ids_T[layout.places(place, np.arange(len(one.token_ids)))].tolist()
         for place, one in enumerate(samples)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.train.batching.packer import Layout, Packer, pack, pack_trees, rounds_of
+from grmpipe.train.batching.packer import PackedLayout, Packer, pack, pack_trees, rounds_of
 from grmpipe.train.batching.prefix_tree import (
     ATTENDED_PER_PACKED,
     CHUNK,
@@ -72,7 +72,7 @@ def test_a_prefix_may_lie_in_several_samples() -> None:
     batch = pack_trees([PrefixTree.of(samples)])
     assert letters(batch.token_ids_T) == "abcd" + "xcycd" + "z"
     assert batch.parents_S.tolist() == [0, 0, 1] and batch.prefix_lengths_S.tolist() == [0, 1, 5]
-    places = Layout.of(batch).places(2, np.arange(6))
+    places = PackedLayout.of(batch).places(2, np.arange(6))
     assert letters(batch.token_ids_T[places]) == "axcycz"
 
 
@@ -198,7 +198,7 @@ def test_every_sample_keeps_all_its_tokens_in_any_tree(
     rounds, seen = packer.add(samples) + packer.flush(), []
     for round_ in rounds:
         for packed, batch in zip(round_.samples, round_.micro_batches, strict=True):
-            layout = Layout.of(batch)
+            layout = PackedLayout.of(batch)
             for place, sample in enumerate(packed):
                 places = layout.places(place, np.arange(len(sample.token_ids)))
                 assert batch.token_ids_T[places].tolist() == list(sample.token_ids)

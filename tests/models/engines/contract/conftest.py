@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import pytest
 from torch import nn
 
+from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
-from models.renderer import Renderer
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import WeightBucket, WeightReceipt
 from models.weights.object_store import ObjectStore

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from models.chat.renderer import Renderer
 from models.engines.openai.pooling_scorer import PoolingScorer
 from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.renderer import Renderer
 from models.settings import OpenAIConfig
 from models.tiny.problems import make_problems
 from models.tiny.resolve import SHIPPED

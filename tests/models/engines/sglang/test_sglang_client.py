@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from models.chat.renderer import Renderer
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_engine import SglangEngine
-from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import (
     Broadcast,

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from models.chat.renderer import Renderer
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.server import SglangServer, SglangStart
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.lm.causal_lm import load_causal_lm
-from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
 from models.weights.broadcast import GlooBroadcasts

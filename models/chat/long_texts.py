@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from models.template_layout import texts_in
+from models.chat.template_layout import texts_in
 from models.types import Message
 
 T = TypeVar("T")

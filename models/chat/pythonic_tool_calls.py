@@ -11,8 +11,8 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from models.json_tool_calls import Reading
-from models.tool_call_checks import MAX_NESTING, checked_call, parameters_of, quoted
+from models.chat.json_tool_calls import Reading
+from models.chat.tool_call_checks import MAX_NESTING, checked_call, parameters_of, quoted
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 MAX_CODE_CHARS = 1 << 16  # of one list or call: what Python's parser takes without trouble

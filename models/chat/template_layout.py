@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.tool_call_checks import is_tool_name, problem_of
+from models.chat.tool_call_checks import is_tool_name, problem_of
 from models.types import Message, ToolCall, ToolSpec
 
 TOOL = "tool"  # the role of a tool's result

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from models.chat_template import ChatTemplate
-from models.chat_tokenizer import ChatTokenizer
-from models.template_layout import Layout, MessageShape, shape_of
+from models.chat.chat_template import ChatTemplate
+from models.chat.chat_tokenizer import ChatTokenizer
+from models.chat.template_layout import Layout, MessageShape, shape_of
 from models.types import Message, ToolSpec
 
 REMEMBERED_LAYOUTS = 4096

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from models.long_texts import LONG_CHARS, chars_of, off_loop_if_long
+from models.chat.long_texts import LONG_CHARS, chars_of, off_loop_if_long
 from models.types import Message, ToolCall
 
 

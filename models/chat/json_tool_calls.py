@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from models.tool_call_checks import checked_call, is_tool_name, quoted
+from models.chat.tool_call_checks import checked_call, is_tool_name, quoted
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"

@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from models.chat.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
+from models.chat.pythonic_tool_calls import parse_pythonic
+from models.chat.xml_tool_calls import parse_qwen3_coder
 from models.import_path import imported
-from models.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
-from models.pythonic_tool_calls import parse_pythonic
 from models.types import ParsedTurn, ToolSpec
-from models.xml_tool_calls import parse_qwen3_coder
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
+from models.chat.thinking import ThinkingMarkers, with_thought
 from models.settings import ModelConfig
-from models.thinking import ThinkingMarkers, with_thought
 from models.tiny.tokenizer import build_tokenizer
 from models.types import Completion, VersionSpan
 

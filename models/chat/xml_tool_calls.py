@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from models.json_tool_calls import CALL_END, Reading
-from models.tool_call_checks import checked_call, parameters_of, quoted
+from models.chat.json_tool_calls import CALL_END, Reading
+from models.chat.tool_call_checks import checked_call, parameters_of, quoted
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 FUNCTION_START, FUNCTION_END = "<function=", "</function>"

@@ -12,7 +12,16 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 
-from models.template_layout import TOOL, ApplyTemplate, Layout, MessageShape, layout_of, shape_of, texts_in, tool_json
+from models.chat.template_layout import (
+    TOOL,
+    ApplyTemplate,
+    Layout,
+    MessageShape,
+    layout_of,
+    shape_of,
+    texts_in,
+    tool_json,
+)
 from models.types import Message, ToolCall, ToolSpec
 
 REMEMBERED_TOOLS = 512  # lists of tools

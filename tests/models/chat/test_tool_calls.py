@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from models.json_tool_calls import MAX_CALLS, MAX_ERRORS
+from models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
+from models.chat.tool_calls import FORMATS, check_tool_parser, format_of, parser_named, read_turn
 from models.settings import ModelConfig
-from models.tool_calls import FORMATS, check_tool_parser, format_of, parser_named, read_turn
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 

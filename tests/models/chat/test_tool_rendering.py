@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from models.renderer import Renderer
+from models.chat.renderer import Renderer
 from models.tiny.resolve import SHIPPED
 from models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from models.types import Message, ParsedTurn, ToolCall, ToolSpec

@@ -1,0 +1,117 @@
+"""Prepared run -> what serves its requests: engines, scorers, endpoints, environments. Here nothing learns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.envs.episode_slots import EpisodeSlots
+from grmpipe.judge.grm import Grm
+from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.run.build.engines import ServingEngines, start_routers
+from grmpipe.run.build.maintenance import Maintenance, make_maintenance
+from grmpipe.run.build.make_judge import JudgeParts, make_judge
+from grmpipe.run.build.start_cluster import start_cluster
+from grmpipe.run.build.start_envs import Envs, start_envs
+from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
+from grmpipe.run.build.start_scorers import ScalarModels, meta_rm_of, start_meta_rm, start_scalar_models
+from grmpipe.types import Judge
+from grmpipe.validate.evaluation import PreparedEvaluation
+from grmpipe.validate.prepare import Prepared
+from models.types import ChatEngine
+from scheduler.events import EventSink
+from scheduler.processes.actors import Cluster, InProcessCluster
+from scheduler.routing.router import Router
+from scheduler.routing.scorers import ScorerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The started processes that answer requests, and what keeps them alive.
+
+    grms: that judges ask, by role.  endpoints: of models that judge elsewhere.
+    scorers: of the meta-RM and of reward models.  scalars: that scalar judges ask.
+    """
+
+    cluster: Cluster
+    routers: Mapping[str, Router]
+    maintenance: Maintenance
+    grms: Mapping[str, Grm]
+    endpoints: tuple[ChatEngine, ...]
+    scorers: tuple[ScorerPool, ...]
+    scalars: ScalarModels
+    meta_rm: MetaRm | None
+    envs: Envs
+
+    def judge_for(self, prepared: Prepared) -> Judge:
+        """The judge under a run's configuration."""
+        return make_judge(
+            JudgeParts(prepared=prepared, grms=self.grms, meta_rm=self.meta_rm, scalars=self.scalars.by_role)
+        )
+
+    def background(self) -> dict[str, Coroutine[object, object, object]]:
+        """Name in errors -> what runs next to the task's own work."""
+        return self.maintenance.loops()
+
+    async def close(self) -> None:
+        await self.envs.close()
+        for endpoint in self.endpoints:
+            await endpoint.close()
+        await self.scalars.close()
+        await self.cluster.shutdown()
+
+
+async def start_evaluation(ready: PreparedEvaluation, events: EventSink, run_dir: Path, requests: LogOf) -> Serving:
+    """Start all processes of an evaluation. On failure ends what was started.
+
+    requests: of models that judge.
+    """
+    config, prepared = ready.config, ready.prepared
+    is_local = bool(ready.models or config.judging.scorer_roles)
+    cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
+    async with ended_on_failure(cluster):
+        served = await start_routers(cluster, prepared, events, ready.models)
+        maintenance = make_maintenance(prepared, served, None, {}, events)
+        plays = bool(ready.prompt_sets)
+        return await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests, plays=plays)
+
+
+@asynccontextmanager
+async def ended_on_failure(cluster: Cluster) -> AsyncIterator[None]:
+    """Context: an error in it ends the processes."""
+    try:
+        yield
+    except BaseException:
+        await cluster.shutdown()
+        raise
+
+
+async def start_serving(
+    cluster: Cluster,
+    prepared: Prepared,
+    served: ServingEngines,
+    maintenance: Maintenance,
+    events: EventSink,
+    run_dir: Path,
+    requests: LogOf,
+    *,
+    plays: bool = True,
+) -> Serving:
+    """Start what a run needs beside its engines, and connect the models behind endpoints. plays: the policy."""
+    meta_rm = await start_meta_rm(cluster, prepared, events)
+    scalars = await start_scalar_models(cluster, prepared, events, requests)
+    envs = await start_envs(cluster, prepared.config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
+    endpoints = connect_endpoints(prepared.roles, requests)
+    return Serving(
+        cluster=cluster,
+        routers=served.routers,
+        maintenance=maintenance,
+        grms=find_grms(prepared, served.routers, endpoints, events, requests, maintenance.stops),
+        endpoints=tuple(endpoints.values()),
+        scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
+        scalars=scalars,
+        meta_rm=meta_rm_of(prepared.meta_rm, meta_rm, requests),
+        envs=envs,
+    )
