@@ -56,7 +56,7 @@ def worker_setup() -> Callable[[], None]:
         import sys
 
         sys.path.insert(0, root)
-        for name in ("models", "scheduler"):
+        for name in ("models", "scheduler"):  # from now on these names are ours
             importlib.import_module(name)
         sys.path.remove(root)
         sys.path += [path for path in paths if path not in sys.path]

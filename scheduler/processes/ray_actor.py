@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from models.import_path import put_working_folder_last
+from models.import_path import put_working_folder_last, worker_setup
 from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
@@ -77,6 +77,26 @@ class MemberHost(OrderedHost):
 
     async def _on_thread(self, work: Callable[[], object]) -> object:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def sent_by_value(host: type[OrderedHost]) -> type:
+    """The actor's class around a host. Like any class within a function it is sent by value: the host's module is
+    imported only once the process finds our packages.
+    """
+    set_up, module, name = worker_setup(), host.__module__, host.__name__
+
+    class Sent:
+        def __init__(self) -> None:
+            import importlib
+
+            set_up()
+            self._host: OrderedHost = vars(importlib.import_module(module))[name]()
+
+        async def call_in_order(self, number: int, method: str, *args: object) -> object:
+            return await self._host.call_in_order(number, method, *args)
+
+    Sent.__name__ = Sent.__qualname__ = name  # in process titles and errors
+    return Sent
 
 
 class BucketStore:

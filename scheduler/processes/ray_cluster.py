@@ -26,7 +26,7 @@ from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, Memb
 from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
-from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
+from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause, sent_by_value
 from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
 from scheduler.processes.remote_engine import RemoteEngine
 from scheduler.processes.start_turns import StartTurns
@@ -235,7 +235,7 @@ class RayCluster:
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
         handle = cast(
             ActorHandle,
-            ray.remote(host)
+            ray.remote(sent_by_value(host))
             .options(
                 name=name,
                 num_cpus=0 if on_gpu else amount,

@@ -69,7 +69,6 @@ def init_ray(config: ClusterConfig) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=config.object_store_mb << 20,
-            runtime_env={"worker_process_setup_hook": worker_setup()},
         )
 
 
