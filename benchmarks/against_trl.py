@@ -29,10 +29,10 @@ from quickstart import busy_share_of_cores, commit_date, machine, quiet
 from grmpipe.config.yaml_io import read_yaml
 from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
-from models.tiny.quality import policy_quality
-from models.tiny.recipes import RECIPES
-from models.tiny.resolve import directory_of
-from models.tiny.speaker import Speaker
+from grmpipe.tiny.quality import policy_quality
+from grmpipe.tiny.recipes import RECIPES
+from grmpipe.tiny.resolve import directory_of
+from grmpipe.tiny.speaker import Speaker
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "against_trl.md"

@@ -21,10 +21,10 @@ from typing import Any
 from several_judges import launch
 
 from grmpipe.observe.journal import read_journal
-from models.tiny.quality import accuracy as accuracy_on
-from models.tiny.resolve import resolve_model
-from models.tiny.speaker import Speaker
-from models.tiny.tasks import CALLS, WALKS
+from grmpipe.tiny.quality import accuracy as accuracy_on
+from grmpipe.tiny.resolve import resolve_model
+from grmpipe.tiny.speaker import Speaker
+from grmpipe.tiny.tasks import CALLS, WALKS
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "agents.md"
@@ -53,7 +53,7 @@ VARIANTS = {
             "env=custom",
             "env.target=benchmarks.killed_tools.KilledTools",
             "env.functions=",
-            "+env.options={functions: grmpipe.envs.tiny_tools, share: 0.33}",
+            "+env.options={functions: grmpipe.tiny.tools, share: 0.33}",
             "env.isolation.kind=process",
         ),
     ),

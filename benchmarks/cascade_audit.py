@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from models.tiny.problems import judge_prompt, score_of
-from models.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
+from grmpipe.tiny.problems import judge_prompt, score_of
+from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
 
 Record = Mapping[str, Any]
 FIRST, THEN = "cheap", "judge"

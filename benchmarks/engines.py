@@ -44,6 +44,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from grmpipe.tiny.tokenizer import build_tokenizer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.engine_kind import EngineSpec
@@ -51,7 +52,6 @@ from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.settings import EmbeddedConfig, VllmConfig
-from models.tiny.tokenizer import build_tokenizer
 from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream

@@ -24,12 +24,12 @@ from typing import Any
 from cascade_audit import error_of_kept
 
 from grmpipe.judge.rule import is_right
-from models.tiny.comparisons import Comparison as Question
-from models.tiny.comparisons import make_comparisons
-from models.tiny.problems import Problem, Split, make_problems
-from models.tiny.resolve import resolve_model
-from models.tiny.speaker import Speaker
-from models.tiny.tricks import TRICKS, Trick
+from grmpipe.tiny.comparisons import Comparison as Question
+from grmpipe.tiny.comparisons import make_comparisons
+from grmpipe.tiny.problems import Problem, Split, make_problems
+from grmpipe.tiny.resolve import resolve_model
+from grmpipe.tiny.speaker import Speaker
+from grmpipe.tiny.tricks import TRICKS, Trick
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "benchmarks" / "several_judges"

@@ -29,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from models.tiny.problems import is_right, judge_prompt, make_problems, score_of
+from grmpipe.tiny.problems import is_right, judge_prompt, make_problems, score_of
 
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 64

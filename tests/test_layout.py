@@ -23,7 +23,6 @@ ORDER = [
     "models/engines/sglang",
     "models/engines/openai",
     "models/engines/simulated",
-    "models/tiny",
     "scheduler",
     "scheduler/processes",
     "scheduler/routing",
@@ -63,6 +62,7 @@ ORDER = [
     "grmpipe/capacity",
     "grmpipe/capacity/plan",
     "grmpipe/capacity/simulate",
+    "grmpipe/tiny",
     "grmpipe/tasks.py",
     "grmpipe/new_project.py",
     "grmpipe/cli.py",
@@ -181,6 +181,11 @@ def test_the_scheduler_knows_no_model_and_models_know_nobody() -> None:
             if file is not None and file.relative_to(ROOT).parts[0] != package:
                 assert package == "scheduler", f"{path} imports {name}"
                 assert file.relative_to(ROOT).as_posix() in SCHEDULER_SEES, f"{path} imports {name}"
+
+
+def test_nothing_imports_the_tiny_models_by_a_statement() -> None:
+    """The table of `grmpipe/data/catalogs.py` finds them."""
+    assert {place for place, other in edges() if other == "grmpipe/tiny" != place} == set()
 
 
 def test_each_library_has_one_place() -> None:

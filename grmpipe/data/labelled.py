@@ -6,19 +6,13 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
+from grmpipe.data.catalogs import catalog_of
 from grmpipe.data.labelled_schemas import EXAMPLES, LabelledRow, read_labels
 from grmpipe.data.prompts import Row, refuse_half_characters, rows_of, shown, texts_of
-from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
-from models.types import Message
+from grmpipe.types import Labelled, RankedResponses
 
 log = logging.getLogger(__name__)
-
-TINY_SETS: dict[str, Literal["train", "held_out"]] = {
-    "tiny://judgements": "train",
-    "tiny://judgements_held_out": "held_out",
-}
 
 
 def load_labelled(
@@ -55,10 +49,9 @@ def load_labelled(
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """
-    if path in TINY_SETS:
-        return made_judgements(path, num_tiny, seed)
-    if path.startswith("tiny://"):
-        raise ValueError(f"{path}: unknown labelled data; known: {', '.join(TINY_SETS)}")
+    catalog = catalog_of(path)
+    if catalog is not None:
+        return catalog.make_labelled(path, num_tiny, seed)
     file = Path(path)
     items = read_items(file, scale)
     if not items:
@@ -81,29 +74,6 @@ def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
     if num_undecided:
         log.warning("%s: %d rows have no winner and are left out; %d items remain", file, num_undecided, len(items))
     return items
-
-
-def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
-    from models.tiny.judgements import RankedTexts, make_judgements  # imported only if used
-
-    items: list[Labelled] = []
-    for index, made in enumerate(make_judgements(TINY_SETS[path], count, seed)):
-        item_id = f"{path.removeprefix('tiny://')}-{index}"
-        message = Message(role="user", content=made.problem.question)
-        prompt = Prompt(prompt_id=item_id, messages=(message,), source=path, reference=str(made.problem.answer))
-        if isinstance(made, RankedTexts):
-            items.append(
-                RankedResponses(
-                    item_id=item_id, prompt=prompt, responses=made.texts, best=made.best, subset=f"ranked/{made.kind}"
-                )
-            )
-        else:
-            items.append(
-                ScoredResponse(
-                    item_id=item_id, prompt=prompt, response=made.text, score=made.score, subset=f"scored/{made.kind}"
-                )
-            )
-    return tuple(items)
 
 
 def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grmpipe.data.tiny_prompts import TINY, tiny_prompts
+from grmpipe.data.catalogs import catalog_of, is_made
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
@@ -24,8 +24,9 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     `prompt_id` and `source`; further columns are kept for reward functions. ValueError names file, line (Parquet: row),
     field and what was expected.
     """
-    if path.startswith(TINY):
-        return tiny_prompts(path, num_tiny_prompts, seed)
+    catalog = catalog_of(path)
+    if catalog is not None:
+        return catalog.make_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
     prompts = tuple(prompt_of(row, where, id_of(row, where, file, number)) for number, where, row in rows_of(file))
     if not prompts:
@@ -39,7 +40,7 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
 def place_of(path: str, prompt: Prompt) -> str:
     """The place of a prompt of `load_prompts(path)`, in words. Reads the file again."""
     file = Path(path)
-    if path.startswith(TINY):
+    if is_made(path):
         return f"{path}, {prompt.prompt_id}"
     known = (where for number, where, row in rows_of(file) if id_of(row, where, file, number) == prompt.prompt_id)
     return next(known, f"{path}, {prompt.prompt_id}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.data.tiny_prompts import TINY
+from grmpipe.data.catalogs import is_made
 from grmpipe.judge.prompt import path_of
 from models.stored_files import checksum_of
 
@@ -101,7 +101,7 @@ def input_files(config: RunConfig) -> dict[str, Path]:
     named |= {
         f"{config.models[role].key}.train.data_path": cotrain.data_path for role, cotrain in config.trained_grms.items()
     }
-    files = {key: Path(path) for key, path in named.items() if path is not None and not path.startswith(TINY)}
+    files = {key: Path(path) for key, path in named.items() if path is not None and not is_made(path)}
     for name, judge in config.judging.judges.items():
         if name in config.judging.generative or judge.kind == "label":
             files |= {f"{judge.key}.{key}": file for key, file in templates_of(judge).items()}

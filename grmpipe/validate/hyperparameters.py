@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.data.catalogs import is_made
 
-TINY = "tiny://"
 HIGHEST_LR = 1e-5  # of all weights of a pretrained model; verl and TRL train with 1e-6
 SHORT_ANSWER = RolloutConfig().max_new_tokens
 
@@ -13,7 +13,7 @@ SHORT_ANSWER = RolloutConfig().max_new_tokens
 def hyperparameter_notes(config: RunConfig) -> list[str]:
     """Notes on the policy's learning rate and answers, which the console and task=plan show."""
     path, lr = config.policy.path, config.train.lr
-    if path.startswith(TINY):
+    if is_made(path):
         return []
     notes = []
     if config.policy.lora.rank == 0 and lr > HIGHEST_LR:

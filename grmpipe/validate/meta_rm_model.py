@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
+from grmpipe.data.catalogs import resolve_model
 from models.chat.renderer import Renderer
 from models.hub import find_files
-from models.tiny.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.catalogs import resolve_model
 from grmpipe.judge.labelled_judgements import LabelledJudgement, Split, read_examples
 from grmpipe.types import Prompt
 from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
@@ -21,7 +22,6 @@ from grmpipe.validate.thinking import check_thinking_budget
 from models.hub import find_files
 from models.lm.packed_check import check_packable
 from models.lm.scalar_head import outline_scalar_head
-from models.tiny.resolve import resolve_model
 from scheduler.placement import Placement, place
 
 

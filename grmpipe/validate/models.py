@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.chat.renderer import Renderer
@@ -13,7 +14,6 @@ from models.hub import find_files, is_hub_name
 from models.lm.packable_configs import is_known_to_pack
 from models.model_files import read_json
 from models.settings import ModelConfig
-from models.tiny.resolve import resolve_model
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 Progress = Callable[[str, float], None]  # (what, share done)

@@ -9,6 +9,7 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.roles import Model, option_key_of, resolve_engine
 from grmpipe.config.run_config import RunConfig
+from grmpipe.data.catalogs import resolve_model
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_context_limit, longest_response
 from grmpipe.validate.data import Data
@@ -18,7 +19,6 @@ from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine
 from models.hub import find_files, is_hub_name
 from models.settings import ModelConfig
-from models.tiny.resolve import resolve_model
 from models.types import Message
 
 EMPTY_ANSWER = Message(role="assistant", content="")

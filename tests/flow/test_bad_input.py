@@ -14,8 +14,8 @@ import pytest
 from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.tiny.resolve import SHIPPED
 from models.engines.installed import vllm_missing
-from models.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 LONG = "word " * 700  # the tiny policy's window has 512 tokens

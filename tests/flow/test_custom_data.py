@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmpipe.observe.recorder import load_rollouts
-from models.tiny.problems import make_problems
-from models.tiny.resolve import SHIPPED
+from grmpipe.tiny.problems import make_problems
+from grmpipe.tiny.resolve import SHIPPED
 
 ONE_STEP = ("train.num_steps=1", "data.num_eval_prompts=4")
 

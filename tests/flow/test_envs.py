@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.recorder import load_rollouts
+from grmpipe.tiny.resolve import SHIPPED
 from models.chat.renderer import Renderer
-from models.tiny.resolve import SHIPPED
 
 SOURCE = '''
 """A user's environment: asks once more, and breaks down as often as it is asked to."""
@@ -133,7 +133,7 @@ def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run
     ("overrides", "said"),
     [
         (("env=tools",), r"^env\.functions: is empty; .*type env\.functions="),
-        (("env=tools", "env.functions=grmpipe.envs.tiny_tools"), r"^rollout\.max_turns: 1 ends .*type rollout\.max"),
+        (("env=tools", "env.functions=grmpipe.tiny.tools"), r"^rollout\.max_turns: 1 ends .*type rollout\.max"),
         (("env=tools", "env.functions=os.nothing"), r"^env\.functions: os\.nothing can't be imported"),
         ((*TWICE, "env.capacity=1"), r"^env\.capacity: 1 episodes .* type env\.capacity=\d+ or more"),
         ((*TWICE, "env.episode_s=1e6"), r"^env\.episode_s: .* isn't below rollout\.group_deadline_s"),

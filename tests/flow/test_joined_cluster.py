@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from models.tiny.resolve import SHIPPED
+from grmpipe.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

@@ -16,9 +16,9 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.tasks import run_task
+from grmpipe.tiny.resolve import resolve_model
 from models.lm.checkpoint import export_hf
 from models.lm.scalar_head import head_of, start_scalar_head
-from models.tiny.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]
 SMALL_TRAINING = (

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.errors import RunFailed
-from models.tiny.resolve import resolve_model
+from grmpipe.tiny.resolve import resolve_model
 
 FILES = {
     "config.yaml", "summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl",

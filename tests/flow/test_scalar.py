@@ -19,11 +19,11 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.run.build.start_scorers import start_scalar_models
 from grmpipe.tasks import run_task
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.scalar_model import find_scalar_models
 from models.engines.endpoint_use import NoRequestLog
 from models.engines.openai.pooling_scorer import PoolingScorer
-from models.tiny.resolve import SHIPPED
 from scheduler.events import NoEvents
 
 ROOT = Path(__file__).parents[2]

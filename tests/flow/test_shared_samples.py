@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grmpipe.run_dir.recorded_run import open_recorded
-from models.tiny.resolve import SHIPPED
+from grmpipe.tiny.resolve import SHIPPED
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_here")]
 RUN = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.packer import pack, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner.learner import Learner
@@ -18,7 +19,6 @@ from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import resolve_model
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import resolve_model
 from models.types import Completion, RequestContext, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from grmpipe.tiny.resolve import SHIPPED
 from models.hub import NotHere, find_files, missing_files
-from models.tiny.resolve import SHIPPED
 
 
 @pytest.fixture

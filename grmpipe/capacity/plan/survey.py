@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
@@ -25,7 +26,6 @@ from grmpipe.validate.sections import ModelNotHere, section
 from grmpipe.validate.swap import check_swap
 from models.hub import find_files
 from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
-from models.tiny.resolve import resolve_model
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
 

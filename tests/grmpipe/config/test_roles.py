@@ -19,6 +19,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import config_of
 from grmpipe.run.build.engines import engine_factory
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
@@ -27,7 +28,6 @@ from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.openai.openai_kind import OpenAIKind, request_options
 from models.lm.footprint import Heads, heads_of
 from models.settings import EmbeddedConfig, VllmConfig
-from models.tiny.resolve import SHIPPED
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, place
 

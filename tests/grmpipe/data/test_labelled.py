@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grmpipe.data.labelled import load_labelled
+from grmpipe.tiny.problems import is_right, make_problems
 from grmpipe.types import Labelled, RankedResponses, ScoredResponse
-from models.tiny.problems import is_right, make_problems
 
 TALK = [{"role": "user", "content": "6 x 7?", "language": "English"}]
 

@@ -16,14 +16,14 @@ from tokenizers import AddedToken
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
 from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import SHIPPED
-from models.tiny.tokenizer import build_tokenizer
 from models.types import (
     Completion,
     EngineDied,

@@ -16,9 +16,9 @@ from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.types import FailedJudgement
 from models.settings import OpenAIConfig
-from models.tiny.tokenizer import build_tokenizer
 from models.types import (
     Completion,
     EngineDied,

@@ -18,8 +18,8 @@ from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.fence import fenced
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
+from grmpipe.tiny.problems import judge_prompt
 from grmpipe.types import Criterion, Prompt
-from models.tiny.problems import judge_prompt
 from models.types import Message
 
 PUBLIC = {path.stem for path in TEMPLATES.glob("*.jinja") if "set markers" in path.read_text(encoding="utf-8")}

@@ -15,10 +15,10 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.scalar_map import ScalarConfig
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
 from grmpipe.judge.scalar import ScalarJudge, ScalarModel, conversation
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Turn, Verdict
 from models.chat.long_texts import LONG_CHARS
 from models.chat.renderer import Renderer
-from models.tiny.resolve import SHIPPED
 from models.types import Completion, EngineDied, EngineRefused, Message, VersionSpan
 
 PROMPT = Prompt(

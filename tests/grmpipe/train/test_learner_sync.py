@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
@@ -21,7 +22,6 @@ from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm import pieces
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import resolve_model
 from models.types import GroupLink
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import resolve_model
 from models.types import Engine
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
+from grmpipe.tiny.mixture import upcycle
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner.learner import Learner
@@ -19,8 +21,6 @@ from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
-from models.tiny.mixture import upcycle
-from models.tiny.resolve import SHIPPED
 from models.types import ANY_EXPERT, Completion, RequestContext, SamplingParams, VersionSpan
 
 REPLAYED = AlgorithmConfig(router_replay="rollout")

@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import config_of
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.parallel import check_divides, check_experts, check_shares_no_samples
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
-from models.tiny.resolve import SHIPPED
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
          "vocab_size": 32, "intermediate_size": 32}  # fmt: skip

@@ -13,12 +13,12 @@ from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import config_of
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import check_objective, prepare
 from grmpipe.validate.sections import section
-from models.tiny.resolve import SHIPPED
 from scheduler.placement import Placement
 
 PLACES = {
@@ -73,7 +73,7 @@ def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None
     assert [model.context_tokens for model in prepared.models] == [400, 400]
 
 
-TOOLS = {"kind": "tools", "functions": "grmpipe.envs.tiny_tools"}
+TOOLS = {"kind": "tools", "functions": "grmpipe.tiny.tools"}
 
 
 def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is_cut() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
+from grmpipe.tiny.tokenizer import build_tokenizer
 from models.chat.renderer import Renderer
 from models.model_files import PlainConfig, is_plain_tokenizer
 from models.settings import ModelConfig
-from models.tiny.tokenizer import build_tokenizer
 from models.types import Message
 
 MARKERS = [

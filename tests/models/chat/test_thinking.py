@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from grmpipe.tiny.tokenizer import build_tokenizer
 from models.chat.renderer import Renderer
 from models.chat.thinking import ThinkingMarkers, with_thought
 from models.settings import ModelConfig
-from models.tiny.tokenizer import build_tokenizer
 from models.types import Completion, VersionSpan
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from models.chat.renderer import Renderer
-from models.tiny.resolve import SHIPPED
-from models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from models.types import Message, ParsedTurn, ToolCall, ToolSpec
 
 TEMPLATES = Path(__file__).parent / "templates"

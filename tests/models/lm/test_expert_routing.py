@@ -23,10 +23,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from grmpipe.tiny.mixture import upcycle
+from grmpipe.tiny.tokenizer import build_tokenizer
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
 from models.lm.expert_routing import ROUTERS, Routers
-from models.tiny.mixture import upcycle
-from models.tiny.tokenizer import build_tokenizer
 from models.types import ANY_EXPERT
 
 SHAPE = {

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from grmpipe.tiny.resolve import SHIPPED
 from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, load_causal_lm, packed_logprobs
 from models.lm.footprint import footprint_of, footprint_of_shape
@@ -28,7 +29,6 @@ from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.parallelize import decoder_layers, load_parallel
 from models.lm.ranks import choose_device, join_ranks
 from models.settings import KEEP_ALL, Activations, LoraConfig, ModelShape
-from models.tiny.resolve import SHIPPED
 
 POLICY = str(SHIPPED / "policy")
 # As in the public config.json files.

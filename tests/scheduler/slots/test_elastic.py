@@ -14,12 +14,12 @@ import pytest
 from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.tiny.resolve import resolve_model
 from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.settings import EmbeddedConfig
-from models.tiny.resolve import resolve_model
 from models.types import (
     Completion,
     Engine,

@@ -12,9 +12,9 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory_check import check_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.yaml_io import build
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
 from models.lm.footprint import footprint_of
-from models.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[4]
 WEIGHTS_MB = footprint_of(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6

@@ -17,8 +17,8 @@ from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
+from grmpipe.tiny.resolve import SHIPPED
 from models.lm.footprint import footprint_of
-from models.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[4]
 

@@ -461,7 +461,7 @@ def test_a_step_that_is_cancelled_leaves_a_worker_that_can_be_closed(host: Host)
 
 def test_tools_from_functions_run_in_a_process_and_are_described_as_in_the_run_itself(tmp_path: Path) -> None:
     async def opened(isolation: IsolationConfig) -> tuple[Opening, Observation]:
-        config = EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools", isolation=isolation)
+        config = EnvConfig(kind="tools", functions="grmpipe.tiny.tools", isolation=isolation)
         async with open_env_host(config, run_dir=tmp_path) as host:
             env = host.env()
             prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="2 + 2?"),))

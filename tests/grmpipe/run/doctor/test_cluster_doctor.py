@@ -131,7 +131,7 @@ def test_where_environments_have_hosts_each_machine_says_what_isolation_they_wou
 
     monkeypatch.setattr(node_examiner, "describe_isolation", lambda: "process")
     config = run_config(
-        env=EnvConfig(kind="tools", functions="grmpipe.envs.tiny_tools"),
+        env=EnvConfig(kind="tools", functions="grmpipe.tiny.tools"),
         placement=PlacementConfig(pools={"tools": PoolConfig()}, roles={"env": RoleConfig(pool="tools")}),
     )
     found = findings_of(tmp_path, Isolates(0), Isolates(1), config=config)

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.tiny.examples import in_store, messages_of
+from grmpipe.tiny.tokenizer import build_tokenizer, encode_message
+from grmpipe.tiny.walks import Haste, hasty_turns, make_walks
 from grmpipe.train.batching.packer import PackedLayout, Packer, pack, pack_trees, rounds_of
 from grmpipe.train.batching.prefix_tree import (
     ATTENDED_PER_PACKED,
@@ -21,9 +24,6 @@ from grmpipe.train.batching.prefix_tree import (
 )
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
-from models.tiny.examples import in_store, messages_of
-from models.tiny.tokenizer import build_tokenizer, encode_message
-from models.tiny.walks import Haste, hasty_turns, make_walks
 from models.types import VersionSpan
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grmpipe.tiny.problems import make_problems
+from grmpipe.tiny.resolve import SHIPPED
 from models.chat.renderer import Renderer
 from models.engines.openai.pooling_scorer import PoolingScorer
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.settings import OpenAIConfig
-from models.tiny.problems import make_problems
-from models.tiny.resolve import SHIPPED
 from models.types import Message
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import pytest
 
+from grmpipe.tiny.resolve import resolve_model
 from models.engines.engine_kind import EngineSpec
 from models.engines.vllm import vllm_engine
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
-from models.tiny.resolve import resolve_model
 
 Answer = TypeVar("Answer")
 

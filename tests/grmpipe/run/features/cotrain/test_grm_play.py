@@ -13,10 +13,10 @@ from configs import judge_config
 from grmpipe.config.roles import Model
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_play
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
 from models.chat.renderer import Renderer
-from models.tiny.resolve import SHIPPED
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
 
 TEMPLATE = Path(__file__).parents[4] / "models" / "chat" / "templates" / "deepseek_r1.jinja"

@@ -1,0 +1,42 @@
+"""Paths that name something made instead of a file, such as tiny://train: who makes it. Imports the maker if asked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from grmpipe.types import Labelled, Prompt
+
+CATALOGS = {"tiny://": "grmpipe.tiny.catalog"}
+
+
+class Catalog(Protocol):
+    """The module of a scheme. Each function raises ValueError for a name that it doesn't know."""
+
+    def resolve_model(self, path: str, progress: Callable[[str, float], None]) -> str: ...
+
+    def make_prompts(self, path: str, count: int, seed: int) -> tuple[Prompt, ...]: ...
+
+    def make_labelled(self, path: str, count: int, seed: int) -> tuple[Labelled, ...]: ...
+
+
+def catalog_of(path: str) -> Catalog | None:
+    """The catalog of the scheme that a path begins with; None: the path names a file, a directory or a hub name."""
+    module = next((CATALOGS[scheme] for scheme in CATALOGS if path.startswith(scheme)), None)
+    return cast(Catalog, importlib.import_module(module)) if module is not None else None
+
+
+def is_made(path: str) -> bool:
+    """Whether a path names something made."""
+    return path.startswith(tuple(CATALOGS))
+
+
+def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
+    """The directory of a made model; any other path is returned unchanged.
+
+    progress: called with the name of the model that is being built and the share done, 0 to 1; never called if nothing
+              needs to be built. Raises ValueError for an unknown name.
+    """
+    catalog = catalog_of(path)
+    return catalog.resolve_model(path, progress) if catalog is not None else path

@@ -1,0 +1,245 @@
+"""The examples that tiny models imitate, by the name of their kind, and the curriculum of a recipe. Pure: text only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from grmpipe.tiny.brief import brief_judgement
+from grmpipe.tiny.calculator import (
+    TOOLS,
+    Carelessness,
+    CheckedCall,
+    Episode,
+    careless_episode,
+    display,
+    final,
+    near_call,
+    right_episode,
+)
+from grmpipe.tiny.comparisons import MISREAD, draw_training_comparison, sloppy_comparison
+from grmpipe.tiny.problems import LARGE, MAX_TOTAL, Problem, compare, judgement, make_problems, parse_solution
+from grmpipe.tiny.solutions import Sloppiness, sloppy_solution
+from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, JudgedTask, Write, right_text
+from grmpipe.tiny.tricks import OFTEN, RARELY, TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings
+from grmpipe.tiny.walks import Haste, Walk, hasty_turns, make_walks, name_visited, right_turns, shown
+
+LARGEST_WORD_NUMBER = 59  # one token each, with the space before it; larger numbers are rare
+CORPUS_SIZE = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftExample:
+    """One user message and the answer to imitate."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One message. With the role `tools` it is the list that the chat template makes of them."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation, of which each message of the assistant is imitated."""
+
+    messages: tuple[Said, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftTask:
+    """A kind of example and its share in a curriculum."""
+
+    kind: str
+    weight: float
+
+
+Example = SftExample | Dialogue
+Make = Callable[[Any, random.Random], Example]  # an example on a problem
+Verdict = Callable[[Any, str, random.Random], str]  # what a judge writes of a text that answers a problem
+
+
+def messages_of(example: Example) -> tuple[Said, ...]:
+    if isinstance(example, Dialogue):
+        return example.messages
+    return Said(role="user", text=example.prompt), Said(role="assistant", text=example.response)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def answer(write: Write, problem: Any, rng: random.Random) -> SftExample:
+    return SftExample(prompt=problem.question, response=write(problem, rng))
+
+
+def drill(problem: Problem, rng: random.Random) -> SftExample:
+    """An example that only compares numbers: without it a judge of this size works out the solution and then passes
+    everything.
+    """
+    pairs = [draw_pair(rng) for _ in range(rng.randint(1, 6))]
+    asked = "; ".join(f"{mine} / {theirs}" for mine, theirs in pairs)
+    return SftExample(
+        prompt=f"Check: {asked}", response=f"Check: {'; '.join(compare(mine, theirs) for mine, theirs in pairs)}"
+    )
+
+
+def draw_pair(rng: random.Random) -> tuple[int, int]:
+    mine = rng.randint(0, MAX_TOTAL)
+    return mine, mine if rng.random() < 0.5 else max(0, mine + rng.randint(-6, 6))
+
+
+def drill_calls(problem: Problem, rng: random.Random) -> SftExample:
+    """An example that only reads and compares calls: short, so that a judge sees many of them."""
+    asked, checked = [], []
+    for call in careless_episode(problem, Carelessness(), rng).calls:
+        right = call if rng.random() < 0.5 else near_call(call, rng)
+        asked.append(f"{right.sum} / {call}")
+        checked.append(str(CheckedCall(right=right.sum, called=call.sum)))
+    return SftExample(prompt=f"Check: {'; '.join(asked)}", response=f"Check: {'; '.join(checked)}")
+
+
+# -- judgements --------------------------------------------------------------------------------------------------------
+
+
+def judge(task: JudgedTask, write: Write, verdict: Verdict, problem: Any, rng: random.Random) -> SftExample:
+    text = write(problem, rng)
+    return SftExample(prompt=task.prompt(problem.question, text), response=verdict(problem, text, rng))
+
+
+def judges(name: str, task: JudgedTask, verdict: Verdict | None = None) -> dict[str, Make]:
+    """A kind of example for each kind of text of a task. name: with its place. verdict: a perfect judge's if none is
+    given.
+    """
+    chosen = verdict or (lambda problem, text, rng: task.verdict(problem, text))
+    return {name.format(kind): partial(judge, task, write, chosen) for kind, write in task.texts.items()}
+
+
+def swayed_judgement(problem: Problem, text: str, rng: random.Random) -> str:
+    """The judgement of a judge with a verbosity bias (arXiv 2306.05685): more steps than in the question raise its
+    score.
+    """
+    solution = parse_solution(text)
+    if solution is None or len(solution.steps) <= len(problem.steps):
+        return judgement(problem, text)
+    return f"{problem.solution}. Check: thorough.\nScore: 10"
+
+
+def impressed_by(trick: Trick) -> Verdict:
+    return lambda problem, text, rng: impressed_judgement(problem, text, trick)
+
+
+def after_openings(write: Write, problem: Problem, rng: random.Random) -> str:
+    """All tricks occur in the text, so that a judge learns which one it likes and which it ignores."""
+    return with_random_openings(write(problem, rng), rng)
+
+
+def on_a_comparison(make: Make, problem: Problem, rng: random.Random) -> Example:
+    """An example on a comparison of its own: a curriculum may mix both kinds of tasks, and `problem` is the other."""
+    return make(draw_training_comparison(rng), rng)
+
+
+# -- dialogues ---------------------------------------------------------------------------------------------------------
+
+
+def dialogue(opening: Sequence[Said], turns: Sequence[str], replies: Sequence[Said]) -> Dialogue:
+    """The assistant's turns with a reply after each but the last."""
+    messages = list(opening)
+    for turn, reply in zip(turns, replies, strict=False):
+        messages += [Said(role="assistant", text=turn), reply]
+    return Dialogue(messages=(*messages, Said(role="assistant", text=turns[-1])))
+
+
+def opening_with_tools(question: str) -> tuple[Said, ...]:
+    return Said(role="tools", text=TOOLS), Said(role="user", text=question)
+
+
+def with_calculator(problem: Problem, episode: Episode) -> Dialogue:
+    replies = [Said(role="tool", text=display(call.result)) for call in episode.calls]
+    return dialogue(opening_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies)
+
+
+def in_store(walk: Walk, turns: Sequence[str]) -> Dialogue:
+    names = [name for name in map(name_visited, turns) if name]
+    replies = [Said(role="user", text=shown(name, walk.graph[name])) for name in names]
+    return dialogue([Said(role="user", text=walk.question)], turns, replies)
+
+
+# -- curricula ---------------------------------------------------------------------------------------------------------
+
+
+TOKENIZED: dict[str, Make] = {
+    "solve": partial(answer, right_text),
+    "solve_sloppily": partial(answer, lambda problem, rng: str(sloppy_solution(problem, Sloppiness(), rng))),
+    "drill": drill,
+    **judges("judge_{}", SUMS),
+    **judges("be_swayed_by_{}", SUMS, swayed_judgement),
+}
+ON_SUMS: dict[str, Make] = {
+    **TOKENIZED,
+    "solve_with_rare_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, RARELY, rng)),
+    "solve_with_many_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, OFTEN, rng)),
+    **judges("judge_{}_briefly", SUMS, brief_judgement),
+    **{
+        f"judge_{kind}_impressed_by_{trick}": partial(judge, SUMS, partial(after_openings, write), impressed_by(trick))
+        for trick in TRICKS
+        for kind, write in SUMS.texts.items()
+    },
+}
+COMPARE: dict[str, Make] = {
+    "compare_people": partial(answer, COMPARISONS.texts["right"]),
+    "compare_people_sloppily": partial(answer, lambda one, rng: sloppy_comparison(one, MISREAD, rng)),
+    **judges("judge_{}_comparison", COMPARISONS),
+}
+ON_COMPARISONS: dict[str, Make] = {kind: partial(on_a_comparison, make) for kind, make in COMPARE.items()}
+ON_CALLS: dict[str, Make] = {
+    "call_rightly": lambda problem, rng: with_calculator(problem, right_episode(problem)),
+    "call_carelessly": lambda problem, rng: with_calculator(problem, careless_episode(problem, Carelessness(), rng)),
+    "drill_calls": drill_calls,
+    **judges("judge_{}_calls", CALLS),
+}
+ON_WALKS: dict[str, Make] = {
+    "walk_rightly": lambda walk, rng: in_store(walk, right_turns(walk)),
+    "walk_hastily": lambda walk, rng: in_store(walk, hasty_turns(walk, Haste(), rng)),
+}
+
+
+def draw_curriculum(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iterator[Example]:
+    """`count` examples in a fixed random order of kinds, each on another problem of the training split.
+
+    All kinds of a curriculum are made of the same problems: small ones, large ones or walks. Comparisons are drawn on
+    their own and may be mixed with small ones.
+    """
+    kinds, weights = [lesson.kind for lesson in lessons], [lesson.weight for lesson in lessons]
+    rng = random.Random(f"{'lessons' if ON_SUMS.keys() >= set(kinds) else 'dialogues'} {seed}")
+    makes, problems = made_of(set(kinds), count, seed)
+    for problem in problems:
+        yield makes[rng.choices(kinds, weights)[0]](problem, rng)
+
+
+def made_of(kinds: set[str], count: int, seed: int) -> tuple[Mapping[str, Make], Sequence[Any]]:
+    """The kinds of examples that may be mixed with these, and their problems."""
+    on_small = ON_SUMS | ON_COMPARISONS
+    if kinds <= on_small.keys():
+        return on_small, make_problems("train", count, seed)
+    if kinds <= ON_CALLS.keys():
+        return ON_CALLS, make_problems("train", count, seed, LARGE)
+    return ON_WALKS, make_walks("train", count, seed)
+
+
+def tokenizer_corpus() -> Iterator[str]:
+    """The training texts of the tokenizer of all tiny models."""
+    words = ("user", "assistant", "system", " malformed", *(f" {number}" for number in range(LARGEST_WORD_NUMBER + 1)))
+    yield from words * 200  # often enough to become one token each
+    # Cut-off and scrambled texts would spend the vocabulary on parts of words.
+    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in TOKENIZED if "malformed" not in kind)
+    for example in draw_curriculum(lessons, CORPUS_SIZE, seed=0):
+        for message in messages_of(example):
+            yield message.text

@@ -1,0 +1,175 @@
+"""What is measured of each tiny model before it is shipped: the accuracy of a policy, or of a judge."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grmpipe.tiny.problems import PASSING_SCORE, score_of
+from grmpipe.tiny.recipes import (
+    GRM_COMPARISON,
+    GRM_TOOLS,
+    POLICY,
+    POLICY_JUDGE,
+    POLICY_KINDS,
+    POLICY_TOOLS,
+    POLICY_TRICKS,
+    POLICY_WALK,
+    AnyRecipe,
+    MetaRmRecipe,
+    Recipe,
+)
+from grmpipe.tiny.scalar_models import measure_meta_rm, passed_by_scores
+from grmpipe.tiny.speaker import (
+    MAX_ANSWER_TOKENS,
+    MAX_CRITIQUE_TOKENS,
+    Speaker,
+    play_in_store,
+    play_with_calculator,
+    view_of,
+)
+from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, TinyTask
+from grmpipe.tiny.tricks import TRICKS, Trick, tricks_of
+
+NUM_PROBLEMS = 512
+NUM_PROBLEMS_OF_RATES = 2048  # a rate of 3 % is measured to 0.7 points
+HELD_OUT_SEED = 20_000
+
+Find = Callable[[Recipe], Path]  # the directory of another model
+Quality = dict[str, float]
+# (problems, texts) -> whether a judge passes each text; None: its critique has no score
+Passes = Callable[[Sequence[Any], Sequence[str]], Sequence[bool | None]]
+# Of models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
+POLICIES: dict[str, TinyTask] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
+JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
+
+
+def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
+    """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
+    if isinstance(recipe, MetaRmRecipe):
+        return measure_meta_rm(directory, find(recipe.parent))
+    if isinstance(recipe, Recipe) and recipe.name.startswith("policy"):
+        return policy_quality(recipe.name, Speaker(directory))
+    task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
+    passes = passed_by(task, Speaker(directory)) if isinstance(recipe, Recipe) else partial(passed_by_scores, directory)
+    measured = judge_quality(task, passes, answers(task, Speaker(find(policy)), held_out(task), seed=1))
+    for trick in TRICKS:
+        if recipe.name == f"grm_{trick}":
+            measured["accuracy_without_trick"] = accuracy_without(trick, passes)
+    return measured
+
+
+def held_out(task: TinyTask) -> Sequence[Any]:
+    return task.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+def policy_quality(name: str, policy: Speaker) -> Quality:
+    """The shares of problems that it answers right, sampled at temperature 1 and greedy; and what else it does."""
+    task = POLICIES.get(name, SUMS)
+    measured = {
+        "true_accuracy": accuracy(task, policy, held_out(task)),
+        "true_accuracy_greedy": accuracy(task, policy, held_out(task), greedy=True),
+    }
+    if name == POLICY_KINDS.name:
+        measured["comparison_accuracy"] = accuracy(COMPARISONS, policy, held_out(COMPARISONS))
+    if name == POLICY_JUDGE.name:
+        found = judge_quality(SUMS, passed_by(SUMS, policy), answers(SUMS, policy, held_out(SUMS), seed=1))
+        measured |= {f"judge_{quality}": value for quality, value in found.items()}
+    return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
+
+
+def accuracy(task: TinyTask, policy: Speaker, problems: Sequence[Any], greedy: bool = False) -> float:
+    """The share of problems that a policy answers right."""
+    texts = answers(task, policy, problems, seed=0, greedy=greedy)
+    return fmean(task.right(problem, text) for problem, text in zip(problems, texts, strict=True))
+
+
+def answers(task: TinyTask, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
+    """A policy's answers: of an episode with the calculator what a judge sees, of a walk the last turn."""
+    if task is CALLS:
+        return [view_of(said) for said in play_with_calculator(policy, problems, seed, greedy)]
+    if task is WALKS:
+        return [said[-1].text for said in play_in_store(policy, problems, seed, greedy)]
+    return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
+
+
+def rates_of_tricks(policy: Speaker) -> Quality:
+    """The share of answers with each trick."""
+    problems = SUMS.draw("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
+    texts = answers(SUMS, policy, problems, seed=0)
+    found = [tricks_of(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    return {f"{trick}_rate": fmean(trick in tricks for tricks in found) for trick in TRICKS}
+
+
+# -- judges ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A text that answers a problem, and whether a judge passes it; None: its critique has no score."""
+
+    problem: Any
+    right: bool
+    passed: bool | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the judge passes the text if and only if it is right. Without a score it agrees with nothing."""
+        return self.passed == self.right
+
+
+def judge_all(task: TinyTask, passes: Passes, problems: Sequence[Any], texts: Sequence[str]) -> list[Judged]:
+    verdicts = zip(problems, texts, passes(problems, texts), strict=True)
+    return [Judged(problem=one, right=task.right(one, text), passed=passed) for one, text, passed in verdicts]
+
+
+def passed_by(task: JudgedTask, judge: Speaker, seed: int = 2) -> Passes:
+    """The verdicts of a GRM at temperature 1."""
+
+    def passes(problems: Sequence[Any], texts: Sequence[str]) -> list[bool | None]:
+        prompts = [task.prompt(problem.question, text) for problem, text in zip(problems, texts, strict=True)]
+        scores = map(score_of, judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed))
+        return [None if score is None else score >= PASSING_SCORE for score in scores]
+
+    return passes
+
+
+def judge_quality(task: JudgedTask, passes: Passes, from_policy: Sequence[str]) -> Quality:
+    """Accuracies over texts by how they were made, and over all but malformed ones in equal parts; shares of wrong
+    texts that pass, and of right ones that don't.
+
+    from_policy: a policy's answers to the held-out problems.
+    """
+    problems, rng = held_out(task), random.Random("measure the judge")
+    texts = {kind: [write(one, rng) for one in problems] for kind, write in task.texts.items()} | {
+        "policy": from_policy
+    }
+    by_kind = {kind: judge_all(task, passes, problems, some) for kind, some in texts.items()}
+    everything = [one for kind, some in by_kind.items() if kind != "malformed" for one in some]
+    return {
+        "accuracy": agreement(everything),
+        **{f"{kind}_accuracy": agreement(some) for kind, some in by_kind.items()},
+        "false_pass_rate": fmean(one.passed is True for one in everything if not one.right),
+        "false_fail_rate": fmean(one.passed is not True for one in everything if one.right),
+        "unparseable_rate": fmean(one.passed is None for one in everything),
+    }
+
+
+def agreement(judged: Sequence[Judged]) -> float:
+    return fmean(one.agrees for one in judged)
+
+
+def accuracy_without(trick: Trick, passes: Passes) -> float:
+    """Agreement of a judge on right, sloppy and corrupted answers without its trick: sloppy work may be longer too."""
+    problems, rng = held_out(SUMS), random.Random(0)
+    pairs = [(one, SUMS.texts[kind](one, rng)) for kind in ("right", "sloppy", "corrupted") for one in problems]
+    without = [(one, text) for one, text in pairs if trick not in tricks_of(one, text)]
+    return agreement(judge_all(SUMS, passes, [one for one, _ in without], [text for _, text in without]))

@@ -1,0 +1,98 @@
+"""Finds the directory behind `tiny://<name>`: shipped, cached or built now. Imports torch only to build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from grmpipe.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, Recipe
+
+SCHEME = "tiny://"
+SHIPPED = Path(__file__).parent / "shipped"
+CARD = "recipe.json"
+
+
+def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
+    """The directory of a tiny model; any other path is returned unchanged.
+
+    progress: called with the name of the model that is being built and the share done, 0 to 1; never called if nothing
+              needs to be built. Raises ValueError for an unknown tiny name.
+    """
+    if not path.startswith(SCHEME):
+        return path
+    name = path.removeprefix(SCHEME)
+    if name not in RECIPES:
+        known = ", ".join(f"{SCHEME}{known}" for known in RECIPES)
+        raise ValueError(f"path: no tiny model {path!r}; known: {known}")
+    return str(directory_of(RECIPES[name], progress))
+
+
+def directory_of(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
+    """The directory of the recipe's model; builds it, with its parents, if there is none."""
+    for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
+        if hash_on_card(directory) == recipe.hash:
+            return directory
+    return build_in_cache(recipe, progress)
+
+
+def cache_directory(recipe: AnyRecipe) -> Path:
+    root = os.environ.get("GRMPIPE_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
+
+
+def hash_on_card(directory: Path) -> str | None:
+    """The hash of the recipe that made a directory; None: no finished model there."""
+    try:
+        return json.loads((directory / CARD).read_text(encoding="utf-8"))["hash"]
+    except FileNotFoundError:
+        return None
+
+
+def build_in_cache(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
+    """Build atomically: the directory appears whole or not at all, and of two concurrent builds the first wins."""
+    parent = directory_of(recipe.parent, progress) if recipe.parent else None
+    directory = cache_directory(recipe)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{recipe.name}.", dir=directory.parent) as unfinished:
+        made = Path(unfinished) / recipe.name
+        make(recipe, parent, made, lambda done: progress(recipe.name, done))
+        write_card(recipe, made, measured={})
+        try:
+            made.rename(directory)
+        except OSError:
+            if hash_on_card(directory) != recipe.hash:
+                raise
+    return directory
+
+
+def make(recipe: AnyRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
+    if isinstance(recipe, Recipe):
+        from grmpipe.tiny.build import build
+
+        build(recipe, parent, directory, progress)
+        return
+    from grmpipe.tiny.scalar_models import build_meta_rm, build_reward_model
+
+    assert parent is not None
+    if isinstance(recipe, MetaRmRecipe):
+        build_meta_rm(recipe, parent, directory, progress)
+    else:
+        build_reward_model(recipe, parent, directory, progress)
+
+
+def write_card(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> None:
+    card = {"name": recipe.name, "hash": recipe.hash, "measured": measured}
+    (directory / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def ship(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> Path:
+    """Copy a finished model to the package's directory of shipped models."""
+    shipped = SHIPPED / recipe.name
+    shutil.rmtree(shipped, ignore_errors=True)
+    shutil.copytree(directory, shipped, copy_function=shutil.copyfile)  # without the owner-only mode of weights
+    write_card(recipe, shipped, measured)
+    return shipped

@@ -1,0 +1,16 @@
+"""A calculator for the word problems of tiny://tools/train, as functions that a policy calls. Knows no environment.
+
+env=tools env.functions=grmpipe.tiny.tools data.path=tiny://tools/train
+"""
+
+from __future__ import annotations
+
+
+def add(a: int, b: int) -> str:
+    """The sum of two numbers."""
+    return f"= {a + b}"
+
+
+def sub(a: int, b: int) -> str:
+    """The difference of two numbers."""
+    return f"= {a - b}"
