@@ -18,7 +18,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing
+from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
 from models.engines.installed import vllm_missing
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-from grmpipe.envs.isolation.leftovers import start_of
-from grmpipe.envs.isolation.worker_processes import descendants
+from grmpipe.envs.sandbox.leftovers import start_of
+from grmpipe.envs.sandbox.worker_processes import descendants
 
 SOURCE = '''
 """A user's tools and agent, which wait for what never comes."""

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from grmpipe.config.tracking import TrackingConfig
-from grmpipe.envs.isolation.isolation_report import describe_isolation
+from grmpipe.envs.sandbox.isolation_report import describe_isolation
 from grmpipe.trackers.tracker import TrackerConfig
 from models.engines import installed
 from models.settings import INSTALL_PEFT

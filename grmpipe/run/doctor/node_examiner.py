@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grmpipe.config.isolation import IsolationConfig
-from grmpipe.envs.isolation.env_host import check_isolation
-from grmpipe.envs.isolation.isolation_report import describe_isolation
+from grmpipe.envs.sandbox.env_host import check_isolation
+from grmpipe.envs.sandbox.isolation_report import describe_isolation
 from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
 from models.hub import missing_files
 from scheduler.processes.node_address import node_address

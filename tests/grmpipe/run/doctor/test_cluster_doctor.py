@@ -140,7 +140,7 @@ def test_where_environments_have_hosts_each_machine_says_what_isolation_they_wou
 
 
 def test_a_runtime_that_does_not_answer_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grmpipe.envs.isolation.env_host.answers", lambda runtime: False)
+    monkeypatch.setattr("grmpipe.envs.sandbox.env_host.answers", lambda runtime: False)
     docker = IsolationConfig(kind="container", image="i", runtime="apptainer")
     found = isolation_found(docker)
     assert not found.ok and found.text.startswith("env.isolation.runtime: apptainer does not answer")

@@ -1,6 +1,6 @@
 """The first processes of a container in which one environment lives: frames come by stdin, and go by stdout.
 
-    python -m grmpipe.envs.isolation.container_worker
+    python -m grmpipe.envs.sandbox.container_worker
 
 The first only waits. The environment lives in its child, and what that prints goes to stderr. The container's runtime
 confines both; that neither memory nor descriptors of the two are open to programs of the policy is done here.
@@ -17,11 +17,11 @@ from typing import NoReturn
 import msgspec
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.isolation import kernel, seccomp
-from grmpipe.envs.isolation.confinement import Missing, Parts
-from grmpipe.envs.isolation.env_worker import serve
-from grmpipe.envs.isolation.fork_server import checked
-from grmpipe.envs.isolation.messages import BlamedEnv, Confined, body_of_next, frame
+from grmpipe.envs.sandbox import kernel, seccomp
+from grmpipe.envs.sandbox.confinement import Missing, Parts
+from grmpipe.envs.sandbox.env_worker import serve
+from grmpipe.envs.sandbox.fork_server import checked
+from grmpipe.envs.sandbox.messages import BlamedEnv, Confined, body_of_next, frame
 
 
 def confine() -> tuple[Missing, ...]:

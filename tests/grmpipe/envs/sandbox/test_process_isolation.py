@@ -20,12 +20,12 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.isolation.env_host import open_env_host
-from grmpipe.envs.isolation.hosted_env import HostedEnv
-from grmpipe.envs.isolation.isolation_report import isolation_report
-from grmpipe.envs.isolation.leftovers import FOLDER, clear, noted, processes_of, sweep
-from grmpipe.envs.isolation.process_host import ProcessHost, bounds_of, fork
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.env_host import open_env_host
+from grmpipe.envs.sandbox.hosted_env import HostedEnv
+from grmpipe.envs.sandbox.isolation_report import isolation_report
+from grmpipe.envs.sandbox.leftovers import FOLDER, clear, noted, processes_of, sweep
+from grmpipe.envs.sandbox.process_host import ProcessHost, bounds_of, fork
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
 
@@ -205,7 +205,7 @@ def test_too_much_memory_is_the_policys_fault_and_ends_the_episode(host: Host) -
 def test_forks_that_hold_too_much_memory_together_end_the_episode(
     request: pytest.FixtureRequest, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", "grmpipe.envs.isolation.hosted_env")
+    caplog.set_level("DEBUG", "grmpipe.envs.sandbox.hosted_env")
     answer = request.getfixturevalue(kind).step("hold_in_forks 6")
     assert answer.done and answer.faults == ("limit",)
     assert "256 MB of memory of all its processes (env.isolation.memory_mb)" in caplog.text

@@ -17,7 +17,7 @@ import msgspec
 
 from grmpipe.config.user_code import shortened
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.isolation.confinement import Missing
+from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.types import EnvCause
 
 MAX_FRAME = 8 * 2**20  # bytes; a longer one is never read

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env import Env, EnvFault, PolicyFault
-from grmpipe.envs.isolation.env_host import EnvHost, open_env_host
-from grmpipe.envs.isolation.messages import (
+from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.sandbox.env_host import EnvHost, open_env_host
+from grmpipe.envs.sandbox.messages import (
     BadFrame,
     BlamedEnv,
     Close,
@@ -28,7 +29,6 @@ from grmpipe.envs.isolation.messages import (
     fitting,
     requests,
 )
-from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.tools.mcp_tools import check_servers
 
 

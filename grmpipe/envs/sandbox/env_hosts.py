@@ -13,11 +13,11 @@ from typing import cast
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.env import Env
-from grmpipe.envs.hosts.host_member import HostStarted
-from grmpipe.envs.hosts.remote_host import RemoteEnv, RemoteHost
-from grmpipe.envs.isolation.env_host import longer
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.sandbox.env_host import longer
+from grmpipe.envs.sandbox.host_member import HostStarted
+from grmpipe.envs.sandbox.remote_host import RemoteEnv, RemoteHost
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorGroup
 from scheduler.slots.health import RETRY_AFTER_S, HealthConfig

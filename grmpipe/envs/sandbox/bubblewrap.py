@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 
-from grmpipe.envs.isolation.confinement import NETWORK_FILES
+from grmpipe.envs.sandbox.confinement import NETWORK_FILES
 
 COMMAND = "bwrap"
 TRIED_S = 10.0

@@ -14,14 +14,14 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.hosted_env import WorkerHost
-from grmpipe.envs.isolation.leftovers import LABEL, Leftovers
-from grmpipe.envs.isolation.messages import Ended
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.process_group import last_bytes
+from grmpipe.envs.sandbox.hosted_env import WorkerHost
+from grmpipe.envs.sandbox.leftovers import LABEL, Leftovers
+from grmpipe.envs.sandbox.messages import Ended
 
 APPTAINER = "apptainer"
-INSIDE = ("python", "-m", "grmpipe.envs.isolation.container_worker")
+INSIDE = ("python", "-m", "grmpipe.envs.sandbox.container_worker")
 KILLED = 128 + signal.SIGKILL  # exit code of a container whose first process was killed
 MAX_OUTPUT = 8192  # bytes of stderr that are kept
 NO_USER = "65534:65534"

@@ -15,12 +15,12 @@ from pathlib import Path
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import INPROCESS, PROCESS, RUNTIMES, IsolationConfig
 from grmpipe.envs.env import EnvFault, Episode
-from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing
-from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.leftovers import clear, noted
-from grmpipe.envs.isolation.process_host import ProcessHost
-from grmpipe.envs.isolation.supervisor import MEMORY_S
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
+from grmpipe.envs.sandbox.confinement import Missing
+from grmpipe.envs.sandbox.leftovers import clear, noted
+from grmpipe.envs.sandbox.process_host import ProcessHost
+from grmpipe.envs.sandbox.supervisor import MEMORY_S
 from grmpipe.types import Prompt
 
 # Parts whose work another part does too: the supervisor finds and kills all descendants, Landlock forbids writing,
@@ -75,7 +75,7 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
     outside.mkdir()
     config = EnvConfig(
         kind="custom",
-        target="grmpipe.envs.isolation.trial.Trial",
+        target="grmpipe.envs.sandbox.trial.Trial",
         options={"outside": str(outside), "processes": isolation.max_processes},
         isolation=isolation,
     )

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from grmpipe.envs.isolation.kernel import checked, libc
+from grmpipe.envs.sandbox.kernel import checked, libc
 
 _SET_SECCOMP, _FILTER = 22, 2
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h

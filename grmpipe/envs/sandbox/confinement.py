@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.envs.isolation import kernel, landlock, seccomp
+from grmpipe.envs.sandbox import kernel, landlock, seccomp
 
 MEGABYTE = 2**20
 FIRST_USER = 0x70000000  # of the users that workers become where the run is root's; plus the supervisor's process id

@@ -1,6 +1,6 @@
 """A process of its own that imports a run's environment once, and forks a worker from it for each episode.
 
-    python -m grmpipe.envs.isolation.fork_server FD    # of its socket to the run
+    python -m grmpipe.envs.sandbox.fork_server FD    # of its socket to the run
 
 Small: it imports no torch and no Ray. It ends when the run ends.
 """
@@ -28,11 +28,11 @@ from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
-from grmpipe.envs.isolation import kernel
-from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, mapped_bytes
-from grmpipe.envs.isolation.env_worker import serve
-from grmpipe.envs.isolation.messages import Confined, frame
-from grmpipe.envs.isolation.supervisor import map_users_when_asked, supervise
+from grmpipe.envs.sandbox import kernel
+from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, mapped_bytes
+from grmpipe.envs.sandbox.env_worker import serve
+from grmpipe.envs.sandbox.messages import Confined, frame
+from grmpipe.envs.sandbox.supervisor import map_users_when_asked, supervise
 
 MAX_CONTROL = 2**17  # bytes of a control message
 

@@ -27,9 +27,11 @@ from typing import Protocol
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.env_worker import STOPPED
-from grmpipe.envs.isolation.messages import (
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.sandbox.confinement import Missing
+from grmpipe.envs.sandbox.env_worker import STOPPED
+from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Began,
     BlamedEnv,
@@ -48,8 +50,6 @@ from grmpipe.envs.isolation.messages import (
     next_message,
     reports,
 )
-from grmpipe.envs.limited_env import StageLimits
-from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.types import EnvCause
 from scheduler.processes.wire_types import RemoteTraceback
 

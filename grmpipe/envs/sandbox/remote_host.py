@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening
-from grmpipe.envs.hosts.host_member import HostAnswer
-from grmpipe.envs.isolation.hosted_env import blamed
-from grmpipe.envs.isolation.messages import (
+from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.sandbox.host_member import HostAnswer
+from grmpipe.envs.sandbox.hosted_env import blamed
+from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Close,
     Observed,
@@ -26,8 +28,6 @@ from grmpipe.envs.isolation.messages import (
     decoded,
     reports,
 )
-from grmpipe.envs.limited_env import StageLimits
-from grmpipe.envs.opened_envs import OpenedEnvs
 from scheduler.processes.actors import ActorDied
 
 Serve = Callable[[int, bytes], Awaitable[object]]  # HostMember.serve, in its process

@@ -18,9 +18,9 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, Episode
-from grmpipe.envs.isolation.isolation_report import LIMITS
-from grmpipe.envs.isolation.leftovers import clear, noted
-from grmpipe.envs.isolation.process_host import ProcessHost
+from grmpipe.envs.sandbox.isolation_report import LIMITS
+from grmpipe.envs.sandbox.leftovers import clear, noted
+from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name

@@ -14,12 +14,12 @@ import grmpipe
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
-from grmpipe.envs.isolation import env_host
-from grmpipe.envs.isolation.confinement import Missing
-from grmpipe.envs.isolation.env_host import open_env_host
-from grmpipe.envs.isolation.fork_server import imported_packages
-from grmpipe.envs.isolation.isolation_report import IsolationReport, describe_isolation, weaknesses
-from grmpipe.envs.isolation.messages import MAX_FRAME, BadFrame, Observed, fitting, frame, next_message, reports
+from grmpipe.envs.sandbox import env_host
+from grmpipe.envs.sandbox.confinement import Missing
+from grmpipe.envs.sandbox.env_host import open_env_host
+from grmpipe.envs.sandbox.fork_server import imported_packages
+from grmpipe.envs.sandbox.isolation_report import IsolationReport, describe_isolation, weaknesses
+from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fitting, frame, next_message, reports
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.types import Prompt
 from models.types import Message

@@ -17,8 +17,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from grmpipe.envs.isolation import kernel
-from grmpipe.envs.isolation.confinement import (
+from grmpipe.envs.sandbox import kernel
+from grmpipe.envs.sandbox.confinement import (
     MEGABYTE,
     Bounds,
     Missing,
@@ -27,8 +27,8 @@ from grmpipe.envs.isolation.confinement import (
     enter_namespaces,
     map_ids_of,
 )
-from grmpipe.envs.isolation.messages import Ended, frame
-from grmpipe.envs.isolation.worker_processes import children, holds_more, own_bytes, sees_only_worker
+from grmpipe.envs.sandbox.messages import Ended, frame
+from grmpipe.envs.sandbox.worker_processes import children, holds_more, own_bytes, sees_only_worker
 
 TERMINATE, KILL = b"t", b"k"  # words of the run: SIGTERM, SIGKILL
 MAPPED, REFUSED = b"y", b"n"  # answers of the host

@@ -18,10 +18,10 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode
-from grmpipe.envs.isolation.container_host import ContainerHost, command
-from grmpipe.envs.isolation.env_host import open_env_host
-from grmpipe.envs.isolation.leftovers import FOLDER, Leftovers, clear, file_of, noted, sweep
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.container_host import ContainerHost, command
+from grmpipe.envs.sandbox.env_host import open_env_host
+from grmpipe.envs.sandbox.leftovers import FOLDER, Leftovers, clear, file_of, noted, sweep
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))

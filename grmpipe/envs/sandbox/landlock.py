@@ -11,7 +11,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from grmpipe.envs.isolation.kernel import syscall
+from grmpipe.envs.sandbox.kernel import syscall
 
 _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1

@@ -15,10 +15,10 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.attempts import EpisodeFailed, with_attempts
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.hosts.env_hosts import EnvHosts, HostsLost
-from grmpipe.envs.hosts.host_member import HostMember, HostSetup
-from grmpipe.envs.isolation import env_host
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.sandbox import env_host
+from grmpipe.envs.sandbox.env_hosts import EnvHosts, HostsLost
+from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
 from grmpipe.types import Prompt, Rollout
 from models.types import Message, ToolSpec
 from scheduler.processes.actors import ActorDied
@@ -299,7 +299,7 @@ def test_while_its_only_host_starts_again_an_episode_waits(tmp_path: Path) -> No
 def test_when_the_last_host_is_lost_the_run_ends_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grmpipe.envs.hosts.env_hosts.RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr("grmpipe.envs.sandbox.env_hosts.RETRY_AFTER_S", 0.0)
     assert health.RETRY_AFTER_S > 0
 
     async def main() -> None:

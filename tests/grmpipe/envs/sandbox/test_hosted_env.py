@@ -8,11 +8,11 @@ import socket
 from pathlib import Path
 
 from grmpipe.envs.env import Action, Episode, Opening
-from grmpipe.envs.isolation.hosted_env import HostedEnv
-from grmpipe.envs.isolation.messages import Began, Ended, Opened, frame
-from grmpipe.envs.isolation.process_host import ProcessWorker, stream_of
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
+from grmpipe.envs.sandbox.hosted_env import HostedEnv
+from grmpipe.envs.sandbox.messages import Began, Ended, Opened, frame
+from grmpipe.envs.sandbox.process_host import ProcessWorker, stream_of
 from grmpipe.types import Prompt
 from models.types import Message
 

@@ -11,7 +11,7 @@ import traceback
 
 from grmpipe.envs.blame import FaultRules, fault_of
 from grmpipe.envs.env import Env, EnvFault, PolicyFault
-from grmpipe.envs.isolation.messages import (
+from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Began,
     BlamedEnv,

@@ -17,14 +17,14 @@ import msgspec
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.isolation.bubblewrap import bubblewrap_missing, wrapped
-from grmpipe.envs.isolation.confinement import Bounds, Missing, import_paths, readable
-from grmpipe.envs.isolation.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, imported_packages
-from grmpipe.envs.isolation.hosted_env import WorkerHost
-from grmpipe.envs.isolation.leftovers import MARK, Leftovers, remove_folder
-from grmpipe.envs.isolation.messages import BadFrame, Confined, Ended, next_message, reports
-from grmpipe.envs.isolation.supervisor import KILL, TERMINATE
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, wrapped
+from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, readable
+from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, imported_packages
+from grmpipe.envs.sandbox.hosted_env import WorkerHost
+from grmpipe.envs.sandbox.leftovers import MARK, Leftovers, remove_folder
+from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
+from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class ProcessHost(WorkerHost):
         with theirs:
             # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
             self._server = subprocess.Popen(  # noqa: ASYNC220
-                [*self._inside(), sys.executable, "-m", "grmpipe.envs.isolation.fork_server", str(theirs.fileno())],
+                [*self._inside(), sys.executable, "-m", "grmpipe.envs.sandbox.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment(self._config.isolation.pass_env, self._leftovers.token),
                 stdin=subprocess.DEVNULL,
