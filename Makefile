@@ -39,7 +39,7 @@ lint: $(VENV)/.installed-dev
 
 # The page of all keys, from the comments of the configuration's dataclasses.
 docs: $(VENV)/.installed
-	$(BIN)/python -m grmpipe.config.reference
+	$(BIN)/python -m grmpipe.config.io.reference
 
 # torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml

@@ -26,7 +26,7 @@ from pathlib import Path
 from in_sequence import BASELINE, STAGES, mean_s, measure
 from quickstart import busy_share_of_cores, commit_date, machine, quiet
 
-from grmpipe.config.yaml_io import read_yaml
+from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.tiny.quality import policy_quality

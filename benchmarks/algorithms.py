@@ -116,7 +116,7 @@ def run(row: Row, seed: int, folder: Path) -> Result:
     from hydra.core.config_store import ConfigStore
 
     from grmpipe import tasks
-    from grmpipe.config.yaml_io import build, schema
+    from grmpipe.config.io.yaml_io import build, schema
 
     run_dir = folder / f"{row.name.replace(' ', '_').replace(':', '')}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)  # of an interrupted run

@@ -29,8 +29,8 @@ from typing import Any
 
 from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, table_of_ways
 
+from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import read_yaml
 from grmpipe.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[1]

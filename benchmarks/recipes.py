@@ -28,8 +28,8 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 import launch  # noqa: E402, F401  registers the schema
 from grmpipe.capacity.plan.plan_report import plan  # noqa: E402
 from grmpipe.capacity.simulate.simulation import run_simulation  # noqa: E402
+from grmpipe.config.io.yaml_io import build  # noqa: E402
 from grmpipe.config.run_config import ConfigError, RunConfig  # noqa: E402
-from grmpipe.config.yaml_io import build  # noqa: E402
 
 PAGE = ROOT / "docs/recipes.md"
 MARK = "<!-- below: python benchmarks/recipes.py -->"

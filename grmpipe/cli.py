@@ -33,13 +33,13 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 
-from grmpipe.config.entry_names import POLICY
-from grmpipe.config.key_errors import explain, no_choice
-from grmpipe.config.project import find_project
-from grmpipe.config.redact import USERINFO, environment_secrets, mask
+from grmpipe.config.io.key_errors import explain, no_choice
+from grmpipe.config.io.project import find_project
+from grmpipe.config.io.secrets import may_be_secret
+from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
+from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.keys.redact import USERINFO, environment_secrets, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.secrets import may_be_secret
-from grmpipe.config.yaml_io import DictConfig, build, interpolated_keys, schema
 from grmpipe.new_project import write_new_project
 from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import read_yaml
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.recorder import RecordedRollout, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.run_dir.identity import run_id_of

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from grmpipe.config.io.resolve_config import resolve_config, typed_sections
+from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.resolve_config import resolve_config, typed_sections
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import RunSections
-from grmpipe.config.yaml_io import from_values
 
 BLOCKS = {
     "thinking_tokens": "thinking.budget_tokens",

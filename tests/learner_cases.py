@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from grmpipe.capacity.plan.memory import learner_parts
-from grmpipe.config.yaml_io import config_of
+from grmpipe.config.io.yaml_io import config_of
 from models.lm.footprint import footprint_of
 
 ROOT = Path(__file__).parents[1]

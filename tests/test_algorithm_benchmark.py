@@ -14,8 +14,8 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.algorithm import advantages, losses
 from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -19,8 +19,8 @@ from fake_slurm import ROOT, SlurmJob, end, free_port, write_script
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build
 from scheduler.processes.await_nodes import await_nodes
 
 DEPLOY = ROOT / "deploy"

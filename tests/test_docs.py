@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.cross_checks import TASKS
-from grmpipe.config.yaml_io import build
+from grmpipe.config.io.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -31,7 +31,10 @@ ORDER = [
     "grmpipe/types.py",
     "grmpipe/counts.py",
     "grmpipe/trackers",
+    "grmpipe/config/keys",
     "grmpipe/config",
+    "grmpipe/config/io",
+    "grmpipe/config/roles.py",
     "grmpipe/algorithm",
     "grmpipe/envs",
     "grmpipe/envs/tools",
@@ -89,7 +92,7 @@ LIBRARIES = {
     "mcp": "grmpipe/envs/tools/mcp_tools.py",
     "wandb": "grmpipe/trackers/wandb_tracker.py",
     "tensorboard": "grmpipe/trackers/tensorboard_tracker.py",
-    "omegaconf": "grmpipe/config/yaml_io.py",
+    "omegaconf": "grmpipe/config/io/yaml_io.py",
     "hydra": "grmpipe/cli.py",
 }
 

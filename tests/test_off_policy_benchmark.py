@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.yaml_io import build
+from grmpipe.config.io.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

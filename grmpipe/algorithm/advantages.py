@@ -17,9 +17,9 @@ import numpy as np
 
 from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import estimator_named
-from grmpipe.config.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import described, noted, shown
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.user_code import described, noted, shown
 
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 

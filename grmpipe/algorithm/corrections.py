@@ -16,8 +16,8 @@ from torch import Tensor
 
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
+from grmpipe.config.keys.user_code import described, noted, shown
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.user_code import described, noted, shown
 
 MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
 BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth

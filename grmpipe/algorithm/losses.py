@@ -18,9 +18,9 @@ from torch import Tensor
 from grmpipe.algorithm.corrections import given_by, log_ratio
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
-from grmpipe.config.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import described, noted, shown
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.user_code import described, noted, shown
 from grmpipe.types import BatchTotals
 
 # -- the policy ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.config.entry_names import LEARNER as GRM_LEARNER
+from grmpipe.config.keys.entry_names import LEARNER as GRM_LEARNER
 from models.types import EngineSpeed
 from scheduler.placement import Placement, Seat
 

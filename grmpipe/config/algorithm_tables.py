@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
-from grmpipe.config.path_table import PathTable
+from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.path_table import PathTable
 from models.bounds import Bounded, above, at_least, between_0_and_1
 
 

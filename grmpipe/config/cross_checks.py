@@ -6,8 +6,8 @@ import re
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
-from grmpipe.config.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.judging import check_all_used, check_judging
+from grmpipe.config.keys.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.reward_checks import (
     check_doubts,
     check_normalised_units,

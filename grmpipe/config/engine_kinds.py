@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from grmpipe.config.dotted_path import found_at, is_dotted
+from grmpipe.config.keys.dotted_path import found_at, is_dotted
 from models.engines.embedded.embedded_kind import EmbeddedKind
 from models.engines.engine_kind import AnyEngine, EngineKind
 from models.engines.openai.openai_kind import OpenAIKind

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
-from grmpipe.config.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
+from grmpipe.config.keys.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
 from models.bounds import Bounded, above_0_to_1, at_least
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grmpipe.config.entry_names import GRM, LEARNER, POLICY
+from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
 from models.settings import ModelConfig, ParallelConfig
 
 

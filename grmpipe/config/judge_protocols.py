@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

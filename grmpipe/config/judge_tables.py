@@ -5,7 +5,7 @@ A new one is a function, or for a parser a Form, a row here and a test.
 
 from __future__ import annotations
 
-from grmpipe.config.path_table import PathTable
+from grmpipe.config.keys.path_table import PathTable
 
 VOTES_WITH_META_RM = ("weighted", "best")
 # `sum` is computed as the mean, which gives the same order, and shown as k times it: a failed judgement lowers no

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.engine_kinds import engine_kind, engines_that
-from grmpipe.config.entry_names import GRM, JUDGE, POLICY
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.keys.entry_names import GRM, JUDGE, POLICY
 from models.engines.engine_kind import AnyEngine
 
 

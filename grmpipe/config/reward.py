@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grmpipe.config.entry_names import JUDGE, REWARD, first_apart
+from grmpipe.config.keys.entry_names import JUDGE, REWARD, first_apart
 
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 
-from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.reward import REWARD_KINDS, RewardConfig, RewardTree
 from grmpipe.config.train import AlgorithmConfig
 

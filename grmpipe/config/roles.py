@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from grmpipe.config.grm import ModelEntry
+from grmpipe.config.io.yaml_io import overlaid
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import overlaid
 from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine, EngineSpec
 from scheduler.placement import Placement

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig

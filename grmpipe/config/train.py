@@ -16,7 +16,7 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
-from grmpipe.config.path_table import PathTable
+from grmpipe.config.keys.path_table import PathTable
 from models.bounds import Bounded, above, at_least, between_0_and_1
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from grmpipe.config.dotted_path import found_at
-from grmpipe.config.user_code import (
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import (
     MAX_CHARS,
     BadValueError,
     UserCodeError,

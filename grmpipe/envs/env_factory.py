@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import cast
 
-from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
+from grmpipe.config.keys.dotted_path import found_at
 from grmpipe.envs.env import Env
 
 MakeEnv = Callable[[], Env]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.user_code import called, shortened
+from grmpipe.config.keys.user_code import called, shortened
 from grmpipe.envs.blame import blaming, readable
 from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, get_args
 
-from grmpipe.config.user_code import UserCodeError, called, described, noted, number_of, scalar_of, shown
+from grmpipe.config.keys.user_code import UserCodeError, called, described, noted, number_of, scalar_of, shown
 from grmpipe.judge.pointwise_adapter import RolloutJudge
 from grmpipe.judge.verdict import failed, unjudged
 from grmpipe.types import (

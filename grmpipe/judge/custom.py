@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.dotted_path import found_at
 from grmpipe.judge.checked_judge import CheckedJudge, CheckedRolloutJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, RolloutJudge
 from grmpipe.types import Judge

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.user_code import UserCodeError, called
+from grmpipe.config.keys.user_code import UserCodeError, called
 from grmpipe.judge.pointwise_adapter import HandOver
 from grmpipe.judge.reward_function import GivenReward, reward_function
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import answer_pattern, judgement_pattern

@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.config.dotted_path import found_at
-from grmpipe.config.user_code import BadValueError, described, number_of, shown
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import BadValueError, described, number_of, shown
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import cast
 
-from grmpipe.config.entry_names import JUDGE
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import RULES
-from grmpipe.config.user_code import UserCodeError, called, described, number_of, shown
+from grmpipe.config.keys.entry_names import JUDGE
+from grmpipe.config.keys.user_code import UserCodeError, called, described, number_of, shown
 from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.math_rule import means_the_same as means_the_same
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted

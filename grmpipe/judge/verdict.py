@@ -11,7 +11,7 @@ from typing import cast
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import VOTES
-from grmpipe.config.user_code import UserCodeError, called, described, number_of, shown
+from grmpipe.config.keys.user_code import UserCodeError, called, described, number_of, shown
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.config.redact import environment_secrets, mask
+from grmpipe.config.keys.redact import environment_secrets, mask
 from grmpipe.observe.guard import Guard
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics

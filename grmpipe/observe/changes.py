@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grmpipe.config.resume_rules import ConfigChange
+from grmpipe.config.io.resume_rules import ConfigChange
 from grmpipe.observe.journal import Journal, read_what_can_be
 
 CHANGES_FILE = "changes.jsonl"

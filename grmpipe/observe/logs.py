@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from grmpipe.config.redact import environment_secrets, mask
+from grmpipe.config.keys.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request

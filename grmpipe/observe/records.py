@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from grmpipe.config.redact import environment_secrets, mask
+from grmpipe.config.keys.redact import environment_secrets, mask
 from grmpipe.types import (
     CascadeEvent,
     Failed,

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
+from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.changes import changes_of
 from grmpipe.observe.charts import Point
 from grmpipe.observe.gauges import by_part, failures_by_cause

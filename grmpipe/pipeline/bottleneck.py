@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.entry_names import GRM
+from grmpipe.config.keys.entry_names import GRM
 from grmpipe.pipeline.stall_times import StallTimes
 
 MIN_SHARE = 0.2  # of the steps' time: a smaller share isn't reported

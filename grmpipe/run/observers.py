@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.entry_names import GRM
-from grmpipe.config.redact import redact
-from grmpipe.config.resolve_config import typed_sections
-from grmpipe.config.resume_rules import free_on_resume
+from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.resume_rules import free_on_resume
+from grmpipe.config.io.secrets import without_secrets
+from grmpipe.config.keys.entry_names import GRM
+from grmpipe.config.keys.redact import redact
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.secrets import without_secrets
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run

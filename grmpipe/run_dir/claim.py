@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from grmpipe.config.resume_rules import NEW_RUN
+from grmpipe.config.io.resume_rules import NEW_RUN
+from grmpipe.config.io.yaml_io import to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import to_yaml
 from grmpipe.observe.changes import record_changes
 from grmpipe.run_dir.checkpoints import load_state
 from grmpipe.run_dir.directory import (

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
+from grmpipe.config.io.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
+from grmpipe.config.io.yaml_io import moved_key, read_yaml, torn_off
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import moved_key, read_yaml, torn_off
 from grmpipe.run_dir.checkpoints import Checkpoints
 
 HOME = Path("runs")

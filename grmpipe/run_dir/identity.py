@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from grmpipe.config.io.resume_rules import NEW_RUN
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.resume_rules import NEW_RUN
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import is_made
 from grmpipe.judge.prompt import path_of

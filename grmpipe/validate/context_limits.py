@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from grmpipe.config.entry_names import POLICY
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.forms import Form

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from grmpipe.config.entry_names import POLICY
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge import math_rule

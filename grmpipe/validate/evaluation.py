@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.config.entry_names import ENV, POLICY
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig

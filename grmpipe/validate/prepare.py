@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from grmpipe.config.entry_names import JUDGE, POLICY
+from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grmpipe.config.key_errors import under_key
+from grmpipe.config.io.key_errors import under_key
 from grmpipe.config.run_config import ConfigError
 from models.hub import NotHere
 

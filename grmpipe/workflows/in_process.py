@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import cast
 
-from grmpipe.config.dotted_path import check_takes, found_at
+from grmpipe.config.keys.dotted_path import check_takes, found_at
 from grmpipe.workflows.policy import Policy, Task, Workflow
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmpipe.config.user_code import number_of, plain_text, shown
+from grmpipe.config.keys.user_code import number_of, plain_text, shown
 from grmpipe.envs.env import EnvFault
 
 OUTCOME = "outcome"  # name of a reward that the workflow didn't name

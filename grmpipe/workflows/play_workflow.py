@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from grmpipe.config.dotted_path import found_at
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.user_code import MAX_CHARS, called, described
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import MAX_CHARS, called, described
 from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault

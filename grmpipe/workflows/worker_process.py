@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from grmpipe.config.dotted_path import found_at
-from grmpipe.config.user_code import described, plain_text, words_of
+from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.user_code import described, plain_text, words_of
 from grmpipe.envs.blame import types_of
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.workflows.chat import ChatRefused

@@ -16,8 +16,8 @@ from forks import Forked
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.tasks import run_task
 from scheduler.placement import ClusterConfig, PlacementConfig, place

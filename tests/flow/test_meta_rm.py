@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from transformers import Qwen3ForTokenClassification
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import resolve_model
 from models.lm.checkpoint import export_hf

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[2]
 EVALUATE = ["task=evaluate"]

@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoConfig, Qwen3ForSequenceClassification
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.run.build.start_scorers import start_scalar_models
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED

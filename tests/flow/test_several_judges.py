@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config.entry_names import LEARNER, check_names
+from grmpipe.config.keys.entry_names import LEARNER, check_names
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts

@@ -14,7 +14,7 @@ from forks import Forked
 
 import grmpipe
 from grmpipe import cli
-from grmpipe.config.project import find_project
+from grmpipe.config.io.project import find_project
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("tracking=none", "tracking.console=false", "run_dir=run", "train.num_steps=1", "train.groups_per_batch=2")

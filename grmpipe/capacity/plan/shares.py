@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.survey import Survey
-from grmpipe.config.entry_names import POLICY
 from grmpipe.config.grm import ModelEntry
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from models.settings import DEFAULT_MEMORY_SHARE

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
-from grmpipe.config.entry_names import JUDGE, POLICY
 from grmpipe.config.judge import Scale
+from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.observe.journal import read_journal
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from grmpipe.config.user_code import shortened
+from grmpipe.config.keys.user_code import shortened
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.types import EnvCause

@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 import msgspec
 
-from grmpipe.config.user_code import BadValueError, scalar_of, shown
+from grmpipe.config.keys.user_code import BadValueError, scalar_of, shown
 from grmpipe.envs.env import EnvFault, PolicyFault
 from models.import_path import imported
 from models.types import ToolCall, ToolSpec

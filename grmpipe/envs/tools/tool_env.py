@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from grmpipe.config.env import ToolCallLimits
-from grmpipe.config.user_code import called, described
+from grmpipe.config.keys.user_code import called, described
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
 from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from grmpipe.config.io.key_errors import under_key
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.key_errors import under_key
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
-from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.keys.dotted_path import found_at
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient

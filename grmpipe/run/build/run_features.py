@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.config.entry_names import ENV
+from grmpipe.config.keys.entry_names import ENV
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.episode_slots import EpisodeSlots

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from grmpipe.config.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
 from grmpipe.validate.sections import section

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.config.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.against_labels import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation

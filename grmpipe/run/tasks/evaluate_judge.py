@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.config.entry_names import GRM
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files

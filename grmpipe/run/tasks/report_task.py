@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import read_yaml
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import RunFiles, read_run
 from grmpipe.pipeline.bottleneck import bottleneck

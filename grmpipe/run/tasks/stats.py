@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from grmpipe.config.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.opened_envs import OpenedEnvs

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from grmpipe.config.algorithm_tables import CORRECTIONS, PassAtK
+from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import (
     AlgorithmConfig,
@@ -17,7 +18,6 @@ from grmpipe.config.train import (
     check_replay_buffer,
     check_spread,
 )
-from grmpipe.config.yaml_io import from_values
 
 
 @pytest.mark.parametrize(

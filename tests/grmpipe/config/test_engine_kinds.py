@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import config_of
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles

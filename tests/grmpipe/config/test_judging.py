@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.entry_names import check_names
-from grmpipe.config.key_errors import explain
-from grmpipe.config.resume_rules import changed_keys, changes_on_resume, free_on_resume
+from grmpipe.config.io.key_errors import explain
+from grmpipe.config.io.resume_rules import changed_keys, changes_on_resume, free_on_resume
+from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
+from grmpipe.config.keys.entry_names import check_names
 from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from scheduler.placement import place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask, mask_arguments, redact
+from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask, mask_arguments, redact
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.config.capacity import PlanConfig
+from grmpipe.config.io.reference import PAGE, KeyEntry, page, sections_of
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
-from grmpipe.config.reference import PAGE, KeyEntry, page, sections_of
 from grmpipe.config.run_sections import RunSections
 from scheduler.devices import DeviceSpec
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
@@ -136,5 +136,5 @@ def test_a_default_of_a_run_is_that_of_its_section_where_the_section_has_others(
 
 
 def test_the_page_is_written_without_torch() -> None:
-    code = "import sys, grmpipe.config.reference; assert 'torch' not in sys.modules"
+    code = "import sys, grmpipe.config.io.reference; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from configs import run_config
 
-from grmpipe.config.resume_rules import (
+from grmpipe.config.io.resume_rules import (
     FREE_ON_RESUME,
     START_KEYS,
     ConfigChange,

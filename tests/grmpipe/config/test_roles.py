@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
-from grmpipe.config.resume_rules import changed_keys
+from grmpipe.config.io.resume_rules import changed_keys
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import config_of
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of

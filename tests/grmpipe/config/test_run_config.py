@@ -15,10 +15,10 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.key_errors import explain, known_keys, unknown_key
-from grmpipe.config.resume_rules import changed_keys
+from grmpipe.config.io.key_errors import explain, known_keys, unknown_key
+from grmpipe.config.io.resume_rules import changed_keys
+from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.validate.deadlines import check_deadlines
 
 ROOT = Path(__file__).parents[3]

@@ -11,9 +11,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from grmpipe import cli as entry
-from grmpipe.config.resume_rules import changed_keys
+from grmpipe.config.io.resume_rules import changed_keys
+from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build, config_of, read_yaml, to_yaml
 from grmpipe.observe.logs import setup_logging
 
 ROOT = Path(__file__).parents[3]

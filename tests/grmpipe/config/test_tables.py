@@ -12,7 +12,7 @@ from grmpipe.algorithm.objective import find_parts
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, REJECTIONS
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
-from grmpipe.config.path_table import PathTable
+from grmpipe.config.keys.path_table import PathTable
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import parser_named

@@ -9,7 +9,16 @@ import re
 import numpy as np
 import pytest
 
-from grmpipe.config.user_code import UserCodeError, called, described, noted, number_of, plain_text, shown, words_of
+from grmpipe.config.keys.user_code import (
+    UserCodeError,
+    called,
+    described,
+    noted,
+    number_of,
+    plain_text,
+    shown,
+    words_of,
+)
 
 
 class Users:

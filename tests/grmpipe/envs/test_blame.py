@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from grmpipe.config.user_code import UserCodeError
+from grmpipe.config.keys.user_code import UserCodeError
 from grmpipe.envs.blame import (
     KNOWN_POLICY_ERRORS,
     FaultRules,

@@ -13,10 +13,10 @@ import pytest
 from configs import run_config, with_sections
 
 from grmpipe.config.data import DataConfig
+from grmpipe.config.io.yaml_io import config_of, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
-from grmpipe.config.yaml_io import config_of, read_yaml, to_yaml
 from grmpipe.observe.changes import changes_of
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints

@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 from grmpipe.observe.recorder import Recorder
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict

@@ -8,9 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 from grmpipe.validate.places import seat_roles
 from models.settings import EmbeddedConfig
 

@@ -11,9 +11,9 @@ from configs import run_config
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build, config_of
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build, config_of
 from grmpipe.validate.devices import device_notes
 from models.lm.footprint import footprint_of_shape
 from models.settings import ModelShape

@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.tasks import notes
 from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.prepare import Prepared

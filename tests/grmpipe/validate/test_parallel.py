@@ -11,8 +11,8 @@ from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import config_of
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.parallel import check_divides, check_experts, check_shares_no_samples
 from grmpipe.validate.places import seat_roles

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import config_of
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks

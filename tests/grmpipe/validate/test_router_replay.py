@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.router_replay import check_engine
 from scheduler.placement import place
 

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 from grmpipe.validate.seats import check_seats
 
 ROOT = Path(__file__).parents[3]

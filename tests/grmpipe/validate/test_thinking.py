@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from configs import in_blocks
 
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.prepare import Prepared, prepare
 
 ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import yaml_io
+from grmpipe.config.io import yaml_io
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.weight_route import transport_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import config_of
 from grmpipe.validate.weights import check_weight_names
 from models.lm import checkpoint_names
 from scheduler.placement import Placement

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.config.user_code import described
+from grmpipe.config.keys.user_code import described
 from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault

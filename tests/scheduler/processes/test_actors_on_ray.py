@@ -99,7 +99,7 @@ def members() -> MemberFactory:
             raise ValueError("train.lr: no")
 
         def finds(self, path: str) -> str:
-            from grmpipe.config.dotted_path import found_at
+            from grmpipe.config.keys.dotted_path import found_at
 
             return str(found_at(path, "algorithm.loss"))
 

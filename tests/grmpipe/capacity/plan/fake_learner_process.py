@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, PreTrainedModel
 
+from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.config.yaml_io import from_values
 from grmpipe.train import compact_moments
 from grmpipe.train.batching.packer import pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree

@@ -13,8 +13,8 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.costs import estimated_learner, push_s, pushed_bytes
 from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.yaml_io import build
 from models.lm.footprint import footprint_of_shape
 from models.settings import ModelShape
 from scheduler.devices import DEVICES

@@ -13,7 +13,7 @@ from learner_cases import ROOT, LearnerCase, measured, planned_gb
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts, remedy
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.config.yaml_io import build
+from grmpipe.config.io.yaml_io import build
 
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 OFFLOADED = {**FULL, "activation_offload": True}

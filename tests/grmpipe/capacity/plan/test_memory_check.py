@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory_check import check_memory
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
 from models.lm.footprint import footprint_of

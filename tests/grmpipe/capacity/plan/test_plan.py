@@ -14,9 +14,9 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
 from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.tiny.resolve import SHIPPED
 from models.lm.footprint import footprint_of
 

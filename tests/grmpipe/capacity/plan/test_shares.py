@@ -13,8 +13,8 @@ from grmpipe.capacity.plan.memory import held_at_once, memory_parts
 from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.shares import USABLE, Wish, divided, shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import build
 from grmpipe.tasks import prepare_evaluation
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare

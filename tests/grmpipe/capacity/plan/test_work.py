@@ -21,9 +21,9 @@ from grmpipe.capacity.plan.work import (
     shares_asked,
     step_work,
 )
-from grmpipe.config.resolve_config import typed_sections
+from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.reward import RewardConfig
-from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[4]
 # Beside the first judge: one more on its model, and one on a model of its own.

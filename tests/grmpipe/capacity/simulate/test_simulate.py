@@ -34,10 +34,10 @@ from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.grm import GrmConfig
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.yaml_io import build
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle

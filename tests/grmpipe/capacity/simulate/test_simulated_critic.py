@@ -14,9 +14,9 @@ from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.config.critic import CriticConfig
+from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.config.yaml_io import build
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]

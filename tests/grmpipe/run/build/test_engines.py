@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import config_of
 from grmpipe.data.stream import PromptStream
 from grmpipe.run.build.engines import (
     StartGroup,

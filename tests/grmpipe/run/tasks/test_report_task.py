@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from configs import run_config
 
+from grmpipe.config.io.yaml_io import to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.yaml_io import to_yaml
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.tasks.report_task import make_report
 

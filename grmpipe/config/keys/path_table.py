@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the dataclasses of the configuration. Starts nothing and imports no torch.
 
-    python -m grmpipe.config.reference
+    python -m grmpipe.config.io.reference
 
 The sentence of a key is the comment at the end of its line or, if that is too long, the comment right above it. A
 comment with an empty line below is a heading. That of a section stands before its class's docstring.
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import yaml
 
-from grmpipe.config.entry_names import FIRST
-from grmpipe.config.field_comments import comments_of
-from grmpipe.config.key_errors import member_of
+from grmpipe.config.io.field_comments import comments_of
+from grmpipe.config.io.key_errors import member_of
+from grmpipe.config.keys.entry_names import FIRST
 from grmpipe.config.run_sections import RunSections
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "configuration.md"
 CONF = ROOT / "conf"
 SENTENCE = re.compile(r"(?:\[(?P<unit>[^\]]+)\] )?(?P<meaning>[A-Z].*\.)")
@@ -40,7 +40,7 @@ TYPES: Mapping[object, str] = {
 }  # fmt: skip
 MOST_DEFAULT_CHARS = 40  # a longer default is left to the source
 HEAD = """\
-<!-- Written by `python -m grmpipe.config.reference` from the comments of the dataclasses. Don't edit it here. -->
+<!-- Written by `python -m grmpipe.config.io.reference` from the comments of the dataclasses. Don't edit it here. -->
 
 # Configuration
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 MAX_CHARS = 2000  # of a text in an error
 MAX_SHOWN = 120  # characters of a value in an error
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / package) for package in ("grmpipe", "models", "scheduler"))
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 

@@ -11,8 +11,8 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
-from grmpipe.config.entry_names import FIRST, ROLES, first_apart
-from grmpipe.config.field_comments import comments_of
+from grmpipe.config.io.field_comments import comments_of
+from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.run_sections import RunSections
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")

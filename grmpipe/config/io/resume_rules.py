@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from grmpipe.config.entry_names import FIRST
-from grmpipe.config.redact import SEALED, seal
-from grmpipe.config.resolve_config import typed_sections
+from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.secrets import is_secret_key, without_secrets
+from grmpipe.config.keys.entry_names import FIRST
+from grmpipe.config.keys.redact import SEALED, seal
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.secrets import is_secret_key, without_secrets
 
 # A key may change if it changes neither the tokens of a sample, nor its verdict, nor what the algorithm makes of both:
 # the length and learning rate of the run, its limits of time, what it measures, and where the work runs.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grmpipe.config.redact import environment_secrets, looks_secret, mask, mask_arguments, seal
+from grmpipe.config.keys.redact import environment_secrets, looks_secret, mask, mask_arguments, seal
 from grmpipe.config.run_sections import RunSections
 
 # What a server of tools is given may be a secret under any name. A header may change like one, too.

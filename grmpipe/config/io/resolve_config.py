@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from grmpipe.config.cross_checks import check_across
-from grmpipe.config.entry_names import GRM, JUDGE, LEARNER, POLICY, REWARD, check_names
 from grmpipe.config.grm import GrmConfig, ModelEntry
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
+from grmpipe.config.keys.entry_names import GRM, JUDGE, LEARNER, POLICY, REWARD, check_names
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import RunKeys, RunSections, SharedSections

@@ -17,13 +17,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.config.key_errors import moved, under_key, unknown_key
-from grmpipe.config.project import path_in_project
-from grmpipe.config.resolve_config import resolve_config, typed_sections
-from grmpipe.config.resume_rules import free_on_resume
+from grmpipe.config.io.key_errors import moved, under_key, unknown_key
+from grmpipe.config.io.project import path_in_project
+from grmpipe.config.io.resolve_config import resolve_config, typed_sections
+from grmpipe.config.io.resume_rules import free_on_resume
+from grmpipe.config.io.secrets import noted, plain, texts_from_environment, without_secrets
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
-from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
 
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
@@ -100,7 +100,7 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as YAML, without secrets (see grmpipe/config/secrets.py)."""
+    """The configuration as YAML, without secrets (see grmpipe/config/io/secrets.py)."""
     return OmegaConf.to_yaml(OmegaConf.create(without_secrets(typed_sections(config), free_on_resume)))
 
 
