@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig, JudgeEntry
+from grmpipe.config.judge import FunctionCallConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import (
     REWARD_KINDS,
     RewardConfig,
@@ -193,7 +193,7 @@ def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any
         ValueError, match=rf"^reward\.{key}: .*safety .*'judges\.safety\.function_call\.score_range=\[0, 1\]'"
     ):
         check_scales(RewardTree.of(RewardConfig(**reward)), judges)
-    on_scale = replace(function, score_range=[0, 5])
+    on_scale = replace(function, function_call=FunctionCallConfig(score_range=[0, 5]))
     check_scales(RewardTree.of(RewardConfig(**reward)), judges | {"safety": on_scale})
     check_scales(RewardTree.of(RewardConfig(judge="safety")), judges)
     check_scales(RewardTree.of(RewardConfig(**MIX, normalise="group_std")), judges)

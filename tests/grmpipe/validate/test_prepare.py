@@ -51,7 +51,7 @@ def test_a_run_judged_by_a_rule_has_no_grm() -> None:
 
 
 PAIRS = {"protocol": "pairwise", "vote": "majority", "num_judgements": 2, "max_new_tokens": 60}
-RANKING = {"template": "nemotron_genrm_json", "parser": "ranking_field", "score_max": 6}
+RANKING = {"template": "nemotron_genrm_json", "parser": "ranking_field", "scale": {"high": 6}}
 
 
 def test_a_judge_whose_format_has_no_system_message_is_refused_for_prompts_with_one(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is
     with pytest.raises(ConfigError, match=said):
         prepare(config(env=TOOLS, **tools), no_progress)
     prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools), no_progress)
-    prepare(config(env=TOOLS, judge={"truncation": "middle"}, **tools), no_progress)
-    long = {"truncation": "middle", "max_new_tokens": 1000, "min_tokens_per_s": 100.0}
+    prepare(config(env=TOOLS, judge={"format": {"truncation": "middle"}}, **tools), no_progress)
+    long = {"format": {"truncation": "middle"}, "max_new_tokens": 1000, "limits": {"min_tokens_per_s": 100.0}}
     with pytest.raises(ConfigError, match=r"without any of the response, .*; type judge\.max_new_tokens=\d+ or less$"):
         prepare(config(env=TOOLS, judge=long, **tools), no_progress)
 
