@@ -103,12 +103,12 @@ class RunReader:
     @property
     def metrics(self) -> RunTable[Mapping[str, float]]:
         """A row per line: a step's, or an evaluation's before the first and after the last step."""
-        return RunTable(self._metric_lines, dict, {})
+        return RunTable(lambda: _metric_lines(self.run_dir), dict, {})
 
     @property
     def evaluations(self) -> RunTable[Mapping[str, float]]:
         """The held-out evaluations during the run: metrics without `eval/`."""
-        return RunTable(self._evaluation_lines, dict, {})
+        return RunTable(lambda: _evaluations(_metric_lines(self.run_dir)), dict, {})
 
     @property
     def groups(self) -> RunTable[GroupEnd]:
@@ -130,36 +130,39 @@ class RunReader:
         columns = {"group_id": "string", "sibling": "int32", "turn": "int32", "text": "string", "token_ids": "ids",
                    "logprobs": "floats", "finish_reason": "string", "tool_calls": "texts", "replies": "texts",
                    "reward": "double", "faults": "texts", "env_s": "double"}  # fmt: skip
-        return RunTable(self._turns, _of_turn, columns)
+        return RunTable(lambda: _turns(self.rollouts), _of_turn, columns)
 
     @property
     def judgements(self) -> RunTable[JudgedSibling]:
         columns = {"group_id": "string", "sibling": "int32", "reward": "double", "score": "double",
                    "score_std": "double", "num_judgements": "int32", "grm_version": "int64", "failed": "string",
                    "critiques": "texts"}  # fmt: skip
-        return RunTable(self._judged, _of_judged, columns)
+        return RunTable(lambda: _judged(self._there("judgements.jsonl", load_verdicts)), _of_judged, columns)
 
     def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
         return load(self.run_dir / name, run_id=run_id_of(self.run_dir))
 
-    def _metric_lines(self) -> Iterator[Mapping[str, float]]:
-        return read_what_can_be(self.run_dir / "metrics.jsonl")
 
-    def _evaluation_lines(self) -> Iterator[Mapping[str, float]]:
-        for line in self._metric_lines():
-            found = {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
-            if found:
-                yield {"step": line["step"], **found}
+def _metric_lines(run_dir: Path) -> Iterator[Mapping[str, float]]:
+    return read_what_can_be(run_dir / "metrics.jsonl")
 
-    def _turns(self) -> Iterator[EpisodeTurn]:
-        for line in self.rollouts:
-            one = line.rollout
-            for turn, content in enumerate(one.turns):
-                yield EpisodeTurn(group_id=one.group_id, sibling=one.sibling, turn=turn, content=content)
 
-    def _judged(self) -> Iterator[JudgedSibling]:
-        for (group_id, sibling), report in self._there("judgements.jsonl", load_verdicts):
-            yield JudgedSibling(group_id=group_id, sibling=sibling, report=report)
+def _evaluations(lines: Iterable[Mapping[str, float]]) -> Iterator[Mapping[str, float]]:
+    for line in lines:
+        found = {name[5:]: value for name, value in line.items() if name.startswith("eval/")}
+        if found:
+            yield {"step": line["step"], **found}
+
+
+def _turns(lines: Iterable[RecordedRollout]) -> Iterator[EpisodeTurn]:
+    for one in (line.rollout for line in lines):
+        for turn, content in enumerate(one.turns):
+            yield EpisodeTurn(group_id=one.group_id, sibling=one.sibling, turn=turn, content=content)
+
+
+def _judged(verdicts: Iterable[tuple[tuple[str, int], JudgeReport]]) -> Iterator[JudgedSibling]:
+    for (group_id, sibling), report in verdicts:
+        yield JudgedSibling(group_id=group_id, sibling=sibling, report=report)
 
 
 def _of_rollout(line: RecordedRollout) -> Record:

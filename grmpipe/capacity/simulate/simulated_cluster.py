@@ -18,6 +18,7 @@ from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make
 from grmpipe.capacity.simulate.step_bound import Bound, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.roles import resolve_engine
+from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -215,9 +216,12 @@ class Simulation:
 
     def _step_end(self, step_s: float, staleness: int, stalls: StallTimes) -> SimulatedStep:
         busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self._engines.items()}
-        least_s = {
-            role: sum(engine.least_busy_s(self._most_rows(role)) for engine in engines)
+        rows = {
+            role: most_rows(self._config, role, self._costs.engines[role].max_rows, len(engines))
             for role, engines in self._engines.items()
+        }
+        least_s = {
+            role: sum(engine.least_busy_s(rows[role]) for engine in engines) for role, engines in self._engines.items()
         }
         others_s = {role: ranks.busy_s for role, ranks in self._ranks.items()}
         if self._costs.driver_request_s:
@@ -230,15 +234,6 @@ class Simulation:
             staleness=staleness,
             stalls=stalls,
         )
-
-    def _most_rows(self, role: str) -> int:
-        """The most rows that can be in an engine's batch: limited by the engine, and by what may be in flight."""
-        train, judging = self._config.train, self._config.judging
-        played = train.group_size * (role == POLICY)
-        judged = sum(judge.judgements_of_group(train.group_size) for judge in judging.asking(role).values())
-        in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
-        share = -(-in_flight // len(self._placement.seats[role]))
-        return max(1, min(self._costs.engines[role].max_rows, share))
 
     def _result(self, began: SimulatedStep, pipeline: Pipeline, pools: Sequence[ElasticPool]) -> SimulatedRun:
         settled = settled_steps(len(self._steps), self._config.train.max_staleness)
@@ -279,3 +274,12 @@ def settled_steps(num_steps: int, max_staleness: int) -> range:
     """
     edge = max_staleness + 1 if max_staleness and num_steps > 2 * (max_staleness + 1) else 0
     return range(edge, num_steps - edge)
+
+
+def most_rows(config: RunConfig, role: str, limit: int, num_engines: int) -> int:
+    """The most rows in the batch of an engine: at most its limit, and its share of what may be in flight."""
+    train = config.train
+    played = train.group_size * (role == POLICY)
+    judged = sum(judge.judgements_of_group(train.group_size) for judge in config.judging.asking(role).values())
+    in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
+    return max(1, min(limit, -(-in_flight // num_engines)))

@@ -12,9 +12,11 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from grmpipe.judge.labels import rule_of
 from grmpipe.observe.journal import read_journal, replace_journal
+from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
 from grmpipe.pipeline.interfaces import PipelineState
@@ -59,7 +61,7 @@ class RetrainRun(Run[PreparedRetraining]):
         learner = await self._start_learner(cluster)
         if (resumed := self._session.resumed) is not None:
             await learner.load(str(resumed / "learner"))
-        self._void_after_checkpoint()
+        void_after(self._steps_done, self._run_dir, self._observers.metrics)
         return await self._train(learner)
 
     async def after_failure(self, error: Exception) -> str:
@@ -135,12 +137,6 @@ class RetrainRun(Run[PreparedRetraining]):
         self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
         self._interrupted = True
 
-    def _void_after_checkpoint(self) -> None:
-        done, groups = self._steps_done, self._run_dir / "groups.jsonl"
-        self._observers.metrics.truncate_after(done if done else -1)
-        if groups.exists():
-            replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= done])
-
     async def _checkpoint(self, learner: LearnerGroup) -> None:
         await self._writer.settled()
         check_is_there(self._run_dir, self._run_id)
@@ -166,3 +162,10 @@ class RetrainRun(Run[PreparedRetraining]):
             groups=GroupsSummary(submitted=trained, trained=trained),
             max_staleness_trained=self._oldest,
         )
+
+
+def void_after(steps_done: int, run_dir: Path, metrics: JsonlSink) -> None:
+    """Void what a resume makes again: metrics and ends of groups after the step of its checkpoint."""
+    metrics.truncate_after(steps_done if steps_done else -1)
+    if (groups := run_dir / "groups.jsonl").exists():
+        replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= steps_done])
