@@ -43,13 +43,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.pipeline.consumer import Consumer
 from grmpipe.pipeline.counters import FlowCounters
-from grmpipe.pipeline.generation import Producer
 from grmpipe.pipeline.group import OPEN, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.producer import Producer
 from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
-from grmpipe.pipeline.training import Consumer
 from grmpipe.types import JudgedGroup
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock

@@ -30,12 +30,12 @@ from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
     Failed,
     GroupEnd,

@@ -45,7 +45,7 @@ def test_a_new_project_passes_its_tests_and_its_experiments_run(
     lab = tmp_path / "mylab"
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=lab, capture_output=True, text=True,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},  # its pytest knows no option of ours
     )  # fmt: skip
     assert tests.returncode == 0, tests.stdout + tests.stderr
     (lab / "below").mkdir()

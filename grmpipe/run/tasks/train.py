@@ -14,10 +14,10 @@ from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, t
 from grmpipe.judge.purpose import asking_for
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
+from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.pipeline.generation import being_judged
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
+from grmpipe.pipeline.producer import being_judged
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.why_waiting import NUM_SHOWN, pending, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict

@@ -24,11 +24,11 @@ from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import rule_named
 from grmpipe.observe.recorder import Recorder
+from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.features.cotrain.grm_settings import (
     TrainableGrm,
     grm_algorithm,

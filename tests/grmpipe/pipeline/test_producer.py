@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.pipeline.generation import rank
+from grmpipe.pipeline.producer import rank
 from scheduler.stage import Stage
 
 
