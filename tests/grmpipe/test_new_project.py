@@ -43,9 +43,10 @@ def test_a_new_project_passes_its_tests_and_its_experiments_run(
     assert typed("task=new", "new.dir=mylab") == 0
     assert "cd mylab" in capsys.readouterr().out
     lab = tmp_path / "mylab"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}  # its pytest knows no option of ours
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=lab, capture_output=True, text=True,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},  # its pytest knows no option of ours
+        check=False, env=env,
     )  # fmt: skip
     assert tests.returncode == 0, tests.stdout + tests.stderr
     (lab / "below").mkdir()
