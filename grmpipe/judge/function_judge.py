@@ -29,7 +29,7 @@ class FunctionJudge:
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError that begins with the key below the judge's section."""
-        key = config.key
+        self._key = key = config.key
         self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.format.show_thoughts)
         self._by_group = config.function_call.batch == "group"
         if self._by_group and not self.function.is_batch:
@@ -50,7 +50,7 @@ class FunctionJudge:
         try:
             given = await self._call(prompt, rollouts)
         except TimeoutError:
-            words = f"{self.function.owner} took more than judge.limits.timeout_s = {self._timeout_s:g} s"
+            words = f"{self.function.owner} took more than {self._key}.limits.timeout_s = {self._timeout_s:g} s"
             return [self._failed("timeout", words, prompt)] * len(rollouts)
         except (UserCodeError, TooManyStuck) as error:
             return [self._failed("broken", str(error), prompt)] * len(rollouts)

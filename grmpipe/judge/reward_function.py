@@ -78,7 +78,7 @@ class RewardFunction:
 
     def _value(self, name: str, prompt: Prompt, rollout: Rollout) -> object:
         if name in ("response", "solution_str") or (name == "completion" and not prompt.is_chat):
-            return rollout.shown(thoughts=True) if self.show_thoughts else rollout.answer
+            return rollout.turns[-1].completion.text if self.show_thoughts else rollout.answer
         if name == "completion":
             return messages_of(rollout, thoughts=self.show_thoughts)
         if name == "completion_ids":
@@ -121,11 +121,10 @@ def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> Rewa
         raise ValueError(f"function: {path} is no function; {WRITE}")
     owner = f"{key}: {described(function)}"
     parameters = inspect.signature(function).parameters
-    kinds = [one for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    names = tuple(one.name for one in kinds)
+    by_name = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    names = tuple(one.name for one in by_name)
     recognised = [name for name in CONVENTIONS if name in names]
-    by_place = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_ONLY]
-    if len(recognised) != 1 or by_place:
+    if len(recognised) != 1 or any(one.kind is one.POSITIONAL_ONLY for one in parameters.values()):
         raise ValueError(
             f"function: {described(function)} takes {', '.join(parameters) or 'nothing'}: one parameter must be the "
             f"response, by one of the names {', '.join(CONVENTIONS)}, and each must have a name to give it by; {WRITE}"
@@ -135,7 +134,7 @@ def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> Rewa
         owner=owner,
         is_batch=CONVENTIONS[recognised[0]],
         names=names,
-        required=tuple(one.name for one in kinds if one.default is one.empty),
+        required=tuple(one.name for one in by_name if one.default is one.empty),
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters.values()),
         show_thoughts=show_thoughts,
     )

@@ -15,8 +15,6 @@ from grmpipe.config.keys.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
-# What the library mcp logs of a server ("client" is its session) is unmasked; tools/mcp_tools.py logs it masked.
-UNMASKED = ("mcp", "client")
 NOISY = ("ray", "transformers", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -38,9 +36,8 @@ def setup_logging(run_dir: Path, console: Console | None = None, trackers: Seque
         library = logging.getLogger(name)
         replace_handlers(library)
         library.propagate = True
-    for names, level in ((REQUESTS, logging.WARNING), (UNMASKED, logging.CRITICAL)):
-        for name in names:
-            logging.getLogger(name).setLevel(level)
+    for name in REQUESTS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in OURS:
         replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
 
@@ -88,8 +85,16 @@ class LogFile(logging.FileHandler):
 def _file_handler(path: Path, trackers: Sequence[str]) -> logging.Handler:
     handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] not in trackers)
+    handler.addFilter(lambda record: not is_mcps(record))
     handler.setFormatter(MaskingFormatter(LINE))
     return handler
+
+
+def is_mcps(record: logging.LogRecord) -> bool:
+    """Whether the library mcp logs it: what a server wrote, unmasked. grmpipe/envs/tools/mcp_tools.py logs that masked.
+    The library's session has a logger called `client`, as others may have.
+    """
+    return record.name.startswith("mcp.") or (record.name == "client" and "/mcp/client/" in record.pathname)
 
 
 class BriefFormatter(MaskingFormatter):

@@ -13,7 +13,7 @@ from configs import judge_config
 
 from grmpipe.data.prompts import load_prompts
 from grmpipe.judge.function_judge import FunctionJudge
-from grmpipe.judge.pointwise_adapter import judge_together, rollout_of_text
+from grmpipe.judge.pointwise_adapter import judge_together, rollout_of_messages, rollout_of_text
 from grmpipe.judge.reward_function import reward_function
 from grmpipe.types import Failed, Prompt, Verdict
 from models.types import Message
@@ -141,11 +141,24 @@ def test_a_chat_is_handed_over_as_messages(judged: Callable[..., list]) -> None:
     assert rewards(judged(code, "four", prompt=chat)) == [18.0]
 
 
+def test_a_response_is_the_last_turn_with_its_thoughts_or_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks_response.py").write_text("def reward(response): return 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = [Message(role="assistant", content="first"), Message(role="user", content="and?")]
+    episode = rollout_of_messages("g", 0, [*said, Message(role="assistant", content="last")])
+    for show_thoughts in (True, False):
+        function = reward_function("asks_response.reward", "judge.function", show_thoughts=show_thoughts)
+        assert function.arguments(PROMPT, [episode]) == {"response": "last"}
+
+
 def test_a_function_that_hangs_is_a_timeout_and_holds_nobody_up(judged: Callable[..., list]) -> None:
     code = "import time\ndef reward(response):\n    time.sleep(30 if response == 'slow' else 0)\n    return 1"
     began = time.monotonic()
     settings = {"timeout_s": 1.0, "max_new_tokens": 1, "min_tokens_per_s": 100.0}
-    assert rewards(judged(code, "slow", "fast", **settings)) == ["timeout", 1.0]
+    slow, fast = judged(code, "slow", "fast", **settings)
+    assert rewards([slow, fast]) == ["timeout", 1.0] and "more than judge.limits.timeout_s = 1 s" in slow.detail
     assert time.monotonic() - began < 20
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import socket
 import subprocess
@@ -264,6 +265,7 @@ def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(
     answer: str, said: str, tmp_path: Path, restored_logging: None
 ) -> None:
     setup_logging(tmp_path)
+    logging.getLogger("client").warning("a client of the user's")
     echo = f"while read -r line; do echo {shlex.quote(answer)}; done"
     server = {"command": ["sh", "-c", echo], "env": {"KEY": "hush-hush"}}
     with pytest.raises(ValueError, match="^mcp.calc: it lists no tools within env.boot_s = 2 s; it wrote") as error:
@@ -272,6 +274,7 @@ def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(
     lines = (tmp_path / "run.log").read_text()
     assert "the MCP server calc wrote what is no message of MCP" in lines
     assert "hush-hush" not in lines and "Traceback" not in lines
+    assert "a client of the user's" in lines, "only the library's own records are dropped"
 
 
 @pytest.mark.parametrize(
