@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from grmpipe.config.evaluation import NUM_SAMPLES
+from grmpipe.config.task_settings import NUM_SAMPLES
 from grmpipe.evaluation.held_out import AnswerJournal, Evaluator, HeldOutEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import show_policies, write_policies
