@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmpipe.judge.rule import Rule
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.pipeline.interfaces import RolloutKey, RolloutTimes
 from grmpipe.types import Failed, JudgedGroup, TrainedRollout, Verdict
 
