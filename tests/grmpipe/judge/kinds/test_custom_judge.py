@@ -16,7 +16,7 @@ from grmpipe.types import Failed, JudgeReport, Verdict
 
 SOURCE = """
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import RuleJudge
+from grmpipe.judge.kinds.rule import RuleJudge
 
 class ByRule:
     def __init__(self, rule="exact_answer"):
