@@ -52,7 +52,7 @@ async def evaluate_policy(
         )
         answers = CountedAnswers(observers.evaluations.of_evaluation(name), counters)
         evaluator = make_policy_evaluator(ready, running, found, answers)
-        evaluated = await evaluator.evaluate(name)
+        evaluated = await replace(evaluator, progress=observers.progress).evaluate(name)
         check_answered(name, evaluated)
         policies[name] = evaluate_answers(found.prompts, evaluated, scoring, found.num_left_out)
         rows += [
