@@ -23,7 +23,8 @@ from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.all_trackers import AllTrackers
-from grmpipe.observe.eval_recorder import EvalRecorder
+from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
+from grmpipe.observe.journal import Mark
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
@@ -255,7 +256,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
     )
 
 
-def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:
+def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing(tmp_path: Path) -> None:
     async def go() -> None:
         looker = dataclasses.replace(
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
@@ -264,7 +265,7 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
             looker,
             RewardHackingDetector(),
             AllTrackers({}),
-            UNRECORDED,
+            recorder := EvalRecorder(tmp_path),
             NOWHERE,
             anchors=4,
             every=10,
@@ -273,6 +274,12 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         assert await periodic_eval.after_step(end_of(10, is_last=True)) == {}
         assert asyncio.get_running_loop().time() == pytest.approx(30.0)
         assert (periodic_eval.final, periodic_eval.rows) == ({}, [])
+        assert [line.sample for line in load_eval_rollouts(tmp_path / EVAL_ROLLOUTS)] == [0, None]
+        assert recorder.marks[EVAL_ROLLOUTS] == Mark(), "a resume makes it again, and removes these lines"
+        looker.play_sampled = looker.play_greedy = played
+        periodic_eval.interrupted = False
+        await periodic_eval.after_step(end_of(10, is_last=True))
+        assert recorder.marks[EVAL_ROLLOUTS].offset == (tmp_path / EVAL_ROLLOUTS).stat().st_size
 
     run_virtually(go)
 
