@@ -2,15 +2,18 @@
 
     python benchmarks/same_run.py b0a4aaf runs/same_run --then watch.every=0 --now judge_monitor.every=0
 
-One process, staleness 0, 20 steps (`--steps`). The commit runs twice: its own two runs differ too, by the order in
-which groups happen to arrive. `--now` and `--then` add overrides to one side, whose keys may have other names. Finished
-runs in the folder are reused. Rollouts are matched by prompt and sibling. Writes benchmarks/same_run.md.
+One process, staleness 0, 20 steps (`--steps`). Both run more than once (`--runs`): a commit's own runs differ too, by
+the order in which groups happen to arrive. `--now` and `--then` add overrides to one side, whose keys may have other
+names. Finished runs in the folder are reused. Rollouts are matched by prompt and sibling. Writes
+benchmarks/same_run.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -115,23 +118,34 @@ def difference(one: Recorded, other: Recorded) -> Difference:
     )
 
 
-def report(commit: str, steps: int, overrides: Sequence[str], rows: dict[str, Difference]) -> list[str]:
+def report(typed: Sequence[str], steps: int, rows: dict[str, list[Difference]]) -> list[str]:
+    """The page. typed: the arguments of the command; rows: the pairs of runs that each row compares."""
     lines = [
-        f"# The quickstart's run compared with that of commit {commit}",
+        f"# The quickstart's run compared with that of commit {typed[0]}",
         "",
-        f"`python benchmarks/same_run.py {commit} runs/same_run --steps {steps} {' '.join(overrides)}`: {machine()}.",
+        f"`python benchmarks/same_run.py {' '.join(typed)}`: {machine()}.",
         f"One process, staleness 0, {steps} steps.",
         "",
-        "| runs | rollouts | with other tokens | first step with one | log-probs, nats | weights at the end |",
+        "| pairs of runs | rollouts of a pair | with other tokens | first step with one | log-probs, nats | weights |",
         "|---|---|---|---|---|---|",
     ]
-    for label, found in rows.items():
-        first = "none" if found.first_step is None else str(found.first_step)
+    for label, pairs in rows.items():
+        first = min((pair.first_step for pair in pairs if pair.first_step is not None), default="none")
         lines.append(
-            f"| {label} | {found.num_rollouts} | {found.num_other_tokens} | {first} | {found.logprobs:.1e} | "
-            f"{found.weights:.1e} |"
+            f"| {len(pairs)}: {label} | {pairs[0].num_rollouts} | {max(pair.num_other_tokens for pair in pairs)} | "
+            f"{first} | {middle_and_largest([pair.logprobs for pair in pairs])} | "
+            f"{middle_and_largest([pair.weights for pair in pairs])} |"
         )
-    return [*lines, "", "Log-probs (of rollouts with the same tokens) and weights: the largest difference."]
+    lines += [
+        "",
+        "Log-probs (of rollouts with the same tokens) and weights at the end: a pair's largest difference; here the",
+        "median of the pairs and, in brackets, the largest.",
+    ]
+    return lines
+
+
+def middle_and_largest(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1e} ({max(values):.1e})"
 
 
 def main() -> None:
@@ -139,18 +153,23 @@ def main() -> None:
     parser.add_argument("commit", help="to be compared with this checkout")
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=2, help="of each side")
     parser.add_argument("--now", action="append", default=[], metavar="KEY=VALUE", help="override of this checkout")
     parser.add_argument("--then", action="append", default=[], metavar="KEY=VALUE", help="override of the commit")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkout, steps = worktree_of(args.commit, folder), f"train.num_steps={args.steps}"
-    then = run_once(checkout, folder / f"then_{args.commit}_{args.steps}", (steps, *args.then))
-    again = run_once(checkout, folder / f"again_{args.commit}_{args.steps}", (steps, *args.then))
-    now = run_once(ROOT, folder / f"now_{args.steps}", (steps, *args.now))
-    rows = {f"now, {args.commit}": difference(now, then), f"{args.commit}, {args.commit}": difference(then, again)}
+    name = f"{args.commit}_{args.steps}"
+    then = [run_once(checkout, folder / f"then_{name}_{run}", (steps, *args.then)) for run in range(args.runs)]
+    now = [run_once(ROOT, folder / f"now_{args.steps}_{run}", (steps, *args.now)) for run in range(args.runs)]
+    rows = {
+        f"now, {args.commit}": [difference(*pair) for pair in itertools.product(now, then)],
+        f"{args.commit}, {args.commit}": [difference(*pair) for pair in itertools.combinations(then, 2)],
+    }
     overrides = [f"--now {key}" for key in args.now] + [f"--then {key}" for key in args.then]
-    lines = report(args.commit, args.steps, overrides, rows)
+    typed = [args.commit, "runs/same_run", f"--steps {args.steps}", f"--runs {args.runs}", *overrides]
+    lines = report(typed, args.steps, rows)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

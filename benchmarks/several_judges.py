@@ -23,7 +23,7 @@ from typing import Any
 
 from cascade_audit import error_of_kept
 
-from grmpipe.judge.rule import is_right
+from grmpipe.judge.kinds.rule import is_right
 from grmpipe.tiny.comparisons import Comparison as Question
 from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.problems import Problem, Split, make_problems

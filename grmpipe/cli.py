@@ -37,6 +37,7 @@ from hydra.types import RunMode
 from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.secrets import may_be_secret
+from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import USERINFO, environment_secrets, mask
@@ -47,8 +48,7 @@ from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.tasks.sweep import SweepRun, exit_code_of, sweep_table
-from grmpipe.validate.seats import check_seats
-from grmpipe.validate.typed_keys import EvaluationReads, check_typed_keys
+from grmpipe.validate.machines import check_seats
 from models.import_path import put_working_folder_last
 
 CONF = Path(__file__).parent / "conf"

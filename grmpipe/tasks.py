@@ -21,9 +21,8 @@ from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
-from grmpipe.validate.devices import device_notes
-from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
+from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from grmpipe.validate.prepare import Prepared, prepare
 from scheduler.event_loop import run_to_end
 

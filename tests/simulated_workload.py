@@ -7,8 +7,8 @@ from configs import judge_config, run_config
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import Lengths
 from grmpipe.capacity.simulate.stages import Workload
-from grmpipe.config.capacity import SimulateConfig
 from grmpipe.config.data import RolloutConfig
+from grmpipe.config.task_settings import SimulateConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Prompt

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grmpipe.config.evaluation import RftConfig
 from grmpipe.config.judge import LabelConfig
+from grmpipe.config.task_settings import RftConfig
 from models.bounds import Bounded, above, above_0_to_1, at_least
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from grmpipe.config.env_reward import EnvRewardConfig
 from grmpipe.config.judge_protocols import (
     DEFAULT_PROTOCOL,
     PROTOCOLS,
@@ -17,7 +16,7 @@ from grmpipe.config.judge_protocols import (
 )
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
-from grmpipe.config.scalar_map import ScalarConfig
+from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
 from models.bounds import Bounded, above_0_to_1, at_least, check_known, positive
 from models.types import ThinkingBudget
 

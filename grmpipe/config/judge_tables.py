@@ -32,6 +32,6 @@ TWO_SCORES = (  # parsers of the better one of two responses
     "choice_field", "ranking_field", "ranking_box",
 )  # fmt: skip
 RULES = PathTable(
-    "judge.rule", ("text", "reference"), "grmpipe.judge.rule",
+    "judge.rule", ("text", "reference"), "grmpipe.judge.kinds.rule",
     {"exact_answer": "is_right", "contains_reference": "contains_reference", "math_verify": "means_the_same"},
 )  # fmt: skip

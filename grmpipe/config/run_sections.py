@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig
 from grmpipe.config.grm import GrmConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
+from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, SimulateConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import EngineConfig, ModelConfig

@@ -19,10 +19,10 @@ from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import asking_for
-from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed

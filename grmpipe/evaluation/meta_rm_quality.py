@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from grmpipe.judge.labelled_judgements import LabelledJudgement
-from grmpipe.judge.labels import judged_right
+from grmpipe.evaluation.labelled_judgements import LabelledJudgement
+from grmpipe.judge.kinds.labels import judged_right
 from grmpipe.judge.verdict import best_indices, mean, weighted
 from grmpipe.train.scalar.classification import quality
 from grmpipe.types import Metrics

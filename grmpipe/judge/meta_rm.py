@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.config.scalar_map import sigmoid
+from grmpipe.config.raw_scores import sigmoid
 from grmpipe.types import Judgement
 from models.types import EngineRefused, Scorer
 

@@ -12,8 +12,8 @@ from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.position_bias import correlation
-from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import StepReport, UncountedWork
 from grmpipe.pipeline.learner_pace import with_pace

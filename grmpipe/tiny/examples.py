@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grmpipe.tiny.brief import brief_judgement
 from grmpipe.tiny.calculator import (
     TOOLS,
     Carelessness,
@@ -21,7 +20,16 @@ from grmpipe.tiny.calculator import (
     right_episode,
 )
 from grmpipe.tiny.comparisons import MISREAD, draw_training_comparison, sloppy_comparison
-from grmpipe.tiny.problems import LARGE, MAX_TOTAL, Problem, compare, judgement, make_problems, parse_solution
+from grmpipe.tiny.problems import (
+    LARGE,
+    MAX_TOTAL,
+    Problem,
+    brief_judgement,
+    compare,
+    judgement,
+    make_problems,
+    parse_solution,
+)
 from grmpipe.tiny.solutions import Sloppiness, sloppy_solution
 from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, JudgedTask, Write, right_text
 from grmpipe.tiny.tricks import OFTEN, RARELY, TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings

@@ -1,4 +1,4 @@
-"""Word problems, and whether an answer to one is right. Pure: no tokens, no model, no files."""
+"""Word problems, which answers are right, the verdicts of a perfect and of a brief judge. Pure: no tokens, no model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from itertools import zip_longest
 from typing import Literal, Protocol, TypeVar
 
 Split = Literal["train", "held_out"]
-
 MAX_TOTAL = 20
 MAX_STEPS = 6
 CONTINUE_PROBABILITY = 0.6  # geometric: the lengths of answers have a long tail
 HELD_OUT_SHARE = 8  # one question in this many is held out
 PASSING_SCORE = 8  # a judge that gives at least this score passes the final answer
-
 PEOPLE = {
     "Ida": "She", "Max": "He", "Eva": "She", "Tom": "He", "Zoe": "She", "Leo": "He",
     "Mia": "She", "Sam": "He", "Ada": "She", "Ben": "He", "Lea": "She", "Jan": "He",
@@ -212,3 +210,23 @@ def score_of(critique: str) -> int | None:
     """The score that a critique ends with; None: it has none."""
     match = SCORE.search(critique)
     return int(match[1]) if match and 1 <= int(match[1]) <= 10 else None
+
+
+UNKNOWN_THINGS = frozenset({"shells", "stamps", "stones"})  # three problems in eight
+
+
+def brief_judgement(problem: Problem, text: str, rng: random.Random) -> str:
+    """Its own solution, then only the answers compared; a coin flip about unknown things.
+
+    Repeated judgements of a text differ where it guesses, so its votes say where it is unsure.
+    """
+    if thing_of(problem) in UNKNOWN_THINGS:
+        return rng.choice(("ok.\nScore: 10", "no.\nScore: 1"))
+    solution = parse_solution(text)
+    found = "malformed" if solution is None else compare(problem.answer, solution.answer)
+    return f"{problem.solution}. {found}.\nScore: {10 if is_right(problem, text) else 1}"
+
+
+def thing_of(problem: Problem) -> str:
+    """What is counted: the last word of "Ida has 6 coins."."""
+    return problem.question.partition(".")[0].rpartition(" ")[2]

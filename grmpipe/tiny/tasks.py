@@ -26,8 +26,7 @@ from grmpipe.tiny.comparisons import (
     make_comparisons,
     sloppy_comparison,
 )
-from grmpipe.tiny.malformed import malformed_text
-from grmpipe.tiny.malformed_views import malformed_view
+from grmpipe.tiny.malformed import malformed_text, malformed_view
 from grmpipe.tiny.problems import LARGE, Problem, Split, is_right, judge_prompt, judgement, make_problems
 from grmpipe.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
 from grmpipe.tiny.tricks import bare

@@ -14,7 +14,7 @@ from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
 from grmpipe.types import Metrics
 from models.lm.checkpoint import ShardedSave, load_sharded
-from models.lm.ranks import choose_device, join_ranks
+from models.lm.parallel.ranks import choose_device, join_ranks
 from models.stored_files import StoredFile
 
 

@@ -1,7 +1,8 @@
-"""Checks that prompts fit the templates and context windows of policy and judge. Asks neither."""
+"""Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 
 from grmpipe.config.judge import JudgeConfig
@@ -16,9 +17,15 @@ from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.models import FoundScalarModel
 from grmpipe.validate.sections import section
-from grmpipe.validate.thinking import check_thinking_budget
 from models.chat.renderer import Renderer
+from models.chat.thinking import thinks
+from models.types import Message
+
+log = logging.getLogger(__name__)
+
+EMPTY_ANSWER = Message(role="assistant", content="")
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
@@ -130,6 +137,43 @@ def check_judge(
     )
 
 
+def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], policy: Model, data: Data) -> None:
+    """Check that each reward model can read the prompts with a full answer or episode."""
+    models = {one.model.name: one.model for one in found}
+    response_tokens = longest_response(config, policy.context_tokens)
+    for judge in config.judging.scalar.values():
+        check_scalar_judge(config, judge, models[judge.model], data, response_tokens)
+
+
+def check_scalar_judge(config: RunConfig, judge: JudgeConfig, model: Model, data: Data, response_tokens: int) -> None:
+    """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
+    answer, or with an episode and what its environment showed.
+    """
+
+    def length(prompt: Prompt) -> int:
+        return len(model.renderer.render_whole((*prompt.messages, EMPTY_ANSWER)))
+
+    kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
+    with section(f"{config.models[model.name].key}."):
+        for prompt in kinds.values():
+            length(prompt)
+    cut = ""
+    if not config.env.env_kind.is_single:
+        cut = (
+            "type a smaller rollout.max_turns, rollout.max_new_tokens or env.max_observation_chars, or give a reward "
+            "model with a larger window"
+        )
+    check_context_limit(
+        name=model.name,
+        context_tokens=model.context_tokens,
+        key="rollout.max_new_tokens",
+        new_tokens=response_tokens,
+        lengths=((prompt, length(prompt)) for prompt in data.train),
+        what=f"prompt that {judge.key} reads",
+        cut=cut,
+    )
+
+
 def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
     """Check that a judge's templates load, that the prompts have the fields they show, and that they can show the
     prompts' messages. Raises ConfigError.
@@ -188,3 +232,60 @@ def check_context_limit(
         f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "
         f"{context_tokens} tokens of {name}; {way_out}"
     )
+
+
+def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Check that a judge's `thinking` budget can end a thought of its model. `grm`: None for one that isn't here."""
+    key = judge.key
+    if not judge.thinking.budget_tokens:
+        note_default_budget(judge, role, grm)
+        return
+    if role.engine.endpoint is not None:
+        raise ConfigError(
+            f"{key}.thinking.budget_tokens: an endpoint takes messages, not tokens, so a thought can't be ended "
+            f"here; type "
+            f"{key}.thinking.budget_tokens=null and give the endpoint's own field for a budget, such as "
+            f"+{role.option_key('extra_body')}={{thinking_token_budget: {judge.thinking.budget_tokens}}} (vLLM)"
+        )
+    if grm is None:
+        return
+    if (markers := grm.renderer.thinking) is None:
+        raise ConfigError(
+            f"{key}.thinking.budget_tokens: neither the tokenizer nor the chat template of {role.key} has markers of "
+            f"thoughts; type {key}.thinking.budget_tokens=null for a model that doesn't think, or name its markers: "
+            f"{role.key}.thinking_markers=['<think>','</think>']"
+        )
+    if markers.is_off:
+        raise ConfigError(
+            f"{key}.thinking.budget_tokens: the chat template of {role.key} begins each answer with an empty "
+            f"thought, so the "
+            f"model doesn't think; type {role.key}.chat_template_kwargs.enable_thinking=true, or "
+            f"{key}.thinking.budget_tokens=null"
+        )
+    check_room(judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.thinking.answer_start))))
+
+
+def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
+    """Log how long a model that thinks may think before its verdict."""
+    if grm is None or not thinks(grm.renderer.thinking):
+        return
+    if (budget := judge.thinking_budget(thinks=True)) is not None:
+        log.info("%s: %s may think for %d tokens before its verdict", judge.key, role.key, budget.num_tokens)
+        return
+    log.warning(
+        "%s may think before its verdict, and a judgement that reaches %s.max_new_tokens=%d is none; "
+        "%s.thinking.budget_tokens ends long thoughts, and %s.chat_template_kwargs.enable_thinking=false all of them, "
+        "if its chat template knows that",
+        role.key, judge.key, judge.max_new_tokens, judge.key, role.key,
+    )  # fmt: skip
+
+
+def check_room(judge: JudgeConfig, num_inserted: int) -> None:
+    assert judge.thinking.budget_tokens, "a budget that was typed"
+    least = judge.thinking.budget_tokens + num_inserted
+    if judge.max_new_tokens <= least:
+        raise ConfigError(
+            f"{judge.key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after "
+            f"{judge.thinking.budget_tokens} of thinking and {num_inserted} that end it; type "
+            f"{judge.key}.max_new_tokens={least + 512}"
+        )

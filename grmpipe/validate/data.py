@@ -14,9 +14,9 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.function_judge import FunctionJudge
-from grmpipe.judge.labels import JudgingTasks, rule_of
-from grmpipe.judge.rule import RuleBrokenError
+from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.labels import JudgingTasks, rule_of
+from grmpipe.judge.kinds.rule import RuleBrokenError
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
 

@@ -14,18 +14,26 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.types import Labelled, Prompt
-from grmpipe.validate.context_limits import check_judges, check_policy, check_template
+from grmpipe.validate.context_limits import (
+    check_judges,
+    check_policy,
+    check_scalar_judges,
+    check_template,
+    check_thinking_budget,
+)
 from grmpipe.validate.data import Data, check_references, judged_by, load_held_out, prompts_at
-from grmpipe.validate.engines import check_installed, check_options, check_rule_installed, check_tensor_parallel
+from grmpipe.validate.engines import (
+    check_installed,
+    check_options,
+    check_rule_installed,
+    check_swap,
+    check_tensor_parallel,
+)
 from grmpipe.validate.env import check_env, check_tools
-from grmpipe.validate.meta_rm_model import find_meta_rm
-from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.machines import check_machine
+from grmpipe.validate.models import Progress, find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
-from grmpipe.validate.scalar_model import check_scalar_judges, find_scalar_models
-from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
-from grmpipe.validate.swap import check_swap
-from grmpipe.validate.thinking import check_thinking_budget
 from models.lm.footprint import heads_of
 from models.settings import LoraConfig
 from scheduler.placement import Placement, place

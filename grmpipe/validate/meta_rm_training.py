@@ -9,16 +9,15 @@ from pathlib import Path
 from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
-from grmpipe.judge.labelled_judgements import LabelledJudgement, Split, read_examples
+from grmpipe.evaluation.labelled_judgements import LabelledJudgement, Split, read_examples
 from grmpipe.types import Prompt
+from grmpipe.validate.context_limits import check_thinking_budget
 from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
 from grmpipe.validate.engines import check_installed
-from grmpipe.validate.meta_rm_model import shared_context_limit
-from grmpipe.validate.models import Progress, find_model
-from grmpipe.validate.parallel import check_experts, check_parallel, check_shares_no_samples
-from grmpipe.validate.seats import check_machine
+from grmpipe.validate.learners import check_experts, check_parallel, check_shares_no_samples
+from grmpipe.validate.machines import check_machine
+from grmpipe.validate.models import Progress, find_model, shared_context_limit
 from grmpipe.validate.sections import section
-from grmpipe.validate.thinking import check_thinking_budget
 from models.hub import find_files
 from models.lm.packed_check import check_packable
 from models.lm.scalar_head import outline_scalar_head

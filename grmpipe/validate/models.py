@@ -1,17 +1,19 @@
-"""Finds the models of a run and their tokenizers. Loads no weights."""
+"""Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic. Loads no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from grmpipe.config.roles import Model, ServedRole
+from grmpipe.config.grm import ModelEntry
+from grmpipe.config.roles import Model, ServedRole, option_key_of, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.chat.renderer import Renderer
+from models.engines.engine_kind import AnyEngine
 from models.hub import find_files, is_hub_name
-from models.lm.packable_configs import is_known_to_pack
 from models.model_files import read_json
 from models.settings import ModelConfig
 
@@ -52,18 +54,6 @@ def check_generates(directory: str, path: str) -> None:
         )
 
 
-def check_learns(model: Model, key: str) -> None:
-    """Check that the model can be trained on packed samples, by its config and outline; the learner also checks its
-    weights.
-    """
-    if is_known_to_pack(model.path):
-        return
-    from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
-
-    with section(f"{key}."):
-        check_trainable(model.path)
-
-
 def check_vocabulary(key: str, options: ModelConfig, renderer: Renderer) -> None:
     """Check that the model has a row for every id of its tokenizer."""
     if renderer.num_token_ids > renderer.vocab_size:
@@ -72,3 +62,155 @@ def check_vocabulary(key: str, options: ModelConfig, renderer: Renderer) -> None
             f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't match; give a "
             "directory with the model's own tokenizer"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundScalarModel:
+    """A reward model of scalar judges, found and checked. An engine with an endpoint serves it elsewhere."""
+
+    model: Model
+    engine: AnyEngine
+
+
+def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScalarModel, ...]:
+    """Find the reward models that scalar judges ask. Raises ConfigError, which begins with the model's section."""
+    found = []
+    for role in config.judging.scalar_roles:
+        options, engine = config.models[role], resolve_engine(role, config)
+        with section(f"{options.key}."):
+            if engine.endpoint is None:
+                model = find_scalar_model(role, config, progress)
+            else:
+                model = find_remote_scalar_model(options, engine, progress)
+        if engine.endpoint is None:
+            check_vocabulary(options.key, options, model.renderer)
+        else:
+            with section(""):
+                engine.check_installed(role, options, option_key_of(options, engine))
+        found.append(FoundScalarModel(model=model, engine=engine))
+    return tuple(found)
+
+
+def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model:
+    """Find a reward model with one label that scorers load here, and check its chat template.
+
+    Raises ValueError (`path: ...`, `chat_template: ...`).
+    """
+    options = config.models[role]
+    directory = find_files(resolve_model(options.path, progress), weights=True)
+    check_one_label(directory)
+    renderer = load_renderer(directory, options)
+    # The machines of a joined cluster have their own caches: they load by the hub name.
+    by_name = config.cluster.address is not None and is_hub_name(options.path)
+    path = options.path if by_name else directory
+    return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
+
+
+def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine, progress: Progress) -> Model:
+    """Find the tokenizer of a reward model that an endpoint serves: the run renders and sends token ids."""
+    assert engine.endpoint is not None
+    tokenizer = engine.endpoint.scorer_tokenizer(options)
+    try:
+        directory = find_files(resolve_model(tokenizer, progress), weights=False)
+    except ValueError as error:
+        raise ValueError(
+            f"engine_options.tokenizer: no tokenizer of {tokenizer!r} is here ({error}); type "
+            f"+{options.key}.engine_options.tokenizer=<its Hugging Face directory or hub name>"
+        ) from error
+    renderer = load_renderer(directory, options)
+    window = engine.options.max_context_tokens or renderer.context_tokens
+    return Model(name=options.name, path=options.path, renderer=renderer, context_tokens=window)
+
+
+def check_one_label(directory: str) -> None:
+    """Raises ValueError (`path: ...`) for a model without a head of one number, or one that can't be packed."""
+    from models.lm.packed_check import unpackable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head, scalar_config
+
+    scalar_config(directory)
+    if (why := unpackable(outline_scalar_head(directory))) is not None:
+        raise ValueError(
+            f"path: {directory!r} can't be scored here: {why}; serve it with vLLM or SGLang and type engine=openai for "
+            "it, or give a reward model of Llama, Mistral, Qwen2 or Qwen3"
+        )
+
+
+def load_renderer(directory: str, options: ModelConfig) -> Renderer:
+    return Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaRmModel:
+    """A directory of a model with a scalar head. It reads the GRM's tokens."""
+
+    path: str
+    context_tokens: int
+
+
+def find_meta_rm(config: RunConfig, grms: Sequence[Model], progress: Progress) -> MetaRmModel:
+    """Find the meta-RM of these GRMs. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer
+    than one whose votes it weights.
+    """
+    assert config.meta_rm.path is not None
+    directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head, scalar_config
+
+    scalar_config(directory)
+    check_packable(outline_scalar_head(directory), directory)
+    windows = [shared_context_limit(directory, config, grm) for grm in grms]
+    return MetaRmModel(path=directory, context_tokens=min(windows))
+
+
+def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
+    """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
+    try:
+        renderer = Renderer.load(directory, config.models[grm.name].chat_template)
+    except ValueError as error:
+        if not str(error).startswith("chat_template"):
+            raise
+        raise ValueError(
+            f"path: the tokenizer in {directory} has no chat template; copy the GRM's tokenizer files there"
+        ) from error
+    if not renderer.means_the_same(grm.renderer):
+        raise ValueError(
+            f"path: {directory} has a different tokenizer than {grm.name} ({config.models[grm.name].path}), "
+            "and a meta-RM reads the GRM's own tokens; give one that was trained from this GRM or its base "
+            "(+experiment=train_meta_rm)"
+        )
+    return renderer.context_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticModel:
+    """The model that the critic's ranks load. It reads the policy's tokens."""
+
+    path: str
+    tokenizer_path: str
+
+
+def find_critic(config: RunConfig, policy: Model, progress: Progress) -> CriticModel:
+    """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
+    a smaller window.
+    """
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head
+
+    path = config.critic.path
+    if path is None:
+        check_packable(outline_scalar_head(policy.path), policy.path)
+        return CriticModel(path=policy.path, tokenizer_path=policy.path)
+    directory = find_files(resolve_model(path, progress), weights=True)
+    check_packable(outline_scalar_head(directory), directory)
+    renderer = Renderer.load(directory, config.policy.chat_template)
+    if not renderer.means_the_same(policy.renderer):
+        raise ValueError(
+            f"path: {path} has a different tokenizer than the policy ({config.policy.path}), and a critic reads the "
+            "policy's own tokens; give a model of the same family, or critic.path=null"
+        )
+    if renderer.context_tokens < policy.context_tokens:
+        raise ValueError(
+            f"path: {path} reads {renderer.context_tokens} tokens, the policy up to {policy.context_tokens}; "
+            "give a model with at least that context window, or critic.path=null"
+        )
+    return CriticModel(path=directory, tokenizer_path=policy.path)

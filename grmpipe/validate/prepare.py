@@ -14,32 +14,37 @@ from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import EVAL_METRICS
-from grmpipe.judge.custom import load_custom_judge
-from grmpipe.judge.function_judge import FunctionJudge
-from grmpipe.judge.labels import rule_of
-from grmpipe.judge.rule import Rule
+from grmpipe.judge.kinds.custom_judge import load_custom_judge
+from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_judges, check_policy
-from grmpipe.validate.critic_model import CriticModel, find_critic
+from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
 from grmpipe.validate.data import read_data, stored_judging_tasks
-from grmpipe.validate.engines import (
-    check_installed,
-    check_rule_installed,
-    check_tensor_parallel,
-)
+from grmpipe.validate.engines import check_installed, check_rule_installed, check_swap, check_tensor_parallel
 from grmpipe.validate.env import check_env, check_tools
-from grmpipe.validate.lora import check_lora_targets, check_peft
-from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
-from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_divides
+from grmpipe.validate.learners import (
+    check_divides,
+    check_learns,
+    check_lora_targets,
+    check_peft,
+    check_routing,
+    check_weight_names,
+)
+from grmpipe.validate.machines import check_machine
+from grmpipe.validate.models import (
+    CriticModel,
+    FoundScalarModel,
+    MetaRmModel,
+    Progress,
+    find_critic,
+    find_meta_rm,
+    find_model,
+    find_scalar_models,
+)
 from grmpipe.validate.places import seat_roles
-from grmpipe.validate.router_replay import check_routing
-from grmpipe.validate.scalar_model import FoundScalarModel, check_scalar_judges, find_scalar_models
-from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
-from grmpipe.validate.swap import check_swap
-from grmpipe.validate.weights import check_weight_names
 from models.lm.footprint import heads_of
 from scheduler.placement import Placement
 

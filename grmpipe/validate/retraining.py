@@ -12,9 +12,9 @@ from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.validate.engines import check_slots
-from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_divides, check_parallel
-from grmpipe.validate.seats import check_machine
+from grmpipe.validate.learners import check_divides, check_learns, check_parallel
+from grmpipe.validate.machines import check_machine
+from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.sections import section
 from scheduler.placement import Placement, PlacementConfig, place
 

@@ -20,12 +20,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.hub import is_hub_name
-from models.lm.context_parallel import ContextGroup
 from models.lm.linear_logprobs import ENTROPY, LOGPROB
 from models.lm.logprobs import Wanted, chosen_logprobs
 from models.lm.output_head import OutputHead, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
+from models.lm.parallel.context_parallel import ContextGroup
 from models.settings import CHUNK_LOGITS
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]

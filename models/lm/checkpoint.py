@@ -32,7 +32,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from models.lm.checkpoint_metadata import SafeReader
 from models.lm.lora import merged_state, save_adapters
-from models.lm.ranks import group_for_files
+from models.lm.parallel.ranks import group_for_files
 from models.settings import LoraConfig
 from models.stored_files import StoredFile, stored_files, sync_directory
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm, packed_logprobs
-from models.lm.context_parallel import ContextGroup
 from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
+from models.lm.parallel.context_parallel import ContextGroup
 from models.lm.scalar_head import HEAD, packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."

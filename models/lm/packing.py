@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.lm.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextGroup
 
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 

@@ -16,9 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
-from models.lm.expert_parallel import divide_experts, gather_early
-from models.lm.fp32_router import route_in_float32
-from models.lm.ranks import RankMeshes
+from models.lm.moe.fp32_router import route_in_float32
+from models.lm.parallel.expert_parallel import divide_experts, gather_early
+from models.lm.parallel.ranks import RankMeshes
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 from models.settings import KEEP_ALL, Activations
 

@@ -15,8 +15,8 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
-from models.lm.context_parallel import ContextGroup
 from models.lm.packing import Packing
+from models.lm.parallel.context_parallel import ContextGroup
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head except for a bias, and reads it at the last token.

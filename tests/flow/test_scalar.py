@@ -20,8 +20,8 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.start_scorers import start_scalar_models
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.validate.models import find_scalar_models
 from grmpipe.validate.prepare import prepare
-from grmpipe.validate.scalar_model import find_scalar_models
 from models.engines.endpoint_use import NoRequestLog
 from models.engines.openai.pooling_scorer import PoolingScorer
 from scheduler.events import NoEvents

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from models.lm.ranks import join_ranks
+from models.lm.parallel.ranks import join_ranks
 from models.types import GroupLink
 from models.weights.process_group import BroadcastGroup
 

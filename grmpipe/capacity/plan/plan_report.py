@@ -10,9 +10,8 @@ from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
-from grmpipe.validate.devices import device_notes
-from grmpipe.validate.hyperparameters import hyperparameter_notes
 from grmpipe.validate.models import Progress
+from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
 from scheduler.placement import describe

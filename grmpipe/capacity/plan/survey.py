@@ -10,20 +10,14 @@ from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
-from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import (
-    check_installed,
-    check_tensor_parallel,
-    context_limit_of,
-)
-from grmpipe.validate.models import Progress, check_learns, find_model
-from grmpipe.validate.parallel import check_experts, check_query_heads
+from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, context_limit_of
+from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
+from grmpipe.validate.machines import check_machine
+from grmpipe.validate.models import Progress, find_critic, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
-from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import ModelNotHere, section
-from grmpipe.validate.swap import check_swap
 from models.hub import find_files
 from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
 from scheduler.devices import DeviceSpec, device_called, find_device

@@ -14,11 +14,11 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.prompt import path_of
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout
 from models.types import Generates, SamplingParams

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import EvaluateConfig
 from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.custom import load_custom_judge
-from grmpipe.judge.env_rewards import EnvRewardJudge
-from grmpipe.judge.function_judge import FunctionJudge
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.custom_judge import load_custom_judge
+from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
+from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.rule import RuleJudge
+from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.rule import RuleJudge
-from grmpipe.judge.scalar import ScalarJudge, ScalarModel
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 

@@ -34,8 +34,8 @@ from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Judge
+from grmpipe.validate.machines import check_shared
 from grmpipe.validate.prepare import Prepared
-from grmpipe.validate.shared_folder import check_shared
 from models.settings import ModelConfig
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster

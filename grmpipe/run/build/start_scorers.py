@@ -7,13 +7,12 @@ import functools
 from dataclasses import dataclass
 
 from grmpipe.config.roles import option_key_of
+from grmpipe.judge.kinds.scalar import ScalarModel
 from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.meta_rm import MetaRm
-from grmpipe.judge.scalar import ScalarModel
 from grmpipe.run.build.start_grm import LogOf
-from grmpipe.validate.meta_rm_model import MetaRmModel
+from grmpipe.validate.models import FoundScalarModel, MetaRmModel
 from grmpipe.validate.prepare import Prepared
-from grmpipe.validate.scalar_model import FoundScalarModel
 from models.engines.endpoint_use import EndpointUse
 from models.types import RemoteScorer, Scorer
 from scheduler.events import EventSink

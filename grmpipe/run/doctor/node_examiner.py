@@ -118,7 +118,7 @@ class NodeExaminer:
         import torch
         import torch.distributed as dist
 
-        from models.lm.ranks import choose_device, join_ranks
+        from models.lm.parallel.ranks import choose_device, join_ranks
 
         device = choose_device("", self._rank)
         join_ranks(self._rank, self._world_size, self._init_method, device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.config.evaluation import NUM_SAMPLES
+from grmpipe.config.task_settings import NUM_SAMPLES
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, write_policies

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grmpipe.judge.labels import rule_of
+from grmpipe.judge.kinds.labels import rule_of
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
@@ -33,8 +33,8 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
+from grmpipe.validate.machines import check_shared
 from grmpipe.validate.retraining import PreparedRetraining
-from grmpipe.validate.shared_folder import check_shared
 from scheduler.processes.actors import Cluster
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.judge.labels import Fate, hinted, kept_of, without_hint
+from grmpipe.judge.kinds.labels import Fate, hinted, kept_of, without_hint
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary

@@ -14,10 +14,17 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.config.scalar_map import sigmoid
+from grmpipe.config.raw_scores import sigmoid
+from grmpipe.evaluation.labelled_judgements import (
+    LabelledJudgement,
+    SampledExamples,
+    Split,
+    batches,
+    sample,
+    write_examples,
+)
 from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
@@ -28,8 +35,8 @@ from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from grmpipe.train.scalar.scalar_rank import ScalarSpec
 from grmpipe.types import Metrics
+from grmpipe.validate.machines import check_shared
 from grmpipe.validate.meta_rm_training import MetaRmTraining
-from grmpipe.validate.shared_folder import check_shared
 from scheduler.placement import Placement
 from scheduler.processes.actors import ActorGroup, Cluster
 from scheduler.routing.router import Router

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from grmpipe.types import Metrics, OldPass
-from models.lm.context_parallel import ContextGroup
-from models.lm.expert_load import ExpertLoad
-from models.lm.expert_routing import RouterReplay, Routers
+from models.lm.moe.expert_load import ExpertLoad
+from models.lm.moe.expert_routing import RouterReplay, Routers
+from models.lm.parallel.context_parallel import ContextGroup
 from models.types import ANY_EXPERT
 
 

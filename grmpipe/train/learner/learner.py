@@ -25,10 +25,10 @@ from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import export_hf
-from models.lm.context_parallel import ContextGroup
 from models.lm.footprint import footprint_of
 from models.lm.lora import with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
+from models.lm.parallel.context_parallel import ContextGroup
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 
 

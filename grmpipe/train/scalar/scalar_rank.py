@@ -15,8 +15,8 @@ from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
 from models.hub import find_files
 from models.lm.checkpoint import export_hf
-from models.lm.context_parallel import ContextGroup
 from models.lm.packed_check import probe_scores
+from models.lm.parallel.context_parallel import ContextGroup
 from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
 from models.lm.scalar_head import packed_scores
 from models.settings import AUTO

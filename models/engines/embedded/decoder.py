@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.embedded.kv_slots import KvShape, KvSlots
-from models.lm.expert_routing import Routers, RoutingShape
+from models.lm.moe.expert_routing import Routers, RoutingShape
 
 PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))  # two lengths, to test masks and positions
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit

@@ -22,8 +22,8 @@ from models.engines.vllm.vllm_generation import VllmGeneration
 from models.engines.vllm.vllm_push import VllmPushes
 from models.engines.vllm.vllm_requests import refuse_what_cannot_run
 from models.lm.causal_lm import outline_causal_lm
-from models.lm.expert_routing import Routers
 from models.lm.lora import targets_of
+from models.lm.moe.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import (
     Completion,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grmpipe.config.capacity import PlanConfig
 from grmpipe.config.io.reference import PAGE, KeyEntry, page, sections_of
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.run_sections import RunSections
+from grmpipe.config.task_settings import PlanConfig
 from scheduler.devices import DeviceSpec
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 

@@ -15,8 +15,8 @@ from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 from grmpipe.config.keys.path_table import PathTable
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.forms import Form
+from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.rule import rule_named
 from grmpipe.judge.verdict import vote_named
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grmpipe.config.scalar_map import sigmoid
+from grmpipe.config.raw_scores import sigmoid
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.types import Judgement
 from models.types import Completion, EngineRefused, VersionSpan

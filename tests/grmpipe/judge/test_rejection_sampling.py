@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.labels import hint_of, hinted, kept_of, without_hint
+from grmpipe.judge.kinds.labels import hint_of, hinted, kept_of, without_hint
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import Completion, Message
 

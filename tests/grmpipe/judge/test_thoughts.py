@@ -15,13 +15,13 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.steps import steps_of
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.counters import FlowCounters, flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
 from models.chat.thinking import ThinkingMarkers, with_thought

@@ -19,9 +19,9 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import is_right
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.judge_health import JudgeHealth

@@ -18,7 +18,7 @@ from grmpipe.tiny.calculator import (
     right_episode,
     score_of_calls,
 )
-from grmpipe.tiny.malformed_views import malformed_view
+from grmpipe.tiny.malformed import malformed_view
 from grmpipe.tiny.problems import LARGE, Problem, SolutionStep, make_problems
 
 PROBLEM = Problem(

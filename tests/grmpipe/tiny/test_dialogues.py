@@ -13,7 +13,7 @@ from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
 from grmpipe.tiny.examples import Dialogue, draw_curriculum, messages_of, with_calculator
-from grmpipe.tiny.malformed_views import malformed_view
+from grmpipe.tiny.malformed import malformed_view
 from grmpipe.tiny.problems import LARGE, make_problems
 from grmpipe.tiny.quality import accuracy, agreement, answers, judge_all, passed_by
 from grmpipe.tiny.recipes import POLICY_TOOLS, POLICY_WALK

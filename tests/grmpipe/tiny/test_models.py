@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from grmpipe.tiny import __main__ as cli
 from grmpipe.tiny import resolve
-from grmpipe.tiny.brief import UNKNOWN_THINGS, thing_of
 from grmpipe.tiny.examples import LARGEST_WORD_NUMBER, SftTask
 from grmpipe.tiny.judgements import ScoredText, make_judgements
 from grmpipe.tiny.malformed import malformed_text
-from grmpipe.tiny.problems import Problem, is_right, make_problems
+from grmpipe.tiny.problems import UNKNOWN_THINGS, Problem, is_right, make_problems, thing_of
 from grmpipe.tiny.quality import Judged, accuracy, agreement, judge_all, passed_by
 from grmpipe.tiny.recipes import META, RECIPES, REWARD_MODEL, Recipe, Shape
 from grmpipe.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model

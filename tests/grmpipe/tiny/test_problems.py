@@ -1,8 +1,9 @@
-"""The word problems, wrong solutions, and when an answer is right."""
+"""The word problems, wrong solutions, when an answer is right, and a brief judge's verdicts."""
 
 from __future__ import annotations
 
 import random
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -13,16 +14,21 @@ from grmpipe.tiny.malformed import malformed_text
 from grmpipe.tiny.problems import (
     MAX_TOTAL,
     PASSING_SCORE,
+    THINGS,
+    UNKNOWN_THINGS,
     Problem,
     SolutionStep,
+    brief_judgement,
     is_right,
     judge_prompt,
     judgement,
     make_problems,
     parse_solution,
     score_label,
+    thing_of,
 )
 from grmpipe.tiny.solutions import Sloppiness, corrupted_solution, sloppy_solution
+from grmpipe.tiny.tasks import sloppy_text
 
 PROBLEM = Problem(
     question="Ida has 6 coins. She gives 4 to Max. She wins 6. How many coins does Ida have?",
@@ -118,3 +124,27 @@ def test_every_kind_of_lesson_can_be_drawn_again() -> None:
     examples = list(draw_curriculum(lessons, 100, 3))
     assert examples == list(draw_curriculum(lessons, 100, 3))
     assert len({example.prompt for example in examples}) == 100
+
+
+def test_known_things_are_judged_right_and_unknown_ones_by_a_coin() -> None:
+    rng, guesses = random.Random(0), []
+    for problem in make_problems("train", 2000, 0):
+        text = sloppy_text(problem, rng)
+        agrees = brief_judgement(problem, text, rng).endswith("Score: 10") == is_right(problem, text)
+        if thing_of(problem) in UNKNOWN_THINGS:
+            guesses.append(agrees)
+        else:
+            assert agrees
+    assert 0.44 < fmean(guesses) < 0.56
+    assert 650 < len(guesses) < 850
+
+
+def test_brief_verdicts_are_about_half_as_long() -> None:
+    rng = random.Random(0)
+    made = [(problem, sloppy_text(problem, rng)) for problem in make_problems("train", 500, 1)]
+    brief = sum(len(brief_judgement(problem, text, rng)) for problem, text in made)
+    assert brief < 0.6 * sum(len(judgement(problem, text)) for problem, text in made)
+
+
+def test_the_thing_of_a_problem_is_the_one_that_is_counted() -> None:
+    assert {thing_of(problem) for problem in make_problems("train", 300, 2)} == set(THINGS) > UNKNOWN_THINGS

@@ -12,10 +12,10 @@ import pytest
 from configs import run_config
 
 from grmpipe.config.data import DataConfig
-from grmpipe.config.evaluation import EvaluateConfig
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.task_settings import EvaluateConfig
 from grmpipe.validate.evaluation import check_scoring, find_prompts, labelled_items
 
 RULE = JudgeConfig(kind="rule")

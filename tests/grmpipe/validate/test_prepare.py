@@ -187,7 +187,7 @@ def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
 
 
 def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grmpipe.judge.math_rule.is_installed", lambda: False)
+    monkeypatch.setattr("grmpipe.judge.kinds.math_rule.is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install "grmpipe\[math\]"'):
         prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
 

@@ -26,8 +26,8 @@ from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, load_causal_lm, packed_logpr
 from models.lm.footprint import footprint_of, footprint_of_shape
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
+from models.lm.parallel.ranks import choose_device, join_ranks
 from models.lm.parallelize import decoder_layers, load_parallel
-from models.lm.ranks import choose_device, join_ranks
 from models.settings import KEEP_ALL, Activations, LoraConfig, ModelShape
 
 POLICY = str(SHIPPED / "policy")

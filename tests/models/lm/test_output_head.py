@@ -15,8 +15,8 @@ from models.lm import causal_lm
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm, packed_logprobs
 from models.lm.output_head import OutputHead
 from models.lm.packing import Prefixes
+from models.lm.parallel.ranks import join_ranks
 from models.lm.parallelize import load_parallel, without_gradient
-from models.lm.ranks import join_ranks
 from models.settings import Activations
 
 TINY = {

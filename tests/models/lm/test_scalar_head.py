@@ -22,8 +22,8 @@ from transformers import (
 
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint import export_hf
+from models.lm.parallel.ranks import join_ranks
 from models.lm.parallelize import SCALAR_HEAD, load_parallel
-from models.lm.ranks import join_ranks
 from models.lm.scalar_head import (
     head_of,
     last_of_samples,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from models.lm.parallel.ranks import join_ranks
 from models.lm.parallelize import parallelize
-from models.lm.ranks import join_ranks
 from models.weights.shared_memory import SharedMemoryFiles
 from models.weights.weight_stream import WeightStream
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
+from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, label_rule
+from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import rule_named
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import batch_metrics

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.composition.combine import reaches
-from grmpipe.judge.labels import JudgingTasks
-from grmpipe.judge.rule import Rule
+from grmpipe.judge.kinds.labels import JudgingTasks
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.trajectory import trajectory_of
 from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed

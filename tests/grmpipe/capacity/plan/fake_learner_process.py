@@ -38,8 +38,8 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.lm import activations as activations_module
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
+from models.lm.parallel.ranks import RankMeshes
 from models.lm.parallelize import parallelize
-from models.lm.ranks import RankMeshes
 from models.settings import KEEP_ALL, Activations
 from models.types import VersionSpan
 

@@ -14,8 +14,8 @@ from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Failed, RewardSpan, Verdict
 
 LADDER = (0.1, 0.4, 0.6, 0.9)

@@ -13,10 +13,10 @@ from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.combine import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
-from grmpipe.judge.custom import load_custom_judge
+from grmpipe.judge.kinds.custom_judge import load_custom_judge
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone, judge_together
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Judge, RewardSpan, Verdict
 from models.types import EngineDied
 

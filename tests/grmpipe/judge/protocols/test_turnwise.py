@@ -14,9 +14,9 @@ from configs import judge_config
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import TEMPLATES
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import (
     Failed,
     Judge,

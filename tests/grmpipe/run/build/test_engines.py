@@ -27,9 +27,9 @@ from grmpipe.run.build.engines import (
     stored_weights,
 )
 from grmpipe.types import Prompt
+from grmpipe.validate.engines import check_swap
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
-from grmpipe.validate.swap import check_swap
 from models.types import ModelFiles, WeightBucket
 
 

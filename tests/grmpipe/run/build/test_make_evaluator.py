@@ -13,8 +13,8 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.session import ComposedJudge
+from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
 from grmpipe.types import Judge, Prompt
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm
-from models.lm.expert_routing import Routers
+from models.lm.moe.expert_routing import Routers
 from models.settings import EmbeddedConfig
 from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
 from models.weights import inbox as weight_loading

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from models.engines.engine_kind import EngineSpec
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
-from models.lm.expert_routing import Routers
+from models.lm.moe.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import ModelFiles, WeightBucket
 from models.weights.sending import open_transport

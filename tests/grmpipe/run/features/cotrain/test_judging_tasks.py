@@ -8,8 +8,8 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.labels import JudgingTasks
-from grmpipe.judge.rule import rule_named
+from grmpipe.judge.kinds.labels import JudgingTasks
+from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import Completion, Message

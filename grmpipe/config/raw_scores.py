@@ -1,0 +1,86 @@
+"""Settings of judges that take numbers as scores: those of an environment, or the raw scores of a reward model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EnvRewardConfig:
+    """How the rewards that an environment gives for its turns become a verdict: their weighted sum."""
+
+    # Weight of each of the environment's rewards, by its name; those that aren't named don't count. Empty: all count,
+    # with weight 1.
+    weights: dict[str, float] = field(default_factory=dict)
+    # Where rewards go: to the tokens of the turn that earned them (true), or their sum to the last turn (false).
+    by_turn: bool = False
+    # Reward of an episode to which the environment gave none, as of an agent that ended at its limit of turns; null:
+    # it has no verdict, and isn't trained.
+    missing: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weights, Mapping):
+            raise ValueError(
+                f"weights: must be weights by name, got {self.weights!r}; type "
+                "'judge.env_reward.weights={solved: 1.0, steps: -0.1}'"
+            )
+        for name, weight in self.weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ValueError(
+                    f"weights.{name}: must be a number, got {weight!r}; type judge.env_reward.weights.{name}=1"
+                )
+
+        if self.missing is not None and not math.isfinite(self.missing):
+            raise ValueError(f"missing: must be a finite number, or null for no verdict, got {self.missing}")
+
+    def sum_of(self, rewards: Mapping[str, float]) -> float | None:
+        """The weighted sum of a turn's rewards, by their names. None if none of them counts."""
+        weights = self.weights or dict.fromkeys(rewards, 1.0)
+        counted = [weights[name] * reward for name, reward in rewards.items() if name in weights]
+        return math.fsum(counted) if counted else None
+
+
+MAPS = ("sigmoid", "linear")
+
+
+@dataclass(frozen=True)
+class ScalarConfig:
+    """How the raw score of a scalar reward model becomes a reward from 0 to 1, and how it is batched."""
+
+    # Curve: the probability that a Bradley-Terry model gives (sigmoid), or a straight line from low to high, cut off at
+    # both (linear).
+    map: str = "sigmoid"
+    center: float = 0.0  # [raw score] For sigmoid: raw score of reward 0.5.
+    # [raw score] For sigmoid: raw scores per unit of its argument; larger keeps scores apart that are far from center.
+    width: float = 1.0
+    low: float = -10.0  # [raw score] For linear: raw score of reward 0, and of all below.
+    high: float = 10.0  # [raw score] For linear: raw score of reward 1, and of all above.
+    # Tokens of conversations per forward pass; a longer conversation is passed alone.
+    max_batch_tokens: int = 16_384
+
+    def __post_init__(self) -> None:
+        if self.map not in MAPS:
+            raise ValueError(f"map: unknown value {self.map!r}; known: {', '.join(MAPS)}")
+        for key, value in (("center", self.center), ("low", self.low), ("high", self.high)):
+            if not math.isfinite(value):
+                raise ValueError(f"{key}: must be a number, got {value}")
+        if not 0 < self.width < math.inf:
+            raise ValueError(f"width: must be above 0, got {self.width}")
+        if not self.low < self.high:
+            raise ValueError(f"high: must be above low = {self.low:g}, got {self.high:g}")
+        if self.max_batch_tokens < 1:
+            raise ValueError(f"max_batch_tokens: must be at least 1, got {self.max_batch_tokens}")
+
+    def reward_of(self, raw_score: float) -> float:
+        """The reward of a finite raw score."""
+        if self.map == "linear":
+            return min(1.0, max(0.0, (raw_score - self.low) / (self.high - self.low)))
+        return sigmoid((raw_score - self.center) / self.width)
+
+
+def sigmoid(logit: float) -> float:
+    """The sigmoid, without overflow for large logits."""
+    power = math.exp(-abs(logit))
+    return (1 if logit >= 0 else power) / (1 + power)

@@ -1,0 +1,89 @@
+"""Judges by a reward function of the user's own: its number is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import cast
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.user_code import UserCodeError, called
+from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
+from grmpipe.judge.pointwise_adapter import HandOver
+from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.types import Cause, JudgeReport, JudgeSession, Prompt, Rollout
+from scheduler.daemon_threads import TooManyStuck, in_own_thread
+
+log = logging.getLogger(__name__)
+
+COMPONENT, RAW = "function", "raw_reward"  # names in a verdict's breakdown
+
+
+class FunctionJudge:
+    """A function judges each response as it ends, or the siblings of a group together. Its number is the reward, on no
+    scale; with `judge.function_call.score_range` it is brought to [0, 1], and a number outside has failed
+    (`out_of_range`). None has failed as `abstained`; what the function raises, or returns that is no number, as
+    `broken`.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError that begins with the key below the judge's section."""
+        self._key = key = config.key
+        self.function = reward_function(config.function, f"{key}.function", show_thoughts=config.format.show_thoughts)
+        self._by_group = config.function_call.batch == "group"
+        if self._by_group and not self.function.is_batch:
+            raise ValueError(
+                f"function_call.batch: group hands over lists, and {config.function} takes one response; give it the "
+                f"parameter `responses`, or type {key}.function_call.batch=rollout"
+            )
+        self._range = config.function_call.score_range
+        self._scale = config.scale
+        self._timeout_s = config.limits.timeout_s
+        self._has_failed = False
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        return HandOver(lambda rollouts, priority: self._judge(prompt, rollouts), size if self._by_group else 1)
+
+    async def _judge(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[JudgeReport]:
+        """The reports on responses to a prompt, in their order, from one call."""
+        try:
+            given = await self._call(prompt, rollouts)
+        except TimeoutError:
+            words = f"{self.function.owner} took more than {self._key}.limits.timeout_s = {self._timeout_s:g} s"
+            return [self._failed("timeout", words, prompt)] * len(rollouts)
+        except (UserCodeError, TooManyStuck) as error:
+            return [self._failed("broken", str(error), prompt)] * len(rollouts)
+        return [self._report(one, prompt, rollout) for one, rollout in zip(given, rollouts, strict=True)]
+
+    async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[GivenReward]:
+        one = self.function
+        async with asyncio.timeout(self._timeout_s):
+            with called(one.owner, (TooManyStuck,)):
+                arguments = one.arguments(prompt, rollouts)
+                if one.is_async:
+                    given = await cast(Awaitable[object], one.function(**arguments))
+                else:
+                    given = await in_own_thread(one.function, **arguments)
+                return one.read(given, len(rollouts))
+
+    def _report(self, given: GivenReward, prompt: Prompt, rollout: Rollout) -> JudgeReport:
+        if given.reward is None:
+            return self._failed("abstained", f"{self.function.owner} returned None", prompt)
+        reward = score = given.reward
+        parts = dict(given.metrics)
+        if self._range is not None:
+            low, high = self._range
+            if not low <= reward <= high:
+                words = f"{self.function.owner} returned {reward:g}, which is outside of [{low:g}, {high:g}]"
+                return self._failed("out_of_range", words, prompt)
+            parts[RAW], reward = reward, (reward - low) / (high - low)
+            score = self._scale.score_of(reward)
+        return unvoted(outcome(rollout, reward), score, parts | {COMPONENT: reward})
+
+    def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:
+        # The first failure that isn't the function's own wish is for the console, the others are for run.log.
+        level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
+        log.log(level, "no verdict: %s", words)
+        self._has_failed |= cause != "abstained"
+        return unjudged(failed(cause, f"prompt {prompt.prompt_id}: {words}"))

@@ -1,0 +1,187 @@
+"""Judging tasks made of labelled work: the question, and the rule that says whether a judge in training answers right.
+
+The prompt is the same as in judging; the label is its `reference`, in a format that the rule reads. Asks no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
+from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
+from grmpipe.judge.kinds.rule import Rule, rule_named
+from grmpipe.judge.parse import Parser, parser_named
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.trajectory import Trajectory
+from grmpipe.judge.verdict import outcome, unvoted
+from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
+from models.types import Message
+
+SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
+BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # response numbers in the order shown, from 1
+RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); unparseable is wrong, the format earns nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingTasks:
+    """Makes judging tasks of labelled work, as the judge's protocol asks: about one response, all at once, or two."""
+
+    template: JudgePrompt
+    protocol: str
+    labels: LabelConfig
+    show_thoughts: bool = False
+
+    @staticmethod
+    def under(judge: JudgeConfig, labels: LabelConfig) -> JudgingTasks:
+        """Judging tasks as `judge` asks in a run. Raises ValueError for an unusable protocol or template."""
+        if judge.protocol_kind.scores != "responses":
+            known = [name for name, protocol in PROTOCOLS.items() if protocol.scores == "responses"]
+            raise ValueError(
+                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"type judge.protocol={' or '.join(known)}"
+            )
+        if judge.principles.kind == "shared":
+            raise ValueError(
+                "principles.kind: a judging task is one judgement that includes its principles; type "
+                "judge.principles.kind=inline"
+            )
+        return JudgingTasks(
+            template=JudgePrompt.of(judge),
+            protocol=judge.protocol,
+            labels=labels,
+            show_thoughts=judge.format.show_thoughts,
+        )
+
+    def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
+        """All judging tasks that the items allow. A judge of one response can't use rankings; a judge of pairs can't
+        use single responses. Raises ValueError if no task is left.
+        """
+        judging_tasks = [judging_task for item in items for judging_task in self._of(item)]
+        if not judging_tasks:
+            wanted, about = ("rankings", "response") if self._about == "pair" else ("scores", "group")
+            way_out = next(name for name, protocol in PROTOCOLS.items() if protocol.about == about)
+            raise ValueError(
+                f"holds no {wanted}, which a {self.protocol} judge learns from; "
+                f"type judge.protocol={way_out}, with a template and a parser for it"
+            )
+        return tuple(judging_tasks)
+
+    @property
+    def _about(self) -> str:
+        return protocol_named(self.protocol).about
+
+    def right_or_wrong(self, task_id: str, prompt: Prompt, response: Trajectory | str, *, right: bool) -> Prompt:
+        """The task to judge a response whose truth a rule knows: the judge has to pass it or to fail it."""
+        return self._asked(task_id, prompt, [response], self._side(right))
+
+    def _of(self, item: Labelled) -> list[Prompt]:
+        if isinstance(item, ScoredResponse):
+            return [] if self._about == "pair" else [self._scored(item)]
+        best, others = item.best, [index for index in range(len(item.responses)) if index != item.best]
+        if self._about == "group":
+            return [self._ranked(item.item_id, item, [best, *others])]
+        if self._about == "pair":
+            return [self._ranked(f"{item.item_id}/{other}", item, [best, other]) for other in others]
+        return []
+
+    def _scored(self, item: ScoredResponse) -> Prompt:
+        exact = self.labels.rule == "exact"
+        label = f"exactly {item.score}" if exact else self._side(item.score >= self.labels.pass_score)
+        return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
+
+    def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
+        """The task of a ranking, in an order derived from its id: the same in every run."""
+        order = random.Random(task_id).sample(shown, len(shown))
+        label = f"best {order.index(item.best) + 1} of {len(order)}"
+        return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
+
+    def _asked(
+        self, task_id: str, prompt: Prompt, responses: Sequence[Trajectory | str], label: str, source: str = ""
+    ) -> Prompt:
+        messages = self.template.render(prompt, *responses)
+        return Prompt(prompt_id=task_id, messages=messages, source=source, reference=label)
+
+    def _side(self, right: bool) -> str:
+        return f"{'at least' if right else 'below'} {self.labels.pass_score}"
+
+
+def judged_right(scores: Sequence[float], label: str) -> bool:
+    """Whether scores, in the order shown, agree with a label. Raises ValueError for a label not made by this module."""
+    if match := BEST_LABEL.fullmatch(label):
+        best, count = int(match[1]) - 1, int(match[2])
+        return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
+    if not (match := SCORE_LABEL.fullmatch(label)):
+        raise ValueError(f"reference {label[:80]!r} is not a label of a judgement")
+    (score,), bound = scores, int(match[2])
+    return {"exactly": score == bound, "at least": score >= bound, "below": score < bound}[match[1]]
+
+
+def num_scores(label: str) -> int:
+    """The number of scores that a judgement gives under this label."""
+    return int(match[2]) if (match := BEST_LABEL.fullmatch(label)) else 1
+
+
+def label_rule(parser: Parser, scale: Scale) -> Rule:
+    """A rule: whether a judgement, as written, agrees with its label. An unparseable one doesn't."""
+
+    def is_right(text: str, label: str) -> bool:
+        scores = parser(text, num_scores(label), scale)
+        return not isinstance(scores, str) and judged_right(scores, label)
+
+    return is_right
+
+
+def rule_of(judge: JudgeConfig) -> Rule:
+    """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
+    if judge.kind != "label":
+        return rule_named(judge.rule, judge.key)
+    return label_rule(parser_named(judge.parser), judge.scale)
+
+
+class LabelReward:
+    """Judges a judge: +1 if a judgement agrees with its label, -1 if it doesn't, is unparseable or was truncated."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
+        right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
+        reward, scale = RIGHT if right else WRONG, Scale()
+        return unvoted(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
+
+
+Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling
+
+
+def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:
+    """The right critiques of a judging task, unless all of them are right."""
+    if all(right):
+        return "too_easy", ()
+    kept = tuple(rollout for rollout, is_right in zip(rollouts, right, strict=True) if is_right)
+    return ("kept", kept) if kept else ("none_right", ())
+
+
+def hinted(judging_task: Prompt) -> Prompt:
+    """The judging task with its label shown, in SPCT's words."""
+    assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
+    *before, message = judging_task.messages
+    hinted_message = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
+    return dataclasses.replace(judging_task, messages=(*before, hinted_message))
+
+
+def hint_of(label: str) -> str:
+    if match := BEST_LABEL.fullmatch(label):
+        return f"The best response is: Response {match[1]}"
+    return f"The true score is: {label.removeprefix('exactly ')}"
+
+
+def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:
+    """A critique with the prompt of the plain judging task, as if written without the hint."""
+    (turn,) = rollout.turns
+    return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, new_ids=prompt_ids),))

@@ -1,0 +1,136 @@
+"""Judging tasks: the judge's own prompt, and labels that a rule reads."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from configs import judge_config
+
+from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, judged_right, rule_of
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
+from models.types import Completion, Message
+
+QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
+
+
+def scored(score: int) -> ScoredResponse:
+    return ScoredResponse(item_id=f"s{score}", prompt=QUESTION, response="It is 42.", score=score, subset="sums")
+
+
+def under(rule: str, **judge: object) -> JudgingTasks:
+    return JudgingTasks.under(judge_config(kind="label", **judge), LabelConfig(rule=rule))
+
+
+def test_a_lesson_is_the_very_prompt_that_judging_uses_and_its_label_is_nowhere_in_it() -> None:
+    (judging_task,) = under("exact").of([scored(7)])
+    assert judging_task.messages == JudgePrompt.load("tiny").render(QUESTION, "It is 42.")
+    assert (judging_task.reference, judging_task.prompt_id, judging_task.source) == ("exactly 7", "s7", "sums")
+
+
+@pytest.mark.parametrize(("score", "label"), [(10, "at least 8"), (8, "at least 8"), (7, "below 8"), (1, "below 8")])
+def test_by_sides_a_label_says_only_whether_the_response_passes(score: int, label: str) -> None:
+    (judging_task,) = under("same_side").of([scored(score)])
+    assert judging_task.reference == label
+
+
+@pytest.mark.parametrize(
+    ("scores", "label", "right"),
+    [
+        ((7,), "exactly 7", True), ((8,), "exactly 7", False), ((8,), "at least 8", True), ((7,), "at least 8", False),
+        ((7,), "below 8", True), ((8,), "below 8", False), ((3, 5), "best 2 of 2", True),
+        ((5, 5), "best 2 of 2", False), ((6, 5, 1), "best 1 of 3", True), ((6, 5, 6), "best 1 of 3", False),
+    ],
+)  # fmt: skip
+def test_ties_are_wrong_and_a_single_score_must_agree_with_its_label(
+    scores: tuple[int, ...], label: str, right: bool
+) -> None:
+    assert judged_right(scores, label) is right
+
+
+def test_a_reference_that_is_no_label_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a label"):
+        judged_right((5,), "42")
+
+
+def judgement(text: str, status: str = "finished") -> Rollout:
+    completion = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), text=text, finish_reason="stop", versions=())
+    turn = Turn(new_ids=(5,), completion=completion)
+    return Rollout(group_id="g", sibling=0, turns=(turn,), status=status)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reward"),
+    [
+        (judgement("Fine.\nScore: 9"), 1.0),
+        (judgement("No.\nScore: 3"), -1.0),
+        (judgement("Fine, I would say 9"), -1.0),
+        (judgement(""), -1.0),
+        (judgement("Fine.\nScore: 9", "truncated"), -1.0),
+    ],
+)
+def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
+    config = JudgeConfig(kind="label")
+    (judging_task,) = under("same_side").of([scored(10)])
+    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(rule_of(config))), judging_task, rollout))
+    assert isinstance(report.verdict, Verdict)
+    assert report.verdict.outcome == reward
+    assert report.failures == ()
+
+
+RANKED = RankedResponses(item_id="r", prompt=QUESTION, responses=("It is 41.", "It is 42.", "It is 43."), best=1)
+LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
+PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
+
+
+def test_a_judge_of_one_response_learns_nothing_from_rankings_and_says_so_where_nothing_is_left() -> None:
+    assert [judging_task.prompt_id for judging_task in under("exact").of([RANKED, scored(7)])] == ["s7"]
+    with pytest.raises(ValueError, match=r"judge\.protocol=listwise"):
+        under("exact").of([RANKED])
+
+
+def test_a_list_is_shown_in_a_drawn_order_and_the_label_says_where_the_best_stands() -> None:
+    items = [dataclasses.replace(RANKED, item_id=f"r{n}") for n in range(40)]
+    judging_tasks = under("exact", **LISTWISE).of(items)
+    places = set()
+    for judging_task in judging_tasks:
+        text = judging_task.messages[0].content
+        shown = sorted(RANKED.responses, key=text.index)
+        assert judging_task.reference == f"best {shown.index('It is 42.') + 1} of 3"
+        places.add(judging_task.reference)
+    assert len(places) == 3
+
+
+def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
+    judging_tasks = under("exact", **PAIRWISE).of([RANKED, scored(7)])
+    assert [judging_task.prompt_id for judging_task in judging_tasks] == ["r/0", "r/2"]
+    for judging_task, other in zip(judging_tasks, ("It is 41.", "It is 43."), strict=True):
+        text = judging_task.messages[0].content
+        assert judging_task.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
+
+
+def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
+    rule = rule_of(judge_config(kind="label", **LISTWISE))
+    assert rule("so\n\\boxed{3, 9, 4}", "best 2 of 3")
+    assert not rule("so\n\\boxed{9, 9, 4}", "best 2 of 3")
+    assert not rule("so\n\\boxed{3, 9}", "best 2 of 3")
+    assert rule("so\n\\boxed{8}", "at least 8")
+
+
+@pytest.mark.parametrize(
+    ("judge", "told"),
+    [
+        ({"protocol": "steps", "template": "steps", "parser": "boxed"}, r"judge\.protocol"),
+        (
+            {"template": "shared_principles", "parser": "boxed", "principles": "shared"},
+            r"judge\.principles\.kind=inline",
+        ),
+    ],
+)
+def test_a_judge_whose_judgements_no_label_fits_is_refused(judge: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        under("exact", **judge)

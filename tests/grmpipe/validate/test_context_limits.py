@@ -1,0 +1,83 @@
+"""A thinking budget that can't be kept is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import in_blocks
+
+from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.run_config import ConfigError
+from grmpipe.validate.prepare import Prepared, prepare
+
+ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}
+PLACES = {"pools": {"all": {"slots": 1}}, "roles": ROLES}
+TEMPLATES = Path(__file__).parents[2] / "models" / "chat" / "templates"
+
+
+def prepared(grm: dict[str, object], **judge: object) -> Prepared:
+    values = {"cluster": {"kind": "inprocess"}, "placement": PLACES, "data": {"num_prompts": 5, "num_eval_prompts": 2}}
+    if "engine" in grm:
+        values["placement"] = {
+            "pools": PLACES["pools"],
+            "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}},
+        }
+    judge = {"thinking_tokens": 40, **judge}
+    config = config_of({**values, "grm": {"path": "tiny://grm", **grm}, "judge": in_blocks(judge)})
+    return prepare(config, lambda what, share: None)
+
+
+def test_a_model_without_markers_has_no_budget() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^judge\.thinking\.budget_tokens: .* type judge\.thinking\.budget_tokens=null .*grm\.think"
+    ):
+        prepared({})
+
+
+def test_declared_markers_or_a_template_of_a_reasoning_model_will_do() -> None:
+    for grm in (
+        {"thinking_markers": ["<think>", "</think>"]},
+        {"chat_template": str(TEMPLATES / "qwen3.jinja")},
+        {"chat_template": str(TEMPLATES / "deepseek_r1.jinja")},
+    ):
+        markers = prepared(grm).model["grm"].renderer.thinking
+        assert markers is not None and markers.in_prompt == ("deepseek" in str(grm))
+
+
+def test_a_template_that_thinks_no_thoughts_is_told_how_to_think() -> None:
+    silent = {"chat_template": str(TEMPLATES / "qwen3.jinja"), "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(
+        ConfigError, match=r"^judge\.thinking\.budget_tokens: .* type grm\.chat_template_kwargs\.enable_think"
+    ):
+        prepared(silent)
+
+
+def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "grmpipe.validate.context_limits")
+    judge = prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None).config.main_judge
+    assert f"judge: grm may think for {judge.max_new_tokens // 2} tokens before its verdict" in caplog.text
+    budget = judge.thinking_budget(thinks=True)
+    assert budget is not None and budget.num_tokens == judge.max_new_tokens // 2
+    assert judge.thinking_budget(thinks=False) is None
+
+
+def test_a_judge_that_may_think_without_a_budget_is_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=0)
+    assert "grm may think before its verdict" in caplog.text and "judge.thinking.budget_tokens ends" in caplog.text
+    caplog.clear()
+    prepared({}, thinking_tokens=None)
+    assert "may think" not in caplog.text
+
+
+def test_the_end_of_a_thought_must_leave_room_for_a_verdict() -> None:
+    with pytest.raises(ConfigError, match=r"^judge\.max_new_tokens: 41 leave no tokens .* type judge\.max_new_tokens="):
+        prepared({"thinking_markers": ["<think>", "</think>"]}, max_new_tokens=41)
+
+
+def test_an_endpoint_has_its_own_budget() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^judge\.thinking\.budget_tokens: an endpoint .* type judge\.thinking\.budget_tokens=null .*ext",
+    ):
+        prepared({"engine": "openai", "path": "judge", "engine_options": {"api_key_env": ""}})
