@@ -5,6 +5,7 @@ grmpipe -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 grmpipe +experiment=quickstart task=plan                # placement and costs; starts nothing
 grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
 grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
+grmpipe task=view run_dir=runs                          # pages of runs, for a browser on this machine
 grmpipe task=doctor                                     # what is installed and missing, and what to type
 grmpipe task=new new.dir=mylab                          # a project of your own to begin with
 
@@ -202,6 +203,11 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         from grmpipe.run.tasks.report_task import make_report
 
         print(make_report(config))
+        return None
+    if config.task == "view":
+        from grmpipe.run.tasks.view_task import view_runs
+
+        view_runs(config)
         return None
     check_seats(config)
     from grmpipe.tasks import run_task as run
