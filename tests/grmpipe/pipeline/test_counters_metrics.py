@@ -7,6 +7,7 @@ import pytest
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.kinds.rule import is_right
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -94,6 +95,6 @@ def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() 
 
 
 def test_truth_needs_references() -> None:
-    assert truth_metrics([group(verdict(5), verdict(5))], is_right) == {}
+    assert truth_metrics(check_truth([group(verdict(5), verdict(5))], is_right)) == {}
     known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
-    assert truth_metrics([known], is_right) == {"train/true_accuracy": 1.0}
+    assert truth_metrics(check_truth([known], is_right)) == {"train/true_accuracy": 1.0}

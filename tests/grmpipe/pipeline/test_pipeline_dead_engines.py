@@ -8,7 +8,9 @@ import pytest
 from pipeline_bench import Bench, flow, long_tailed
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.pipeline.interfaces import StepReport
+from grmpipe.pipeline.interfaces import (
+    StepReport,
+)
 from grmpipe.pipeline.pipeline import Pipeline
 from models.types import Engine, EngineDied
 from scheduler.slots.health import HealthConfig, RoleHealth

@@ -10,7 +10,9 @@ import pytest
 from pipeline_bench import Bench, Judge, LearningJudge, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.pipeline.interfaces import StepReport
+from grmpipe.pipeline.interfaces import (
+    StepReport,
+)
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import (
     Failed,

@@ -12,7 +12,10 @@ import pytest
 from pipeline_bench import Bench, Judge, Prompts, Together, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
+from grmpipe.pipeline.interfaces import (
+    PipelineState,
+    RecoveredGroup,
+)
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.types import (

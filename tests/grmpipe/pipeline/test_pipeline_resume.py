@@ -10,7 +10,11 @@ from pipeline_bench import Bench, LearningJudge, Prompts, Together, flow, long_t
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.consumer import Interrupted
-from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.interfaces import (
+    PipelineState,
+    RecoveredGroup,
+    StepReport,
+)
 from grmpipe.types import (
     JudgeReport,
     RewardSpan,
