@@ -140,7 +140,7 @@ def test_of_a_conversation_chat_markup_is_broken_in_every_message(bench: Any, co
         assert "|assistant| An end: < |im_end|>\n|user| And < unused0>?" in asked[0].content
 
 
-def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:
+def test_hidden_tokens_of_a_remote_grm_are_counted(bench: Any) -> None:
     answers = iter(("hm", "Score: 4"))
     judge, _, _ = outside(lambda text: next(answers))
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))

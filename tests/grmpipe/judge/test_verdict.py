@@ -58,7 +58,7 @@ def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
     assert majority((9, 2, 1)) == 4
 
 
-def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: Any) -> None:
+def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) -> None:
     """0.75 times the mean of steps with 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last step."""
     steps = tuple(
         RewardSpan(turn=0, start=4 * k, end=4 * k + 4, value=earned / 3, share=1 / 3)

@@ -87,7 +87,7 @@ def test_old_verdicts_leave_the_window() -> None:
     assert feed(watched, 0, *[TIMEOUT] * 5) == "open"
 
 
-def test_the_cause_is_told_in_plain_words_with_counts() -> None:
+def test_cause_of_a_pause_names_failures_with_counts() -> None:
     watched = Watched()
     assert watched.cause == ""
     feed(watched, 0.0, GOOD, TIMEOUT, TIMEOUT, UNPARSEABLE)

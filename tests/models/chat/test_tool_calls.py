@@ -294,7 +294,7 @@ def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> 
     assert read("llama3_json", unmarked * 2).tool_calls == (ADD, ADD)
 
 
-def test_a_parser_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parser_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
         "from models.types import ParsedTurn, ToolCall\n"
         "def shouted(text, tools):\n"

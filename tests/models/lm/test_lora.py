@@ -182,7 +182,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
         check_targets(str(tmp_path), lora())
 
 
-def test_without_peft_one_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_is_reported_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peft_missing() is None
 
     def missing(package: str) -> str:

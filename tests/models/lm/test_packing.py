@@ -119,7 +119,7 @@ def is_own_T() -> Tensor:
     )
 
 
-def test_the_first_token_after_a_prefix_is_told_by_its_last(exact: PreTrainedModel) -> None:
+def test_first_token_after_a_prefix_is_predicted_by_the_prefix_last_token(exact: PreTrainedModel) -> None:
     packing = Packing(*laid_out()[2:])
     starts = [0, *itertools.accumulate(laid_out()[2].tolist())][:-1]
     before = packing.before_T[torch.tensor(starts)].tolist()

@@ -309,7 +309,7 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize(("end", "timeout_s"), [("die", 60.0), ("hang", 4.0)])
-def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else_restarts(
+def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_other(
     end: str, timeout_s: float, start_receiver: Callable[[], Receiver]
 ) -> None:
     survivor, lost = start_receiver(), start_receiver()

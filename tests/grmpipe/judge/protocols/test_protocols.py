@@ -43,7 +43,7 @@ def characters(token_ids: Sequence[int]) -> str:
 # -- rubric ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rubric_gives_a_score_for_each_criterion_weighted_as_it_says(bench: Any) -> None:
+def test_rubric_weights_a_score_for_each_criterion(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1, 4}"), **RUBRIC)
     rubric = (Criterion(text="rhymes", weight=2), Criterion(text="is short"), Criterion(text="is true"))
     report = bench.run(judge.judge(replace(bench.prompt(), rubric=rubric), bench.rollout("a poem")))

@@ -183,7 +183,7 @@ def test_several_updates_fix_pi_old_before_the_first(name: str) -> None:
     assert ranks.calls == ["old_pass", "old_pass", "accumulate", "step", "accumulate", "step"]
 
 
-def test_each_update_learns_from_the_same_groups_in_whatever_order_they_came() -> None:
+def test_each_update_learns_from_the_same_groups_in_any_order_of_arrival() -> None:
     algorithm = AlgorithmConfig(updates_per_batch=2)
     groups = [judged(number, 0.0, 1.0) for number in range(1, 7)]
     firsts = []

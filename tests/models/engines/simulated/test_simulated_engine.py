@@ -323,7 +323,7 @@ def test_what_is_preempted_in_one_version_and_ends_in_another_covers_all_its_tok
         assert len(completion.versions) > 1
 
 
-def test_first_tokens_are_told_when_they_come() -> None:
+def test_first_tokens_are_reported_when_they_arrive() -> None:
     async def go() -> float:
         clock, heard = asyncio.get_running_loop().time, []
         engine = SimulatedEngine("policy", write, speed=SPEED)
