@@ -346,7 +346,7 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
         ("sglang", {}, 0.25),
     ],
 )
-def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
+def test_quantizing_engine_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
     given = config(policy={"engine": engine}, engine={engine: options})
     assert served("policy", given).sync.probe_tolerance_16bit == tolerance
 

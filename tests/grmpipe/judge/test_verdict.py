@@ -42,7 +42,7 @@ def test_a_meta_rm_that_trusts_the_1st_and_3rd_gives_the_sums_of_the_paper() -> 
     assert (total([FIRST[index] for index in kept]), total([SECOND[index] for index in kept])) == (5, 13)
 
 
-def test_of_equally_trusted_judgements_the_first_are_kept() -> None:
+def test_first_of_equally_trusted_judgements_are_kept() -> None:
     assert best_indices((0.5, 0.5, 0.5, 0.9), 2) == [0, 3]
 
 

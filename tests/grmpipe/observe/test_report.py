@@ -359,7 +359,7 @@ def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_p
     assert (early.version, early.prompt.reference, early.verdict and early.verdict.outcome) == (3, "7", 0.5)
 
 
-def test_of_a_long_journal_only_the_ends_are_read_and_no_line_twice(tmp_path: Path) -> None:
+def test_long_journal_is_read_at_its_ends_and_no_line_twice(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(f'{{"line": {number}}}\n' for number in range(1000)) + '{"torn')
     first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 200))

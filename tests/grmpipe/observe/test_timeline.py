@@ -94,7 +94,7 @@ def test_memory_is_bounded_by_spilling(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.json").read_text().count('"X"') >= 4 * SPILL_EVENTS
 
 
-def test_what_json_has_no_word_for_breaks_no_timeline(tmp_path: Path) -> None:
+def test_value_that_json_lacks_breaks_no_timeline(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     timeline.span("learner", "step", 0.0, 1.0, norm=float("nan"), path=tmp_path)  # type: ignore[arg-type]
     timeline.close()

@@ -88,7 +88,7 @@ def test_every_key_that_is_advised_exists() -> None:
             node = getattr(node, name)
 
 
-def test_of_several_models_that_judge_the_busiest_needs_more_slots() -> None:
+def test_busiest_judge_model_needs_more_slots() -> None:
     told = bottleneck(StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, grms=("grm", "safety")))
     assert told is not None
     assert "give more slots to the busiest of grm, safety (busy_s; placement.roles.<name>.replicas)" in told

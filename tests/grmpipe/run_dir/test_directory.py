@@ -62,7 +62,7 @@ def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each()
         assert all((claim.place.run_dir / "config.yaml").exists() for claim in (first, second))
 
 
-def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+def test_second_run_in_one_named_directory_is_refused() -> None:
     named = dataclasses.replace(CONFIG, run_dir="mine")
     with Claim(named) as first, Claim(named) as second:
         first.open()

@@ -177,7 +177,7 @@ def test_a_rollout_judged_again_has_its_last_verdict_and_words(tmp_path: Path) -
     assert found(index, words="convincing") == []
 
 
-def test_of_several_judges_each_can_be_asked_for_by_name(tmp_path: Path) -> None:
+def test_index_filters_answers_by_judge(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     recorder = Recorder(run_dir)
     recorder.judged(answer("g1", 0, ""), by_judges(strict=report(2.0), kind=report(9.0)))

@@ -219,7 +219,7 @@ def test_a_call_that_cannot_be_read_is_an_error_in_few_words_and_stays_text(
     assert turn.content and turn.content in text
 
 
-def test_of_two_calls_the_one_that_can_be_read_is_read() -> None:
+def test_readable_one_of_two_calls_is_read() -> None:
     broken = '<tool_call>{"name": "add",}</tool_call>'
     turn = read("hermes", f"{broken}\n{HERMES_IDA}")
     assert turn.tool_calls == (IDA,) and len(turn.errors) == 1 and turn.content == broken

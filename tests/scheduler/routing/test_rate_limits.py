@@ -51,7 +51,7 @@ def test_requests_leave_at_their_rate() -> None:
     assert left[-1] - left[0] == pytest.approx(60, abs=0.1)
 
 
-def test_of_those_who_wait_the_lowest_priority_number_leaves_first() -> None:
+def test_lowest_priority_number_leaves_the_queue_first() -> None:
     async def go() -> list[int]:
         limits, left = RateLimits(requests_per_minute=60, tokens_per_minute=0), []
 

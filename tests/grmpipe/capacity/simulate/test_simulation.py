@@ -129,7 +129,7 @@ def test_equal_runs_are_equal_and_other_lengths_are_not() -> None:
     assert of_lengths(lognormal(80, 0.8)) != of_lengths(lognormal(81, 0.8))
 
 
-def test_who_has_most_to_do_is_busy_all_the_time() -> None:
+def test_busiest_part_is_busy_all_the_time() -> None:
     slow = replace(COSTS, learner=LearnerSpeed(token_s=2e-3, step_s=0.1))
     run = simulated(12, costs=slow, staleness=2)
     assert run.busy["learner"] > 0.95

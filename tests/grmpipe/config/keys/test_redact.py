@@ -48,7 +48,7 @@ def test_value_of_a_secret_variable_is_found_under_any_key() -> None:
     assert clean == {"url": f"https://{REDACTED}@judge/v1", "home": "/home/ida", "one": "1", "list": [REDACTED]}
 
 
-def test_of_two_secrets_that_overlap_nothing_is_left_over() -> None:
+def test_overlapping_secrets_are_removed_completely() -> None:
     secrets = environment_secrets({"A_KEY": "abcdef", "B_KEY": "abcdef-ghijkl"})
     assert mask("x abcdef-ghijkl y", secrets) == f"x {REDACTED} y"
 

@@ -52,7 +52,7 @@ def test_an_exact_stop_waits_for_nothing_that_could_not_change_the_winner() -> N
         assert fixed_after((*seen, None, None), 6) == (results in ({0.0}, {1.0})), seen
 
 
-def test_of_8_judgements_the_fifth_is_the_first_that_can_fix_a_winner() -> None:
+def test_fifth_of_8_judgements_is_the_first_that_can_fix_a_winner() -> None:
     stops = [count for count in range(1, 8) if fixed_after([1.0] * 8, count)]
     assert stops[0] == 5 == fewest_for_a_winner(8)
     assert fewest_for_a_winner(2) == 2

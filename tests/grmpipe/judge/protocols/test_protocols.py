@@ -217,7 +217,7 @@ def test_without_principles_a_rollout_is_failed_by_their_cause(bench: Any) -> No
     assert (report.verdict.cause, report.judgements) == ("died", ())
 
 
-def test_who_writes_principles_may_be_cancelled_and_the_next_takes_over(bench: Any) -> None:
+def test_next_rollout_takes_over_principles_of_a_cancelled_one(bench: Any) -> None:
     asked: list[str] = []
     judge, engine = bench.generative(writes_principles(bench, asked), **AHEAD)
 

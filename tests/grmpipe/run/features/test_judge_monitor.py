@@ -92,7 +92,7 @@ class Scene:
         return asyncio.run(acted())
 
 
-def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
+def test_monitor_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
     async def watch(judge_monitor: JudgeMonitor) -> list[Metrics]:

@@ -107,7 +107,7 @@ def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRa
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_who_needs_a_group_starts_early_and_who_needs_the_batch_waits(name: str) -> None:
+def test_estimators_of_groups_start_early_and_estimators_of_batches_wait(name: str) -> None:
     _, rounds = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 0.0, 1.0), judged(3, 0.0, 1.0))
     assert rounds == ([1, 2, 3] if ESTIMATORS[name].need == "group" else [0, 0, 0])
 
@@ -132,7 +132,7 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].need == "batch"])
-def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
+def test_estimator_of_batches_does_not_start_while_it_waits(name: str) -> None:
     ranks = RecordingRanks()
 
     async def run() -> None:

@@ -79,7 +79,7 @@ def test_only_the_last_token_of_a_sequence_has_a_target() -> None:
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_to_tell_right_from_wrong(qwen_path: str) -> None:
+def test_scalar_learner_learns_to_tell_right_from_wrong(qwen_path: str) -> None:
     learner = ScalarLearner(spec(qwen_path))
     first = take_step(learner, sequences(32), WHOLE_BATCH)
     assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)  # a new head gives one half

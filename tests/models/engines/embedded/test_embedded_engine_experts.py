@@ -114,7 +114,7 @@ def test_each_token_that_was_fed_has_its_experts(family: str, open_mixture, mixt
         np.testing.assert_array_equal(noted(completion), chosen(mixtures(family, 0), fed))
 
 
-def test_who_does_not_ask_for_them_gets_none(open_mixture, ask, prompt_of) -> None:
+def test_engine_without_the_option_returns_no_experts(open_mixture, ask, prompt_of) -> None:
     assert asyncio.run(ask(open_mixture(return_routed_experts=False), prompt_of(5))).experts_TLK is None
 
 

@@ -38,7 +38,7 @@ def after(text: str, pattern: str) -> Matcher:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXTS | st.sampled_from(["Score: 3", "x\nScore: 10\n", "\\boxed{1, 10}", "ab", "aab", "12.3", ""]))
-def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
+def test_grammar_accepts_what_re_accepts(pattern: str, text: str) -> None:
     matcher, accepts = GRAMMAR.start(pattern), True
     for token_id in TOKENIZER.encode(text):
         accepts = accepts and bool(allowed_by(matcher)[token_id])
