@@ -167,7 +167,7 @@ def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
         roles_of(config)
 
 
-def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> None:
+def test_resume_may_change_the_same_keys_of_every_judge_and_model() -> None:
     assert free_on_resume("judges.second.limits.timeout_s") and not free_on_resume("judges.second.template")
     assert free_on_resume("models.weak.engine") and not free_on_resume("models.weak.path")
     assert free_on_resume("models.weak.train.lr") and not free_on_resume("models.weak.train.group_size")

@@ -125,7 +125,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["data.path=${nope}"], "data.path: Interpolation key 'nope' not found"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
+def test_mistake_is_reported_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
     said = told(*overrides)
     assert message in said and len(said.splitlines()) == 1
 
