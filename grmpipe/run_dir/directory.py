@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.io.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
-from grmpipe.config.io.yaml_io import read_yaml, torn_off
+from grmpipe.config.io.yaml_io import moved_key, read_yaml, torn_off
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.checkpoints import Checkpoints
 
@@ -111,6 +111,8 @@ def new_run_dirs(wanted: Path) -> Iterator[Path]:
 def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     """The run at its newest whole checkpoint; without one it starts over."""
     written = run_dir / "config.yaml"
+    if moved := moved_key(written):
+        raise ConfigError(f"resume: {written} is from another version of grmpipe: {moved}; {NEW_RUN}")
     if lacking := torn_off(written):
         raise ConfigError(
             f"resume: {written} is incomplete, or from another version of grmpipe: it lacks {', '.join(lacking[:3])}"

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.config.io.key_errors import under_key, unknown_key
+from grmpipe.config.io.key_errors import moved, under_key, unknown_key
 from grmpipe.config.io.project import path_in_project
 from grmpipe.config.io.resolve_config import resolve_config, typed_sections
 from grmpipe.config.io.resume_rules import free_on_resume
@@ -28,6 +28,7 @@ from grmpipe.config.run_sections import RunSections
 
 Config = TypeVar("Config")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
+NO_FAULTS = "\n  inject_faults: 0.0"  # a key of env that earlier versions wrote, at the value of all runs
 OmegaConf.register_new_resolver("project", path_in_project, replace=True)
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
@@ -110,7 +111,8 @@ def read_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml. A value from a variable that isn't set here stays as typed."""
     try:
         text = ENVIRONMENT.sub(
-            lambda found: found[0] if found[1] in os.environ else "\\" + found[0], path.read_text("utf-8")
+            lambda found: found[0] if found[1] in os.environ else "\\" + found[0],
+            path.read_text("utf-8").replace(NO_FAULTS, ""),
         )
         return build(typing.cast(DictConfig, OmegaConf.create(text)))
     except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:
@@ -126,6 +128,11 @@ def torn_off(path: Path) -> list[str]:
     if there is None or (known[-1] in there and path.read_bytes().endswith(b"\n")):
         return []
     return [key for key in known if key not in there] or [f"the end of {known[-1]}"]
+
+
+def moved_key(path: Path) -> str:
+    """The error of the first key of an earlier version in a run's config.yaml; empty if there is none."""
+    return next((unknown_key(key, ()) for key in _written_keys(path) or () if moved(key)), "")
 
 
 def _written_keys(path: Path) -> list[str] | None:

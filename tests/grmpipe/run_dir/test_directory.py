@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -173,13 +174,19 @@ def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
         locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
-def test_a_run_with_keys_that_do_not_exist_is_not_continued_and_the_first_one_is_named() -> None:
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("grms: {}\ncotrain: {enabled: false}\n", "'cotrain.enabled'; type grm.train.enabled"),
+        ("grms: {weak: {path: x}}\n", "'grms.weak.path'; type models.weak.path"),
+    ],
+)
+def test_a_run_with_keys_of_an_earlier_version_is_not_continued_and_the_first_one_is_named(
+    written: str, told: str
+) -> None:
     leave_run(Path("mine"))
-    with Path("mine/config.yaml").open("r+") as file:
-        text = file.read().replace("timeout_s:", "time_out_s:", 1)
-        file.seek(0)
-        file.write(text)
-    with pytest.raises(ConfigError, match=r"^mine/config\.yaml can't be read: .*'judge\.limits\.time_out_s'; did you"):
+    Path("mine/config.yaml").write_text(written)
+    with pytest.raises(ConfigError, match=rf"^resume: mine/config\.yaml is from another version.* {re.escape(told)}; "):
         locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
