@@ -25,7 +25,7 @@ from models.lm.logprobs import Wanted, chosen_logprobs
 from models.lm.output_head import OutputHead, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.settings import CHUNK_LOGITS
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
@@ -110,7 +110,7 @@ def packed_logprobs(
     wanted_T: Tensor | None = None,
     temperature: float = 1.0,
     fp32_logits: bool = False,
-    context: ContextGroup | None = None,
+    context: ContextRanks | None = None,
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 

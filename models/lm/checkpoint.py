@@ -55,13 +55,18 @@ class ShardedSave:
         self._written: Future[tuple[StoredFile, ...]] = Future()
 
     def begin(
-        self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
+        self,
+        directory: str,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        version: int,
+        in_background: bool,
     ) -> None:
-        """A collective. aside: copy the state to the host, and write it from there while training continues; otherwise
-        it is written when this returns.
+        """A collective. in_background: copy the state to the host, and write it from there while training continues;
+        otherwise it is written when this returns.
         """
         state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
-        if aside:
+        if in_background:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             copied = cast(dict[str, Any], stager.stage(state))
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from models.arena import padded
+from models.bucket_memory import padded
 
 
 class OffloadedMemory:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from models.lm.packing import Packing, PaddedRows
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
@@ -59,7 +59,7 @@ def packed_attention(
 
 
 def _of_all_tokens(
-    query_PHD: Tensor, key_PGD: Tensor, value_PGD: Tensor, packing: Packing, context: ContextGroup
+    query_PHD: Tensor, key_PGD: Tensor, value_PGD: Tensor, packing: Packing, context: ContextRanks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a rank's tokens -> those of all tokens, of its share of the heads."""
     num_heads = query_PHD.shape[1]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from models.lm.causal_lm import outline_causal_lm, packed_logprobs
 from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.scalar_head import HEAD, packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
@@ -60,7 +60,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
 
 
 def probe_logprobs(
-    model: PreTrainedModel, device: torch.device, dtype: str, context: ContextGroup | None = None
+    model: PreTrainedModel, device: torch.device, dtype: str, context: ContextRanks | None = None
 ) -> None:
     """Compare a short sample packed after another one, and with a shared prefix, with the sample alone, as transformers
     calls the model. Three passes, a collective; the caller disables gradients. context: ranks that share samples.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 
@@ -66,7 +66,7 @@ class Packing:
     """The packing of a micro-batch. What all layers need is computed once, when the first of them asks."""
 
     def __init__(
-        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextGroup | None = None
+        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextRanks | None = None
     ) -> None:
         """lengths_S: int64, of own tokens; sums to T. context: the ranks that hold a slice of the tokens each."""
         self.context = context

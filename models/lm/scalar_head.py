@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 
 from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
 from models.lm.packing import Packing
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head except for a bias, and reads it at the last token.
@@ -115,7 +115,7 @@ def packed_scores(
     token_ids_T: Tensor,
     position_ids_T: Tensor,
     sample_lengths_S: Tensor,
-    context: ContextGroup | None = None,
+    context: ContextRanks | None = None,
 ) -> Tensor:
     """The head's number at each token, given its sample up to there. [T]; T: packed tokens, S: samples.
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
-from models.arena import Arena
+from models.bucket_memory import BucketMemory
 from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
 from models.weights.opening import opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
@@ -25,7 +25,7 @@ class CudaMemory(WeightTransport):
             raise ValueError(
                 f"sync.transport: cuda_ipc shares a GPU's memory, but the learner is on {device}; set shared_memory"
             )
-        self._arenas = tuple(Arena(device) for _ in range(2))
+        self._arenas = tuple(BucketMemory(device) for _ in range(2))
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         self._arenas = self._arenas[::-1]
@@ -37,7 +37,7 @@ class CudaMemory(WeightTransport):
 
 
 @opened.register
-def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     """The tensors on the GPU that this process sees. Raises ValueError if the handles are for another GPU."""
     for device in gpus_seen():
         if (own := payload.handles.get(gpu_id(device))) is not None:

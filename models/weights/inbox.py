@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket, WeightTensor
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.receiving import checksums_of, received
 
 
@@ -17,7 +17,7 @@ class WeightInbox:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._group = BroadcastGroup(device)
+        self._group = BroadcastLink(device)
         self._checksums: dict[str, str] = {}
 
     def begin(self, link: GroupLink | None) -> None:

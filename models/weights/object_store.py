@@ -10,7 +10,7 @@ from torch import Tensor
 from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import as_bytes
 from models.weights.opening import dtype_of, num_bytes, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 
 
@@ -24,7 +24,7 @@ class ObjectStore(WeightTransport):
 
 
 @opened.register
-def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     came = []
     for tensor, data in zip(tensors, payload.data, strict=True):
         if data.nbytes != num_bytes(tensor):

@@ -12,13 +12,13 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from models.arena import bytes_of
+from models.bucket_memory import bytes_of
 from models.types import ModelFiles, Payload, WeightTensor
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 
 @singledispatch
-def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> Sequence[Tensor]:
     """The tensors of a bucket, in order, on the CPU or their device. Read them before the sender makes its second next
     bucket.
 
@@ -28,7 +28,7 @@ def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGr
 
 
 @opened.register
-def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> Sequence[Tensor]:
     raise ValueError(f"weights: {payload.path} is for engines that read model files themselves")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from models.types import WeightBucket, WeightTensor
 from models.weights.checksums import tensor_checksums
 from models.weights.opening import dtype_of, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.transports import TRANSPORTS, named
 
 for kind in TRANSPORTS.values():
@@ -29,7 +29,7 @@ Received = list[tuple[WeightTensor, Tensor]]
 
 
 @contextmanager
-def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Iterator[Received]:
+def received(bucket: WeightBucket, group: BroadcastLink | None = None) -> Iterator[Received]:
     """The tensors of a bucket, in order, in the announced type and shape: valid only within the block.
 
     On the CPU, or on their device. Raises ValueError that names a tensor that differs from its announcement,

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from models.types import Engine
 from scheduler.placement import ClusterConfig, Placement, Seat, bundles_by_node, check_capacity
-from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
+from scheduler.processes.actors import LOOPBACK, ActorRanks, EngineFactory, MemberFactory
 from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
@@ -34,7 +34,7 @@ from scheduler.processes.start_turns import StartTurns
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
-class RayGroup:
+class RayRanks:
     """The members of one class, one process each."""
 
     def __init__(self, actors: Sequence[RayActor]) -> None:
@@ -97,7 +97,7 @@ class RayCluster:
             raise
         return cluster
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         seats = self._placement.seats[role]
         async with self._turns.one_at_a_time(seats):
             actors = [self._create(seat, MemberHost) for seat in seats]
@@ -110,7 +110,7 @@ class RayCluster:
             )
             for seat, actor in zip(seats, actors, strict=True):
                 await self._open_rpc(seat, actor)
-        return RayGroup(actors)
+        return RayRanks(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
         members = self._groups[role]  # the group's own list, which it calls

@@ -94,18 +94,21 @@ class WeightSync:
                     arrival.current.set_result(report)
             return report
 
-    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None], *, anew: bool = False) -> SyncReport:
+    async def catch_up(
+        self, name: str, engine: Engine, admit: Callable[[], None], *, is_replacement: bool = False
+    ) -> SyncReport:
         """Bring a new or reactivated engine to the version of the last push; if the learner has stepped since, the next
         push does so.
 
-        `admit` is called at the moment when the engine is up to date, so that no later push misses it. `anew`: its
-        earlier weights may be lost, and its place in a group. Raises like `push`; the other engines aren't affected.
+        `admit` is called at the moment when the engine is up to date, so that no later push misses it.
+        `is_replacement`: its earlier weights may be lost, and its place in a process group. Raises like `push`; the
+        other engines aren't affected.
         """
         async with self._turn:
-            if anew:
+            if is_replacement:
                 self._versions.pop(name, None)
                 self._link = None
-            if anew and self._last is None:  # nothing was pushed yet: it is as good as the others
+            if is_replacement and self._last is None:  # nothing was pushed yet: it is as good as the others
                 admit()
                 return nothing_sent(0, self._transport)
             # Without a deadline: the hold waits for an optimizer step of any duration.

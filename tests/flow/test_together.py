@@ -300,7 +300,7 @@ class Run:
             engine.awake = not (sleeps and name.startswith("grm"))
         policy = ElasticRole(
             router=self.routers["policy"],
-            bring_current=functools.partial(self.sync.catch_up, anew=self.swaps),
+            bring_current=functools.partial(self.sync.catch_up, is_replacement=self.swaps),
             sleeps=sleeps,
             nothing_pushed=self.sync.nothing_pushed,
         )

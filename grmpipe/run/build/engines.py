@@ -45,7 +45,7 @@ class ServingEngines:
         ways: dict[str, BringCurrent] = dict.fromkeys(self.routers, need_no_weights)
         ways |= {role: stored.bring_current for role, stored in self.stored.items()}
         return ways | {
-            role: functools.partial(sync.catch_up, anew=role in self.swapping) for role, sync in syncs.items()
+            role: functools.partial(sync.catch_up, is_replacement=role in self.swapping) for role, sync in syncs.items()
         }
 
     @staticmethod

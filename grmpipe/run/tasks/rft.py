@@ -31,7 +31,7 @@ from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import named
-from grmpipe.run.session import Run, Session
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.train.batching.packer import rounds_of
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
@@ -52,7 +52,7 @@ class RftRun(Run[Prepared]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: Prepared, session: Session) -> None:
+    def __init__(self, prepared: Prepared, session: RunContext) -> None:
         super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), session)
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}

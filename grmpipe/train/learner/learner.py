@@ -28,7 +28,7 @@ from models.lm.checkpoint import export_hf
 from models.lm.footprint import footprint_of
 from models.lm.lora import with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 
 
@@ -46,7 +46,7 @@ class Learner(TrainingRank):
         train, lora = spec.train, spec.lora
         updates = min(spec.algorithm.updates_per_batch, train.groups_per_batch)
         super().__init__(spec.device, rank, world_size, init_method, train, updates)
-        self._context = ContextGroup.of(self._meshes.context)
+        self._context = ContextRanks.of(self._meshes.context)
         self._spec = spec
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         model = load_parallel(

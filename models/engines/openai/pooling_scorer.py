@@ -18,7 +18,7 @@ FIELDS_OF_OURS = frozenset({"model", "input", "messages", "use_activation", "enc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingRoute:
+class PoolingEndpoint:
     """A route that returns a model's raw scores.
 
     path:    after the server's address.
@@ -33,8 +33,8 @@ class PoolingRoute:
 
 # SGLang's own /v1/classify is no choice: its softmax makes 1.0 of any single score.
 ROUTES = {
-    CLASSIFY: PoolingRoute(path="/classify", fields={"use_activation": False}, numbers="probs"),
-    EMBEDDINGS: PoolingRoute(path="/v1/embeddings", fields={"encoding_format": "float"}, numbers="embedding"),
+    CLASSIFY: PoolingEndpoint(path="/classify", fields={"use_activation": False}, numbers="probs"),
+    EMBEDDINGS: PoolingEndpoint(path="/v1/embeddings", fields={"encoding_format": "float"}, numbers="embedding"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast
 
 import msgspec
 
-from models.arena import room_for, views
+from models.bucket_memory import room_for, views
 from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
 from models.weights.receiving import received
 from models.weights.weight_files import SharedArena

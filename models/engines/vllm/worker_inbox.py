@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from models.engines.taken_tensors import Taken
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, writing_error
 from models.types import GroupLink
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 
 class WorkerInbox(WeightTransferEngine):
@@ -32,7 +32,7 @@ class WorkerInbox(WeightTransferEngine):
         super().__init__(config, vllm_config, device, model)
         self.checksums: dict[str, str] = {}
         self.applied: Applied | None = None
-        self._group = BroadcastGroup(device, get_tensor_model_parallel_rank())
+        self._group = BroadcastLink(device, get_tensor_model_parallel_rank())
         self._taken = Taken.of(vllm_config.model_config.model)
 
     def init_transfer_engine(self, init_info: GroupLink) -> None:

@@ -22,7 +22,7 @@ from models.lm.parallel.exchange import exchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextGroup:
+class ContextRanks:
     """The ranks that share samples, as one of them sees them. All methods that move data are collectives."""
 
     group: dist.ProcessGroup
@@ -30,11 +30,11 @@ class ContextGroup:
     size: int
 
     @staticmethod
-    def of(mesh: DeviceMesh | None) -> ContextGroup | None:
+    def of(mesh: DeviceMesh | None) -> ContextRanks | None:
         """None: each rank has samples of its own."""
         if mesh is None:
             return None
-        return ContextGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+        return ContextRanks(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
 
     def own_slice(self, whole_T: Tensor, fill: int = 0) -> Tensor:
         """[T, ..] -> [P, ..]: this rank's tokens, in their order; `fill` where there are no more."""

@@ -118,7 +118,7 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     others, and so is its backward pass.
     """
     by_expert_N = experts_TK.flatten().argsort(stable=True)  # and so by rank
-    route = Route.of(experts_TK, _num_experts(experts), _groups[experts])
+    route = ExpertDispatch.of(experts_TK, _num_experts(experts), _groups[experts])
     out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], route)
     out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, hidden_TH.shape[1])
     # A product of matrices, because T x K x H products would be held before they are added up; a copy, because FSDP2
@@ -126,7 +126,7 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     return (gates_TK.to(out_TKH.dtype)[:, None] @ out_TKH).squeeze(1).clone()
 
 
-def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
+def _sent_through(experts: Any, rows: Tensor, route: ExpertDispatch) -> Tensor:
     """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
     rows = exchanged(rows, route.group, route.sends, route.receives)
     by_local_M = route.local_experts_M.argsort(stable=True)
@@ -137,7 +137,7 @@ def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
     return exchanged(rows, route.group, route.receives, route.sends)
 
 
-def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, route: ExpertDispatch) -> Tensor:
     """rows [M, in], sorted by local expert, times each expert's weight [L, out, in]."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     if len(rows) == 0:  # kernels may refuse it, and the weight must have a gradient nevertheless
@@ -147,7 +147,7 @@ def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ExpertDispatch:
     """How many tokens of this rank go to each rank, and how many come from each; the local expert of those that come,
     in order of arrival; ends_L: where each local expert's tokens end, sorted by expert.
     """
@@ -159,7 +159,7 @@ class Route:
     ends_L: Tensor
 
     @staticmethod
-    def of(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
+    def of(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> ExpertDispatch:
         chosen_N, num_ranks = experts_TK.flatten(), group.size()
         sent_E = chosen_N.new_zeros(num_experts).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
         sent_RL = sent_E.view(num_ranks, -1)
@@ -167,7 +167,7 @@ class Route:
         dist.all_to_all_single(received_RL, sent_RL, group=group)
         sends, receives = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()  # waits for the device, once
         local_L = torch.arange(sent_RL.shape[1], device=chosen_N.device)
-        return Route(
+        return ExpertDispatch(
             group=group,
             sends=sends,
             receives=receives,

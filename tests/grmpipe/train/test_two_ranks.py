@@ -20,7 +20,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
@@ -222,7 +222,7 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: gpu)
     monkeypatch.setattr(cuda_ipc, "mapped", from_file)
-    group, came = LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])), {}
+    group, came = LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
         with received(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
@@ -236,7 +236,7 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 def test_an_engine_on_none_of_the_ranks_gpus_is_told_so(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "gpu-7")
-    bucket = asyncio.run(LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
+    bucket = asyncio.run(LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
     with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
         pass
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from models.types import GroupLink, WeightBucket
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.receiving import checksums_of, received
 
-group = BroadcastGroup()
+group = BroadcastLink()
 native: list[dist.ProcessGroup] = []
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
 from models.weights import weight_files
 from models.weights.broadcast import GlooBroadcasts
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from models.weights.receiving import checksums_of, received
 from models.weights.safetensors_files import SafetensorsFiles
 from models.weights.sending import WeightTransport, open_transport
@@ -441,7 +441,7 @@ def test_only_the_first_broadcast_of_a_group_has_the_time_that_meeting_takes() -
         def wait(self, timeout: timedelta) -> None:
             pass
 
-    group = BroadcastGroup()
+    group = BroadcastLink()
     group._backend = Backend()  # type: ignore[assignment]
     group._link = GroupLink(
         name="g", backend="gloo", address="", port=0, rank=0, world_size=2, timeout_s=20.0, join_timeout_s=120.0

@@ -168,7 +168,7 @@ class Bench:
         self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
         brings: dict[str, BringCurrent] = {
-            role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
+            role: functools.partial(sync.catch_up, is_replacement=swaps) for role, sync in self.syncs.items()
         }
         for role in (role for role in roles if role not in learning):
             stored = StoredWeights(path=role, probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
@@ -359,7 +359,7 @@ def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pu
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
-def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves_both_roles(after_s: float) -> None:
+def test_an_engine_that_dies_in_the_midst_of_a_swap_isrebuild_error_once_and_serves_both_roles(after_s: float) -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         judging = asyncio.create_task(bench.ask("grm", 0, 30))

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.costs import estimated_learner, push_s, pushed_bytes
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from models.lm.footprint import footprint_of_shape
@@ -27,12 +27,12 @@ def composed(*overrides: str) -> RunConfig:
         return build(compose("config", ["+experiment=quickstart", *overrides]))
 
 
-def surveyed(*overrides: str) -> Survey:
-    return survey_run(composed(*overrides), lambda what, share: None)
+def surveyed(*overrides: str) -> RunFacts:
+    return collect_facts(composed(*overrides), lambda what, share: None)
 
 
-def learner(survey: Survey) -> LearnerSpeed:
-    return estimated_learner("policy", survey, survey.seated("learner"))
+def learner(facts: RunFacts) -> LearnerSpeed:
+    return estimated_learner("policy", facts, facts.seated("learner"))
 
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
@@ -66,14 +66,14 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
     """Qwen3-8B of 16.4 GB: 450 GB/s within a node of H100s, 50 between nodes, at 0.7 of each."""
 
     def push(num_slots: int) -> float:
-        survey = surveyed()
+        facts = surveyed()
         device = DEVICES["h100"]
-        pools = {name: replace(pool, slots=num_slots) for name, pool in survey.placement.pools.items()}
+        pools = {name: replace(pool, slots=num_slots) for name, pool in facts.placement.pools.items()}
         wide = replace(
-            survey,
-            placement=replace(survey.placement, pools=pools),
-            devices=dict.fromkeys(survey.devices, device),
-            models={**survey.models, "policy": replace(survey.models["policy"], footprint=QWEN3_8B)},
+            facts,
+            placement=replace(facts.placement, pools=pools),
+            devices=dict.fromkeys(facts.devices, device),
+            models={**facts.models, "policy": replace(facts.models["policy"], footprint=QWEN3_8B)},
         )
         return push_s("policy", wide, wide.seated("learner"))
 

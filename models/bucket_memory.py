@@ -34,7 +34,7 @@ def views(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequ
     ]
 
 
-class Arena:
+class BucketMemory:
     """Memory of this process that grows to the largest bucket."""
 
     def __init__(self, device: torch.device) -> None:

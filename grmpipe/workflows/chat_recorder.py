@@ -1,7 +1,7 @@
-"""Records the chat of one episode: what the engine saw and sampled, id by id. Makes no sampled id anew.
+"""Records the chat of one episode: what the engine saw and sampled, id by id. Sampled ids are never tokenized again.
 
 messages -> extend a recorded conversation: its ids + extend(what is new)    -> sample -> parse -> reply
-         -> anything else: a new segment, the whole prompt rendered anew
+         -> anything else: a new segment, the whole prompt rendered again
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class EpisodeChat:
                     extend = partial(renderer.extend, new, tools, ended=not parent.completion.stop_text)
                     new_ids = await off_loop_if_long(chars_of(new), extend)
                 except ValueError as error:  # such as a template that moves the tools
-                    log.info("%s: rendered anew, since %s", self._request.trajectory_id, error)
+                    log.info("%s: rendered again, since %s", self._request.trajectory_id, error)
                 else:
                     prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *new_ids)
                     return Prompted(parent=parent, prompt_ids=prompt_ids, new_ids=new_ids)

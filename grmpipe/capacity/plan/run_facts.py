@@ -40,7 +40,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
+class PlacedRoles:
     """A role's processes in a plan: `replicas` of `width` slots each, in one pool of the configuration."""
 
     replicas: int
@@ -49,7 +49,7 @@ class Seated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class RunFacts:
     """The input of a plan. `unchecked`: what only the run's own machines can check."""
 
     config: RunConfig
@@ -60,19 +60,19 @@ class Survey:
     devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
 
-    def under(self, config: RunConfig) -> Survey:
+    def under(self, config: RunConfig) -> RunFacts:
         """The same run with another configuration, in the same places."""
         return replace(self, config=config, roles=resolve_roles(config, self.placement))
 
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
 
-    def seated(self, role: str) -> Seated:
+    def seated(self, role: str) -> PlacedRoles:
         seats = self.placement.seats[role]
-        return Seated(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
+        return PlacedRoles(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
 
-def survey_run(config: RunConfig, progress: Progress) -> Survey:
+def collect_facts(config: RunConfig, progress: Progress) -> RunFacts:
     """The checks of a run; those that need its machines are skipped, the others still refuse."""
     devices = find_devices(config)
     seated, roles = seat_roles(config)
@@ -93,7 +93,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
     check_swap(roles, found)
-    return Survey(
+    return RunFacts(
         config=config,
         placement=placement,
         roles=roles,
