@@ -27,8 +27,8 @@ def composed(*overrides: str) -> RunConfig:
         return build(compose("config", ["+experiment=quickstart", *overrides]))
 
 
-def surveyed(*overrides: str) -> RunFacts:
-    return collect_facts(composed(*overrides), lambda what, share: None)
+def facts_with(*overrides: str) -> RunFacts:
+    return collect_facts(composed(*overrides))
 
 
 def learner(facts: RunFacts) -> LearnerSpeed:
@@ -37,8 +37,8 @@ def learner(facts: RunFacts) -> LearnerSpeed:
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
     adapters, whole = (
-        learner(surveyed("policy.lora.rank=1", "policy.lora.target_modules=[q_proj]")),
-        learner(surveyed()),
+        learner(facts_with("policy.lora.rank=1", "policy.lora.target_modules=[q_proj]")),
+        learner(facts_with()),
     )
     assert 4 / 6 < adapters.token_s / whole.token_s < 1, "activations are read as before"
     assert adapters.step_s < 0.01 * whole.step_s
@@ -46,10 +46,10 @@ def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
 
 def test_a_push_of_adapters_takes_their_bytes_alone() -> None:
     merged, alone = (
-        pushed_bytes("policy", surveyed("policy.lora.rank=8", f"policy.lora.sync={sync}"))
+        pushed_bytes("policy", facts_with("policy.lora.rank=8", f"policy.lora.sync={sync}"))
         for sync in ("merged", "adapters")
     )
-    footprint = surveyed().models["policy"].footprint
+    footprint = facts_with().models["policy"].footprint
     assert footprint is not None
     assert merged == 1_290_240, "as each push of docs/lora.md"
     assert alone == 4 * footprint.adapter_parameters(8, ()) < merged
@@ -66,7 +66,7 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
     """Qwen3-8B of 16.4 GB: 450 GB/s within a node of H100s, 50 between nodes, at 0.7 of each."""
 
     def push(num_slots: int) -> float:
-        facts = surveyed()
+        facts = facts_with()
         device = DEVICES["h100"]
         pools = {name: replace(pool, slots=num_slots) for name, pool in facts.placement.pools.items()}
         wide = replace(
@@ -91,8 +91,8 @@ def test_merged_adapters_of_a_mixture_send_no_experts() -> None:
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
-    here = learner(surveyed("train.activation_checkpointing=full"))
-    moments = learner(surveyed("train.activation_checkpointing=full", "train.optimizer.offload=true"))
-    inputs = learner(surveyed("train.activation_checkpointing=full", "train.activation_offload=true"))
+    here = learner(facts_with("train.activation_checkpointing=full"))
+    moments = learner(facts_with("train.activation_checkpointing=full", "train.optimizer.offload=true"))
+    inputs = learner(facts_with("train.activation_checkpointing=full", "train.activation_offload=true"))
     assert moments.step_s > here.step_s and moments.token_s == here.token_s
     assert inputs.token_s > here.token_s and inputs.step_s == here.step_s
