@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from models.lm.checkpoint_metadata import SafeReader
-from models.lm.lora import merged_state, save_adapters
+from models.lm.lora import merge_state, save_adapters
 from models.lm.parallel.ranks import group_for_files
 from models.settings import LoraConfig
-from models.stored_files import StoredFile, stored_files, sync_directory
+from models.stored_files import StoredFile, describe_files, sync_directory
 
 # A single rank's state is complete, but torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
@@ -131,7 +131,7 @@ def export_hf(
         return
     if lora is not None and lora.learns:
         save_adapters(adapter_dir, model, weights, lora)
-        weights = {name: _cast(tensor, kind) for name, tensor in merged_state(model, weights).items()}
+        weights = {name: _cast(tensor, kind) for name, tensor in merge_state(model, weights).items()}
     model.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_SIZE)
     model.config.dtype = str(kind).removeprefix("torch.")  # transformers set that of the model in memory
     model.config.save_pretrained(directory)
@@ -183,7 +183,7 @@ def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
         dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group_for_files(), no_dist=alone)
     sync_directory(Path(directory))
     names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
-    return stored_files(Path(directory), sorted(names))
+    return describe_files(Path(directory), sorted(names))
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
 
 
-def packed_attention(
+def attend_packed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -135,7 +135,7 @@ def _padded(
         key_TGD, value_TGD = (_to_every_head(x, num_heads) for x in (key_TGD, value_TGD))
 
     def attend(rows: PaddedRows) -> Tensor:
-        seen_NQK = rows.seen_NQK(window)
+        seen_NQK = rows.make_mask(window)
         out_NHQD = F.scaled_dot_product_attention(
             query_THD[rows.queries_NQ].transpose(1, 2),
             key_TGD[rows.keys_NK].transpose(1, 2),
@@ -159,5 +159,5 @@ def _to_every_head(states_TGD: Tensor, num_heads: int) -> Tensor:
     return states_TGD.repeat_interleave(num_heads // states_TGD.shape[1], dim=1)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(PACKED_ATTENTION, attend_packed)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

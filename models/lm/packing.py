@@ -46,7 +46,7 @@ class PaddedRows:
     keys_NK: Tensor
     prefix_lengths_N: Tensor | None  # None: no prefixes, and each query sees as many keys as its place says
 
-    def seen_NQK(self, window: int | None) -> Tensor | None:
+    def make_mask(self, window: int | None) -> Tensor | None:
         """Which keys each query sees: up to its own position, and within the window. None: plain causal attention."""
         if self.prefix_lengths_N is None and (window is None or window >= self.keys_NK.shape[1]):
             return None

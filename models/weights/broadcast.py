@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.bucket_memory import BucketMemory
 from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from models.weights.opening import dtype_of, opened
+from models.weights.opening import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
@@ -81,9 +81,9 @@ class NcclBroadcasts(GlooBroadcasts):
         return device
 
 
-@opened.register
+@open_bucket.register
 def _(payload: Broadcast, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     if group is None:
         raise ConnectionError("weights: a bucket comes by broadcast, but this engine has no process group")
     names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
-    return group.receive(names, [dtype_of(tensor) for tensor in tensors], shapes)
+    return group.receive(names, [parse_dtype(tensor) for tensor in tensors], shapes)

@@ -11,7 +11,7 @@ from torch.storage import TypedStorage
 
 from models.bucket_memory import BucketMemory
 from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
-from models.weights.opening import opened
+from models.weights.opening import open_bucket
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
@@ -32,16 +32,16 @@ class CudaMemory(WeightTransport):
         sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
         self._fill(sent, bucket)
         torch.cuda.synchronize(self._device)  # another process reads it next
-        handles = tuple(handle_of(tensor) for tensor in sent)
+        handles = tuple(make_handle(tensor) for tensor in sent)
         return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handles}))
 
 
-@opened.register
+@open_bucket.register
 def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     """The tensors on the GPU that this process sees. Raises ValueError if the handles are for another GPU."""
     for device in gpus_seen():
         if (own := payload.handles.get(gpu_id(device))) is not None:
-            return [mapped(handle, device) for handle in own]
+            return [map_handle(handle, device) for handle in own]
     raise ValueError(
         f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(payload.handles)}); this engine "
         "sees none of them: set sync.transport=auto"
@@ -57,7 +57,7 @@ def gpus_seen() -> range:
     return range(torch.cuda.device_count())
 
 
-def handle_of(tensor: Tensor) -> CudaHandle:
+def make_handle(tensor: Tensor) -> CudaHandle:
     """The handle of a contiguous tensor, as torch's `reduce_tensor` shares it."""
     assert tensor.is_contiguous() and not tensor.requires_grad
     _, _, _, offset, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(tensor)[1]
@@ -75,7 +75,7 @@ def handle_of(tensor: Tensor) -> CudaHandle:
     )
 
 
-def mapped(handle: CudaHandle, device: int) -> Tensor:
+def map_handle(handle: CudaHandle, device: int) -> Tensor:
     """The sender's tensor itself, on the device number that this process gives the GPU."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     shape = torch.Size(handle.shape)

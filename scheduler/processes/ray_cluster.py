@@ -26,8 +26,15 @@ from scheduler.processes.actors import LOOPBACK, ActorRanks, EngineFactory, Memb
 from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
-from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause, sent_by_value
-from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
+from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, define_actor, first_cause
+from scheduler.processes.ray_start import (
+    count_threads,
+    free_now,
+    init_ray,
+    nodes_of_ray,
+    select_env_vars,
+    without_allocator,
+)
 from scheduler.processes.remote_engine import RemoteEngine
 from scheduler.processes.start_turns import StartTurns
 
@@ -221,10 +228,10 @@ class RayCluster:
         """Variables of a process on a GPU: its threads; for an engine no settings of torch's allocator, which are the
         learner's. An engine that sleeps has an allocator of its own, and refuses expandable segments.
         """
-        name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
+        name, given = "OMP_NUM_THREADS", select_env_vars(self._config.env_vars, os.environ)
         return {
             "env_vars": {
-                name: given.get(name) or str(threads_of(nodes_of_ray(), gpus)),
+                name: given.get(name) or str(count_threads(nodes_of_ray(), gpus)),
                 **(without_allocator(given, os.environ) if role in self._placement.served else {}),
             }
         }
@@ -239,7 +246,7 @@ class RayCluster:
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
         handle = cast(
             ActorHandle,
-            ray.remote(sent_by_value(host))
+            ray.remote(define_actor(host))
             .options(
                 name=name,
                 num_cpus=0 if on_gpu else amount,

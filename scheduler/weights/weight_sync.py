@@ -110,13 +110,13 @@ class WeightSync:
                 self._link = None
             if is_replacement and self._last is None:  # nothing was pushed yet: it is as good as the others
                 admit()
-                return nothing_sent(0, self._transport)
+                return make_empty_report(0, self._transport)
             # Without a deadline: the hold waits for an optimizer step of any duration.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:
                     if self._versions.get(name) == (engine, self._last[0]):
                         admit()
-                        return nothing_sent(self._last[0], self._transport)
+                        return make_empty_report(self._last[0], self._transport)
                     push = self._begin({name: engine}, self._last[0])
                     async with push.deadline():
                         report = await self._run(push)
@@ -201,7 +201,7 @@ class WeightSync:
         )
 
 
-def nothing_sent(version: int, transport: str) -> SyncReport:
+def make_empty_report(version: int, transport: str) -> SyncReport:
     """The report for an engine that was inactive since the last push and missed none."""
     return SyncReport(
         version=version, seconds=0.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0, transport=transport

@@ -319,7 +319,7 @@ class Run:
 
     def engines_of(self, role: str) -> dict[str, Engine]:
         if self.shared is not None:
-            return self.shared.seen_by(role)
+            return self.shared.list_engines(role)
         return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:

@@ -222,7 +222,7 @@ def pushed_bytes(role: str, facts: RunFacts) -> float:
     if lora.in_engines:
         return num_adapters(lora, footprint) * BYTES[served.dtype]
     if lora.learns:
-        return footprint.adapted_weights(lora.target_modules) * BYTES[served.dtype]
+        return footprint.count_adapted_weights(lora.target_modules) * BYTES[served.dtype]
     return footprint.weight_bytes(served.dtype)
 
 

@@ -161,7 +161,7 @@ def _parts_of_rank(held: Sequence[MemoryPart], shards: int, working: Working, tr
 
 def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
-    return footprint.working_bytes(
+    return footprint.estimate_working_bytes(
         train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, ep=train.parallel.ep, frozen=frozen
     )
 

@@ -13,7 +13,7 @@ from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 CERTAIN = ("weights", "state", "moments")
 
@@ -79,5 +79,5 @@ def sized(prepared: Prepared) -> dict[str, Sized]:
     """Role -> sized model; a model that serves two roles has one footprint."""
     found = {model.name: Sized.of(model) for model in prepared.models}
     if prepared.critic is not None:
-        found["critic"] = Sized(role="critic", footprint=footprint_of(prepared.critic.path))
+        found["critic"] = Sized(role="critic", footprint=read_footprint(prepared.critic.path))
     return found

@@ -63,7 +63,7 @@ def engines(facts: RunFacts) -> str:
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
         if role.engine.endpoint is not None:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
-        options = changed_options(role.engine.options, role.engine.shared_options(EngineConfig()))
+        options = changed_options(role.engine.options, role.engine.read_options(EngineConfig()))
         lines.append(f"  {role.name:<{wide}} {role.model.engine}{where}; {options}")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.sections import ModelNotHere, section
 from models.hub import find_files
-from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
+from models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
 
@@ -35,7 +35,7 @@ class Sized:
 
     @staticmethod
     def of(model: Model) -> Sized:
-        footprint = footprint_of(model.path)
+        footprint = read_footprint(model.path)
         return Sized(role=model.name, model=model, footprint=footprint, context_tokens=model.context_tokens)
 
 
@@ -174,7 +174,7 @@ def size_critic(config: RunConfig, policy: Sized) -> Sized:
         return Sized(role="critic")
     with section("critic."):
         found = find_critic(config, policy.model)
-    return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
+    return replace(policy, role="critic", model=None, footprint=read_footprint(found.path))
 
 
 def scorer_dtypes(config: RunConfig) -> dict[str, str]:
@@ -199,7 +199,7 @@ def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
 
     with section(f"{key}."):
         scalar_config(directory)
-    return Sized(role=role, footprint=footprint_of(directory)), []
+    return Sized(role=role, footprint=read_footprint(directory)), []
 
 
 def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
@@ -208,7 +208,7 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
     """
     shape = role.model.shape
     if sized.model is not None:
-        heads = heads_of(sized.model.path)
+        heads = read_heads(sized.model.path)
     elif shape.declared:
         heads = Heads(query=shape.num_heads, key=shape.num_kv_heads)
     else:

@@ -146,7 +146,7 @@ async def start_shared(
     )
     frozen = [model for model in models if roles[model.name].learner is None]
     return ServingEngines(
-        routers={model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in models},
+        routers={model.name: router_of(model, shared.list_engines(model.name), prepared, events) for model in models},
         restart={model.name: shared.restart for model in models},
         swapping=frozenset(model.name for model in models),
         stored=await stored_weights(frozen, owner, next(iter(engines.values())), prepared),

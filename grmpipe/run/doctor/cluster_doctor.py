@@ -33,10 +33,10 @@ def examine_cluster(config: RunConfig) -> list[Finding]:
     """Join the cluster of the configuration, examine its machines, and leave it. Raises ConfigError if it can't be
     joined, or has no free slot on each machine.
     """
-    from scheduler.processes.ray_start import joined  # late: doctor works without Ray
+    from scheduler.processes.ray_start import join_cluster  # late: doctor works without Ray
 
     folder = str(Path(config.run_dir or "runs").absolute())
-    with section(""), joined(config.cluster) as nodes:
+    with section(""), join_cluster(config.cluster) as nodes:
         return asyncio.run(_examine(config, folder, nodes))
 
 

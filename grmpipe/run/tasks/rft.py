@@ -38,7 +38,7 @@ from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import raising_first, run_until
+from scheduler.supervise import raise_first_failure, run_until
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Sampling:
         judging_tasks = [self._prepared.prompts.at(prompt_index) for prompt_index in range(len(self._prepared.prompts))]
         journal = Journal(self._path)
         try:
-            async with raising_first() as tasks:
+            async with raise_first_failure() as tasks:
                 for judging_task in judging_tasks:
                     if judging_task.prompt_id not in known:
                         tasks.create_task(self._sample(judging_task, journal, known))

@@ -44,7 +44,7 @@ class ExpertReplay:
         wanted_TLK = torch.tensor(experts_TLK, dtype=torch.int16, device=self._device)  # signed, for ANY_EXPERT
         if self._context is not None:
             wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
-        with self._routers.replayed(wanted_TLK) as replay:
+        with self._routers.replay(wanted_TLK) as replay:
             yield replay
 
     def recorded(self, run: Callable[[], np.ndarray], num_tokens: int) -> OldPass:

@@ -18,7 +18,7 @@ from models.lm.checkpoint import export_hf
 from models.lm.packed_check import probe_scores
 from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
-from models.lm.scalar_head import packed_scores
+from models.lm.scalar_head import compute_packed_scores
 from models.settings import AUTO
 
 
@@ -76,7 +76,7 @@ class ScalarRank(TrainingRank):
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
     def _forward(self, batch: PackedSequences) -> Tensor:
-        return packed_scores(
+        return compute_packed_scores(
             self._model,
             self._here(batch.token_ids_T),
             self._here(batch.position_ids_T),

@@ -25,7 +25,7 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from models.lm.parallel.exchange import exchanged
+from models.lm.parallel.exchange import exchange_rows
 
 EXPERT_PARALLEL = "grmpipe_expert_parallel"  # our name in transformers' table of experts implementations
 # By class name, as routers are: those with fused weights gate_up_proj [E, 2I, H] and down_proj [E, H, I].
@@ -33,7 +33,7 @@ DIVISIBLE = ("Qwen2MoeExperts", "Qwen3MoeExperts", "OlmoeExperts", "MixtralExper
 _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold the experts of a layer, by transformers' name for all of them; none in a dense model."""
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts"):
@@ -42,7 +42,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def check_divisible(model: PreTrainedModel, ep: int) -> None:
     """Raises ValueError that names `ep` if the experts of this model can't be divided over this number of ranks."""
-    kind, found = model.config.model_type, dict(experts_of(model))
+    kind, found = model.config.model_type, dict(find_experts(model))
     if not found:
         raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type 1")
     for experts in found.values():
@@ -63,7 +63,7 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecis
     Gradients are averaged over all ranks, like other gradients.
     """
     check_divisible(model, mesh["ep"].size())
-    for _, experts in experts_of(model):
+    for _, experts in find_experts(model):
         _divide(experts, mesh["ep"])
         _shard(experts, mesh, policy)
     model.set_experts_implementation(EXPERT_PARALLEL)
@@ -71,7 +71,7 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecis
 
 def gather_early(layer: nn.Module) -> None:
     """Gather a layer's experts while its attention computes. Call when both are sharded."""
-    for _, experts in experts_of(layer):
+    for _, experts in find_experts(layer):
         assert isinstance(layer, FSDPModule) and isinstance(experts, FSDPModule)
         layer.set_modules_to_forward_prefetch([experts])
 
@@ -92,7 +92,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
         experts,
         mesh=mesh[tuple(over)] if len(over) > 1 else mesh[over[0]],
         mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
-        shard_placement_fn=lambda parameter: Shard(sharded_dimension(parameter.shape, shards)),
+        shard_placement_fn=lambda parameter: Shard(choose_sharded_dimension(parameter.shape, shards)),
     )
     # A gradient is a sum over the tokens of all ranks along ep: FSDP2 would divide it by the other ranks alone.
     unit.set_gradient_divide_factor(float(mesh.size()))
@@ -100,7 +100,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def sharded_dimension(shape: Sequence[int], shards: int) -> int:
+def choose_sharded_dimension(shape: Sequence[int], shards: int) -> int:
     """The dimension of an expert's weights [E, out, in] that FSDP2 shards: not that of the experts, which other ranks
     hold, and one that it can divide evenly. Raises ValueError that names `ep` if there is none.
     """
@@ -128,13 +128,13 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
 
 def _sent_through(experts: Any, rows: Tensor, route: ExpertDispatch) -> Tensor:
     """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
-    rows = exchanged(rows, route.group, route.sends, route.receives)
+    rows = exchange_rows(rows, route.group, route.sends, route.receives)
     by_local_M = route.local_experts_M.argsort(stable=True)
     rows = rows[by_local_M]
     rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, route))
     rows = _grouped(rows, experts.down_proj, route)
     rows = rows[by_local_M.argsort()]
-    return exchanged(rows, route.group, route.receives, route.sends)
+    return exchange_rows(rows, route.group, route.receives, route.sends)
 
 
 def _grouped(rows: Tensor, weight: Tensor, route: ExpertDispatch) -> Tensor:

@@ -24,7 +24,7 @@ from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.types import GroupLink
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.sending import WeightTransport
 from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessRanks
@@ -141,8 +141,8 @@ def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_p
             assert bucket is not None
             learner.sender.deliver(index)
             following = learner.sender.bucket(index + 1)
-            with received(bucket, receiver) as tensors:
-                assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            with receive_tensors(bucket, receiver) as tensors:
+                assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
             learner.sender.delivered()
             bucket = following
         receiver.leave()
@@ -171,8 +171,8 @@ def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_beg
                         learner.sender.delivered()
                 continue
             learner.sender.deliver(0)
-            with received(bucket, receiver) as tensors:
-                assert len(checksums_of(tensors)) == len(bucket.tensors)
+            with receive_tensors(bucket, receiver) as tensors:
+                assert len(compute_checksums(tensors)) == len(bucket.tensors)
             learner.sender.delivered()
         receiver.leave()
     learner.close()

@@ -27,7 +27,7 @@ from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
 from models.types import CudaHandle, InlineBytes, WeightBucket
 from models.weights import cuda_ipc
-from models.weights.receiving import received
+from models.weights.receiving import receive_tensors
 from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.
@@ -221,11 +221,11 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: gpu)
-    monkeypatch.setattr(cuda_ipc, "mapped", from_file)
+    monkeypatch.setattr(cuda_ipc, "map_handle", from_file)
     group, came = LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
-        with received(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
+        with receive_tensors(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
             came |= {announced.name: tensor for announced, tensor in tensors}
     assert {path.parent for path in opened_paths} == {two.directory / gpu}
     expected = dict(AutoModelForCausalLM.from_pretrained(qwen_path, dtype=torch.float32).named_parameters())
@@ -237,7 +237,7 @@ def test_an_engine_on_none_of_the_ranks_gpus_is_told_so(two: Run, monkeypatch: p
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "gpu-7")
     bucket = asyncio.run(LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
-    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
+    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), receive_tensors(bucket):
         pass
 
 

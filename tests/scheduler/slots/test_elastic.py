@@ -157,7 +157,9 @@ class Bench:
         self.routers = {
             role: Router(
                 role,
-                self.shared.seen_by(role) if self.shared else {n: e for n, e in self.engines.items() if e.role == role},
+                self.shared.list_engines(role)
+                if self.shared
+                else {n: e for n, e in self.engines.items() if e.role == role},
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )

@@ -26,7 +26,7 @@ ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED
 
 
 def taken(engine: str, *others: TransportKind) -> tuple[TransportKind, ...]:
-    kind: AnyEngine = KINDS[engine](options=KINDS[engine].shared_options(EngineConfig()))
+    kind: AnyEngine = KINDS[engine](options=KINDS[engine].read_options(EngineConfig()))
     return taken_by(kind, *others)
 
 

@@ -18,7 +18,7 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[4]
 
@@ -61,7 +61,7 @@ def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_refe
         facts = collect_facts(composed("+experiment=quickstart", "policy.lora.rank=8", *overrides))
         return {part.what: part.num_bytes for part in memory_parts(facts, role)}
 
-    footprint = footprint_of(str(SHIPPED / "policy"))
+    footprint = read_footprint(str(SHIPPED / "policy"))
     adapters = 4 * footprint.adapter_parameters(8, ())
     learner = held("learner", "algorithm.kl_coefficient=0.1")
     assert learner["weights, frozen"] == footprint.weight_bytes("float32")

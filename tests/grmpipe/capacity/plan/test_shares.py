@@ -18,7 +18,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tasks import prepare_evaluation
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
-from models.engines.vllm.options import VllmStart, arguments_of
+from models.engines.vllm.options import VllmStart, make_arguments
 from models.settings import VllmConfig
 
 ROOT = Path(__file__).parents[4]
@@ -114,7 +114,7 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
     spec = prepared.roles.served["policy"].engine_spec(prepared.policy.path, seed=0)
     start = VllmStart(spec=spec, config=engine, context_tokens=64)
-    assert arguments_of(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
+    assert make_arguments(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
 
 
 def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
