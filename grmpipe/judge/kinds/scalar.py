@@ -15,7 +15,7 @@ from functools import partial
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
-from models.chat.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import count_chars, off_loop_if_long
 from models.chat.renderer import Renderer
 from models.engines.request_gates import PrioritySemaphore
 from models.types import EngineDied, EngineRefused, Message, Scorer
@@ -43,7 +43,9 @@ class ScalarJudge:
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
             messages = tuple(conversation(prompt, rollout, thoughts=self._config.format.show_thoughts))
-            token_ids = await off_loop_if_long(chars_of(messages), partial(self._model.renderer.render_whole, messages))
+            token_ids = await off_loop_if_long(
+                count_chars(messages), partial(self._model.renderer.render_whole, messages)
+            )
         except ValueError as error:  # a template may refuse some order of roles
             return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
         if 0 < self._model.context_tokens < len(token_ids):
