@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.supervise import describe_failure, raising_first, run_together, run_until
+from scheduler.supervise import describe_failure, raise_first_failure, run_together, run_until
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -145,7 +145,7 @@ def test_a_task_group_raises_its_first_failure_itself() -> None:
         async def fail() -> None:
             raise ValueError("first") from KeyError("its cause")
 
-        async with raising_first() as tasks:
+        async with raise_first_failure() as tasks:
             tasks.create_task(fail())
             tasks.create_task(asyncio.sleep(1e9))
 

@@ -205,7 +205,7 @@ def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None
 
 @pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every"])
 def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
-    assert f"type judge_monitor.{key}" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
+    assert f"did you mean judge_monitor.{key}" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
 
 
 def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judges() -> None:

@@ -26,7 +26,7 @@ from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.openai.openai_kind import OpenAIKind, request_options
-from models.lm.footprint import Heads, heads_of
+from models.lm.footprint import Heads, read_heads
 from models.settings import EmbeddedConfig, VllmConfig
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, place
@@ -209,7 +209,7 @@ def test_heads_are_shared_evenly_or_not_at_all(gpus: int, query: int, key: int, 
 
 
 def test_number_of_heads_comes_from_the_models_config() -> None:
-    assert heads_of(str(SHIPPED / "policy")) == Heads(query=3, key=1)
+    assert read_heads(str(SHIPPED / "policy")) == Heads(query=3, key=1)
 
 
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.types import Prompt
 from models.types import Message, ToolSpec
 

@@ -106,7 +106,7 @@ def test_thought_beyond_its_budget_is_ended_and_the_answer_requested() -> None:
     second_prompt, params, context = script.asked[1]
     assert second_prompt == (1, 2, *thought, *between)
     assert params.max_new_tokens == 30 - 4 - len(between)
-    assert params.seed != 7  # an engine whose random numbers begin anew would repeat them
+    assert params.seed != 7  # an engine whose random numbers start again would repeat them
     assert context == replace(CONTEXT, request_id="g/0/j0.0/answer")
 
 

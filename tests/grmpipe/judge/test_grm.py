@@ -184,5 +184,5 @@ def test_only_a_known_window_holds_a_question_back(bench: Any) -> None:
     assert (report.verdict.cause, report.verdict.attempts) == ("too_long", 0)
 
 
-def test_a_token_is_reckoned_at_four_bytes() -> None:
+def test_a_token_is_estimated_at_four_bytes() -> None:
     assert [estimated_tokens(text) for text in ("", "a", "four", "fives", "你好")] == [0, 1, 1, 2, 2]

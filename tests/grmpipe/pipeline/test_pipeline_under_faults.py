@@ -300,7 +300,7 @@ class Run:
             engine.awake = not (sleeps and name.startswith("grm"))
         policy = ElasticRole(
             router=self.routers["policy"],
-            bring_current=functools.partial(self.sync.catch_up, anew=self.swaps),
+            bring_current=functools.partial(self.sync.catch_up, is_replacement=self.swaps),
             sleeps=sleeps,
             nothing_pushed=self.sync.nothing_pushed,
         )
@@ -319,7 +319,7 @@ class Run:
 
     def engines_of(self, role: str) -> dict[str, Engine]:
         if self.shared is not None:
-            return self.shared.seen_by(role)
+            return self.shared.list_engines(role)
         return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:

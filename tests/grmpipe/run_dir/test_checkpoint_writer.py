@@ -13,7 +13,7 @@ from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile, stored_files
+from models.stored_files import StoredFile, describe_files
 
 
 class Learner:
@@ -27,7 +27,7 @@ class Learner:
         await self.disk
         self._folder.mkdir()
         (self._folder / "__0_0.distcp").write_text("weights")
-        return stored_files(self._folder, ["__0_0.distcp"])
+        return describe_files(self._folder, ["__0_0.distcp"])
 
 
 def state(step: int) -> RunState:

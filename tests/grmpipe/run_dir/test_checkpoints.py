@@ -12,7 +12,7 @@ import pytest
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import stored_files
+from models.stored_files import describe_files
 
 SYSTEM_CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 
@@ -29,7 +29,7 @@ def publish(checkpoints: Checkpoints, step: int, wall_s: float = 1.0) -> Path:
     draft = checkpoints.draft(step)
     (draft / "learner").mkdir()
     (draft / "learner" / "__0_0.distcp").write_bytes(bytes(range(256)) * 64)
-    return checkpoints.publish(draft, state(step, wall_s), stored_files(draft, ["learner/__0_0.distcp"]))
+    return checkpoints.publish(draft, state(step, wall_s), describe_files(draft, ["learner/__0_0.distcp"]))
 
 
 def names(directory: Path) -> list[str]:

@@ -6,7 +6,7 @@ import random
 
 from grmpipe.tiny.calculator import (
     CORRUPTIONS,
-    Call,
+    CalculatorCall,
     Carelessness,
     Episode,
     answers_right,
@@ -59,14 +59,14 @@ def test_judgement_shows_each_right_sum_next_to_the_called_one() -> None:
 
 
 def test_a_mistake_counts_once_and_missing_or_further_calls_are_no_right_ones() -> None:
-    first, second = Call(name="sub", left=32, right=9), Call(name="add", left=23, right=6)
+    first, second = CalculatorCall(name="sub", left=32, right=9), CalculatorCall(name="add", left=23, right=6)
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first,), answer=23))] == [True, False]
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first, second, second), answer=29))] == [
         True,
         True,
         False,
     ]
-    old = Call(name="add", left=32, right=6)
+    old = CalculatorCall(name="add", left=32, right=6)
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first, old), answer=38))] == [True, False]
 
 

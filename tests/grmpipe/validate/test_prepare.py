@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -208,7 +208,7 @@ def hybrid(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("check", [prepare, survey_run], ids=["train", "plan and simulate"])
+@pytest.mark.parametrize("check", [prepare, collect_facts], ids=["train", "plan and simulate"])
 def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
     tmp_path: Path, check: Callable[[RunConfig], object]
 ) -> None:

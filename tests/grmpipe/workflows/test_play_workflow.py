@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from grmpipe.config.keys.user_code import described
-from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout

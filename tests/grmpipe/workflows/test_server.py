@@ -13,9 +13,9 @@ import pytest
 
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
+from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.policy import Policy
-from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
 from models.types import Message, ToolCall
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
-from models.chat.tool_calls import FORMATS, check_tool_parser, format_of, parser_named, read_turn
+from models.chat.tool_calls import FORMATS, check_tool_parser, detect_format, parser_named, read_turn
 from models.settings import ModelConfig
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
@@ -283,13 +283,13 @@ def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, begin:
     ],
 )
 def test_a_format_is_found_in_the_template(template: str, name: str | None) -> None:
-    assert format_of(template) == name
+    assert detect_format(template) == name
 
 
 def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> None:
     template = '<tool_call>{"name": .., "arguments": ..}</tool_call>'
-    assert format_of(template, ["<|im_end|>"]) == "hermes"
-    assert format_of(template, ["<|im_end|>", "<tool_call>"]) == "llama3_json"
+    assert detect_format(template, ["<|im_end|>"]) == "hermes"
+    assert detect_format(template, ["<|im_end|>", "<tool_call>"]) == "llama3_json"
     unmarked = HERMES_ADD.replace("<tool_call>", "").replace("</tool_call>", "")
     assert read("llama3_json", unmarked * 2).tool_calls == (ADD, ADD)
 

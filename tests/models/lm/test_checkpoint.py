@@ -37,7 +37,7 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
 
 def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
     save = ShardedSave()
-    save.begin(directory, model, optimizer, version, aside=False)
+    save.begin(directory, model, optimizer, version, in_background=False)
     assert save.files() is not None
 
 

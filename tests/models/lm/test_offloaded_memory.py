@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.lm.offloaded_memory import OffloadedMemory, free_bytes, pinned
+from models.lm.offloaded_memory import OffloadedMemory, allocate_pinned, free_bytes
 
 
 def test_tensors_and_their_views_are_empty_while_lent_and_whole_afterwards() -> None:
@@ -89,7 +89,7 @@ def test_pinned_memory_is_registered_with_cuda_as_large_as_it_is(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    block = pinned(1000)
+    block = allocate_pinned(1000)
     assert Cudart.registered == {block.data_ptr(): 1000}
     view = block[100:]
     del block

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.causal_lm import PackedLogprobs, load_causal_lm, packed_logprobs
+from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs, load_causal_lm
 from models.lm.packing import Packing, Prefixes
 
 # (shared tokens, tokens of each), by family. Many lengths, single samples, siblings of one token.
@@ -56,7 +56,7 @@ def one_by_one(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
     samples = [torch.cat([prefix, own]) for prefix, owns in drawn() for own in owns]
     lengths_S = torch.tensor([len(ids) for ids in samples])
     positions_T = torch.cat([torch.arange(len(ids)) for ids in samples])
-    every = packed_logprobs(model, torch.cat(samples), positions_T, lengths_S, **options)
+    every = compute_packed_logprobs(model, torch.cat(samples), positions_T, lengths_S, **options)
     kept_T = torch.cat(
         [
             torch.arange(len(prefix) + len(own)) >= (len(prefix) if place else 0)
@@ -84,7 +84,7 @@ def laid_out() -> tuple[Tensor, Tensor, Tensor, Prefixes]:
 
 
 def once(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
-    return packed_logprobs(model, *laid_out(), **options)
+    return compute_packed_logprobs(model, *laid_out(), **options)
 
 
 def test_log_probs_and_entropy_are_those_of_whole_samples(exact: PreTrainedModel) -> None:
@@ -147,8 +147,8 @@ def test_no_sample_sees_a_sibling(exact: PreTrainedModel) -> None:
     ids_T, positions_T, lengths_S, prefixes = laid_out()
     changed_T = ids_T.clone()
     changed_T[5:9] = (changed_T[5:9] + 1) % 64
-    before = packed_logprobs(exact, ids_T, positions_T, lengths_S, prefixes).logprobs_T
-    after = packed_logprobs(exact, changed_T, positions_T, lengths_S, prefixes).logprobs_T
+    before = compute_packed_logprobs(exact, ids_T, positions_T, lengths_S, prefixes).logprobs_T
+    after = compute_packed_logprobs(exact, changed_T, positions_T, lengths_S, prefixes).logprobs_T
     assert not torch.equal(before[5:9], after[5:9])
     torch.testing.assert_close(before[9:], after[9:], atol=1e-13, rtol=0)
 

@@ -157,7 +157,9 @@ class Bench:
         self.routers = {
             role: Router(
                 role,
-                self.shared.seen_by(role) if self.shared else {n: e for n, e in self.engines.items() if e.role == role},
+                self.shared.list_engines(role)
+                if self.shared
+                else {n: e for n, e in self.engines.items() if e.role == role},
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )
@@ -168,7 +170,7 @@ class Bench:
         self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
         brings: dict[str, BringCurrent] = {
-            role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
+            role: functools.partial(sync.catch_up, is_replacement=swaps) for role, sync in self.syncs.items()
         }
         for role in (role for role in roles if role not in learning):
             stored = StoredWeights(path=role, probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)

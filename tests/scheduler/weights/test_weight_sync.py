@@ -278,7 +278,7 @@ def test_a_mismatch_names_engine_and_tensors_and_leaves_all_paused_until_a_push_
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_hash_is_believed_as_far_as_its_probe() -> None:
+def test_an_engine_that_cannot_hash_is_checked_by_its_probe_only() -> None:
     asyncio.run(push_to(Faulty("unhashed")))
 
 

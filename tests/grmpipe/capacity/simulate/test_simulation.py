@@ -18,7 +18,7 @@ from simulated_workload import COSTS, SPEED, always, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.simulate.scripts import (
+from grmpipe.capacity.simulate.simulated_answers import (
     FILLER,
     CountingRenderer,
     Lengths,
@@ -31,8 +31,8 @@ from grmpipe.capacity.simulate.scripts import (
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
-from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.grm import GrmConfig
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import JudgeConfig, Scale
@@ -41,7 +41,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from models.settings import ModelConfig
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
@@ -432,7 +432,7 @@ def test_ranks_that_share_a_micro_batch_divide_its_time(cp: int, micro_batches: 
     """Four ranks at 1 ms for a packed token: 2 tokens in each micro-batch."""
 
     async def took_s() -> float:
-        group = LearnerGroup(SimulatedRanks(4, LearnerSpeed(token_s=1e-3, step_s=0.0), 0.0, cp=cp), cp)
+        group = LearnerRanks(SimulatedRanks(4, LearnerSpeed(token_s=1e-3, step_s=0.0), 0.0, cp=cp), cp)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         await group.accumulate(MicroBatchRound(micro_batches=(idle(),) * micro_batches))

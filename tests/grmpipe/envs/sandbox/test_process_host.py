@@ -21,10 +21,10 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.crash_cleanup import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.isolation_report import isolation_report
-from grmpipe.envs.sandbox.leftovers import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.sandbox.process_host import ProcessHost, bounds_of, fork
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall

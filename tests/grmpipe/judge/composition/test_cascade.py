@@ -103,17 +103,17 @@ def test_after_a_resume_the_share_is_that_of_the_whole_run(group_bench: Any) -> 
     bounds_of(table.judge).go_on(before)
     found = [events(table.reports(group_id=f"g{number:06d}"))[0].escalated for number in range(4)]
     assert found == [4, 4, 0, 4]
-    aside = dataclasses.replace(table, judge=with_own_bounds(table.judge))
-    assert events(aside.reports(group_id="evaluated"))[0].escalated == 0
+    separate = dataclasses.replace(table, judge=with_own_bounds(table.judge))
+    assert events(separate.reports(group_id="evaluated"))[0].escalated == 0
 
 
 def test_rollouts_that_arent_trained_use_up_nothing_of_the_share(group_bench: Any) -> None:
     table = group_bench.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
-    aside = dataclasses.replace(table, judge=with_own_bounds(table.judge))
+    separate = dataclasses.replace(table, judge=with_own_bounds(table.judge))
     trained = []
     for number in range(4):
         trained += events(table.reports(group_id=f"g{number:06d}"))
-        aside.reports(group_id=f"evaluated{number}", size=1)
+        separate.reports(group_id=f"evaluated{number}", size=1)
     assert [event.escalated for event in trained] == [0, 4, 0, 4]
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.judge.protocols.prompt_truncation import without_middle
 from grmpipe.judge.protocols.steps import steps_of
-from grmpipe.judge.protocols.truncation import without_middle
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn

@@ -20,14 +20,14 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
 from models.types import CudaHandle, InlineBytes, WeightBucket
 from models.weights import cuda_ipc
-from models.weights.receiving import received
+from models.weights.receiving import receive_tensors
 from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.
@@ -223,11 +223,11 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: gpu)
-    monkeypatch.setattr(cuda_ipc, "mapped", from_file)
-    group, came = LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])), {}
+    monkeypatch.setattr(cuda_ipc, "map_handle", from_file)
+    group, came = LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
-        with received(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
+        with receive_tensors(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
             came |= {announced.name: tensor for announced, tensor in tensors}
     assert {path.parent for path in opened_paths} == {two.directory / gpu}
     expected = dict(AutoModelForCausalLM.from_pretrained(qwen_path, dtype=torch.float32).named_parameters())
@@ -238,8 +238,8 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 def test_engine_on_none_of_the_ranks_gpus_is_reported(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "gpu-7")
-    bucket = asyncio.run(LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
-    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
+    bucket = asyncio.run(LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
+    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), receive_tensors(bucket):
         pass
 
 

@@ -26,7 +26,7 @@ PIECES = [*TOKENIZER.encode("Score: 1 10 3\n> fine\\boxed{,}"), STOP]
 
 
 def allowed_by(matcher: Matcher, grammar: Grammar = GRAMMAR) -> Tensor:
-    return grammar.allowed_NV([matcher])[0]
+    return grammar.mask_next_tokens([matcher])[0]
 
 
 def after(text: str, pattern: str) -> Matcher:
@@ -90,7 +90,7 @@ def test_a_text_may_end_only_where_the_pattern_does_and_with_any_stop_token() ->
 
 def test_each_of_several_texts_has_its_own_row() -> None:
     begun, ended = GRAMMAR.start(SCORE_LINE), after("Score: 10", SCORE_LINE)
-    assert GRAMMAR.allowed_NV([begun, ended])[:, STOP].tolist() == [False, True]
+    assert GRAMMAR.mask_next_tokens([begun, ended])[:, STOP].tolist() == [False, True]
 
 
 def test_one_text_leaves_another_of_the_same_pattern_where_it_is() -> None:

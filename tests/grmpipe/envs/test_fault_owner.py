@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from grmpipe.config.keys.user_code import UserCodeError
-from grmpipe.envs.blame import (
+from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import (
     KNOWN_POLICY_ERRORS,
     FaultRules,
     RaisedElsewhere,
@@ -17,7 +18,6 @@ from grmpipe.envs.blame import (
     policys_end,
     readable,
 )
-from grmpipe.envs.env import EnvFault, PolicyFault
 
 BOX, OWN = FaultRules(in_box=True), FaultRules(policy_errors=("builtins.LookupError",))
 NO_RULES = FaultRules()

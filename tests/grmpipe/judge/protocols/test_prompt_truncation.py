@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.fence import in_fences
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.protocols.truncation import OBSERVATION_CHARS, truncated_to_fit
+from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncated_to_fit
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 
 

@@ -1,4 +1,4 @@
-"""Recording: token by token, what continues and what is rendered anew, and what is refused."""
+"""Recording: token by token, what continues and what is rendered again, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
+from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.play_workflow import Ending, rollout_of
-from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from models.chat.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
