@@ -38,7 +38,7 @@ class Pigeons(WeightTransport):
         return self._announce(bucket, sent, Letter(text=text))
 
 
-@opened.register
+@open_bucket.register
 def _(payload: Letter, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     raw = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in payload.text]
     return [bytes_B.view(parse_dtype(tensor)).view(tensor.shape) for bytes_B, tensor in zip(raw, tensors, strict=True)]
