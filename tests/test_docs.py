@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+import grmpipe
 import launch  # noqa: F401  registers the schema
 from grmpipe.cli import compose as compose_run
 from grmpipe.config.cross_checks import TASKS
@@ -50,6 +51,16 @@ BLOCKS = [
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[page for page, _ in BLOCKS])
 def test_python_of_the_pages_runs(page: str, block: str) -> None:
     exec(compile(block, page, "exec"), {"__name__": "my_module"})
+
+
+def test_python_of_the_pages_that_starts_runs_compiles_and_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        compile(block, "python.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    names = set(re.findall(r"\bgrmpipe\.(\w+)", "".join(blocks)))
+    assert names == {"launch", "start", "read_run"}
+    assert all(hasattr(grmpipe, name) for name in names)
 
 
 YAML = [
