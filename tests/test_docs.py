@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import importlib
 import re
 import shlex
@@ -23,6 +24,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt, Verdict
 from models.types import Message
 
@@ -116,6 +118,13 @@ def test_a_reward_function_of_the_page_rewards_when_it_is_pasted(
     judge = FunctionJudge(config.main_judge)
     reports = asyncio.run(judge_together(judge, PROMPT, "g1", ("42", "it is 42", "43")))
     assert [one.verdict.outcome for one in reports if isinstance(one.verdict, Verdict)] == [1 / 2, 1 / 4, 0]
+
+
+def test_the_page_of_a_runs_files_explains_every_key_of_its_summary() -> None:
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("**`summary.json`**")[2]
+    table = text.partition("\n\n")[2].partition("\n\n")[0]
+    explained = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert explained == {field.name for field in dataclasses.fields(Summary)}
 
 
 OF_OURS = re.compile(r"^\s*from ((?:grmpipe|scheduler|models)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
