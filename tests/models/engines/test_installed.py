@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -46,3 +47,13 @@ def test_an_environment_that_has_sglang_is_believed(tmp_path: Path) -> None:
     stand_in.write_text("#!/bin/sh\necho 0.5.23\n")
     stand_in.chmod(0o755)
     assert installed.sglang_missing(str(stand_in)) is None
+
+
+def test_without_peft_its_extra_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed.peft_missing() is None
+
+    def missing(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(installed, "version", missing)
+    assert installed.peft_missing() == 'peft is not installed; type `pip install "grmpipe[lora]"`'

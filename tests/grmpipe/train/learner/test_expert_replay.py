@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
 from grmpipe.tiny.mixture import upcycle
 from grmpipe.tiny.resolve import SHIPPED
@@ -201,6 +203,8 @@ def test_later_updates_go_where_the_pass_for_pi_old_went(mixture_path: str, make
 def test_old_logprobs_needs_a_pass_for_them(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.router_replay: .* type algorithm\.updates_per_batch=2"):
         check_router_replay(algorithm, groups_per_batch)
+    with pytest.raises(ConfigError, match=r"^algorithm\.router_replay: old_logprobs replays"):
+        config_of({"algorithm": {"router_replay": "old_logprobs"}})
     check_router_replay(AlgorithmConfig(router_replay="old_logprobs", updates_per_batch=2), 4)
     check_router_replay(REPLAYED, 1)
 
