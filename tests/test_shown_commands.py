@@ -132,7 +132,7 @@ def test_a_block_of_commands_says_that_it_is_for_a_shell() -> None:
         for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
             if language not in (*SHELLS, "python"):
                 firsts = {line.split()[0] for line in block.splitlines() if line.strip()}
-                assert not firsts & {"python", "grmpipe", "pip", "make"}, f"{page.name}: {block}"
+                assert not firsts & {"python", "pip", "make"}, f"{page.name}: {block}"
 
 
 def test_a_command_is_read_as_by_a_shell() -> None:
