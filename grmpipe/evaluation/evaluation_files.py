@@ -176,8 +176,8 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
             yield f"  by {name}{causes(own.failed_judgements)}"
     if result.by_judge:
         yield (
-            "judge by judge: right on the items of which it judged every response; a cascade, a gate or a route leaves "
-            "some out. Judgements and tokens are all of it"
+            "judge by judge: right counts only items where it judged every response; a cascade, a gate or a route "
+            "leaves some out. Judgements and tokens include all that it gave"
         )
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
