@@ -158,6 +158,9 @@ def test_the_public_names_are_few_no_subpackage_has_one_and_the_page_lists_them(
 def test_the_page_has_every_column(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     reader = grmpipe.read_run(tmp_path)
-    for name in ("groups", "rollouts", "episodes", "judgements", "trained", "eval_rollouts", "eval_judgements"):
+    for name in (
+        "groups", "rollouts", "episodes", "judgements", "trained", "eval_rollouts", "eval_judgements", "figures",
+        "judged_items",
+    ):  # fmt: skip
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == getattr(reader, name).to_arrow().column_names
