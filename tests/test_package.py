@@ -187,7 +187,7 @@ assert any("image/png" in out.get("data", {}) for cell in notebook.cells for out
 
 
 @pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient, ipykernel")
-def test_the_notebook_runs_on_a_wheel_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+def test_notebook_runs_on_a_wheel_next_to_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
     done = subprocess.run(
         [str(wheel_commands / "python"), "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "notebook.ipynb")],
         cwd=lab(tmp_path), capture_output=True, text=True, timeout=280, check=False, env=HERE,

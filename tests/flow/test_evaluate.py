@@ -159,9 +159,7 @@ def check_tables(run: RunReader, measured: dict, judged: list[dict]) -> None:
     assert next(iter(run.judged_items)).scores[0] == judged[0]["scores"]["0"]
 
 
-def test_what_breaks_stands_in_the_summary(
-    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_names_what_broke(small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 

@@ -110,7 +110,7 @@ def test_a_new_head_says_nought_and_its_trunk_is_the_causal_models(causal_path: 
     torch.testing.assert_close(packed_scores(model, ids, positions, lengths), hidden[0, :, 5], atol=1e-5, rtol=0)
 
 
-def test_a_head_in_training_goes_on_from_its_own_directory(scalar_path: str) -> None:
+def test_head_in_training_continues_from_its_own_directory(scalar_path: str) -> None:
     ids, positions, lengths = packed(LENGTHS)
     served, started = (load(scalar_path) for load in (load_scalar_head, start_scalar_head))
     assert torch.equal(packed_scores(served, ids, positions, lengths), packed_scores(started, ids, positions, lengths))

@@ -1,0 +1,176 @@
+"""The learner's end of a push: every transport to an engine, and a bucket that can't be posted."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.tiny.resolve import resolve_model
+from grmpipe.train.batching.packer import Packer
+from grmpipe.train.batching.samples import count
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.engine_kind import EngineSpec
+from models.lm import pieces
+from models.settings import EmbeddedConfig
+from models.types import GroupLink
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
+from models.weights.sending import WeightTransport
+from scheduler.placement import Seat
+from scheduler.processes.actors import InProcessGroup
+
+
+def make_spec(path: str, transport: str, folder: Path) -> LearnerSpec:
+    return LearnerSpec(
+        model_path=path, train=TrainConfig(lr=1e-2, warmup_steps=0), algorithm=AlgorithmConfig(), max_new_tokens=8,
+        device="cpu", bucket_bytes=1 << 18, transport=transport, sync_dir=str(folder),
+    )  # fmt: skip
+
+
+def two_links(transport: str) -> tuple[GroupLink | None, GroupLink | None]:
+    """For the learner and one engine."""
+    if transport != "gloo":
+        return None, None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    link = GroupLink(
+        name=f"weights-{port}", backend="gloo", address="127.0.0.1", port=port, rank=0, world_size=2, timeout_s=60.0
+    )
+    return link, replace(link, rank=1)
+
+
+@pytest.mark.parametrize("transport", ["object_store", "shared_memory", "disk", "gloo"])
+def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str, make_samples, tmp_path: Path) -> None:
+    path, ids, samples = resolve_model("tiny://policy"), (5, 6, 7, 8, 9), make_samples(4)
+
+    async def push(group: LearnerGroup, engine: EmbeddedEngine) -> None:
+        """As the pusher does: the next bucket is made while the engine loads this one."""
+        mine, engines = two_links(transport)
+        async with group.held() as version:
+            await engine.pause()
+            await asyncio.gather(engine.begin_weights(engines), group.connect(mine))
+            number, sent = await group.num_buckets(), {}
+            bucket = await group.bucket(0)
+            for index in range(number):
+                sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
+                moves = [engine.load_bucket(bucket), group.deliver(index)]
+                if index + 1 < number:
+                    *_, bucket = await asyncio.gather(*moves, group.bucket(index + 1))
+                else:
+                    await asyncio.gather(*moves)
+            assert number > 2 and (await engine.commit_weights(version)).checksums == sent
+            await engine.resume()
+
+    async def scenario() -> None:
+        seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
+        ranks = await InProcessGroup.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
+        group, engine = LearnerGroup(ranks), EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig())
+        packer = Packer(max_tokens=1000, world_size=1)
+        for round_ in packer.add(samples) + packer.flush():
+            await group.accumulate(round_)
+        await group.step(count(samples, 0))
+        before = await engine.score(ids)
+        await push(group, engine)
+        expected = await group.score(ids)
+        assert await engine.score(ids) == pytest.approx(expected, abs=1e-4)
+        assert max(abs(a - b) for a, b in zip(before, expected, strict=True)) > 1e-2
+        await group.close()
+        engine.close()
+        await ranks.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_a_bucket_that_cannot_be_posted_is_unsharded_to_its_end(
+    transport: str, gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a collective: the other ranks would wait for this one."""
+    unsharded: list[Tensor] = []
+    unshard = pieces.unshard
+    monkeypatch.setattr(pieces, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
+    learner = Learner(make_spec(gpt2_path, transport, tmp_path))
+    bucket = learner.sender.bucket(0)
+    assert bucket is not None
+    unsharded.clear()
+    monkeypatch.setattr(WeightTransport, "_fill", refuse)
+    with pytest.raises(ValueError, match="no room"):
+        learner.sender.bucket(0)
+    assert len(unsharded) == len(bucket.tensors) > 10
+    learner.close()
+    assert not list(tmp_path.iterdir())
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("no room")
+
+
+def test_an_unknown_transport_is_refused_by_its_key(gpt2_path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk"):
+        Learner(make_spec(gpt2_path, "pigeon", tmp_path))
+
+
+def sender_and_receiver(timeout_s: float = 60.0) -> tuple[GroupLink, GroupLink]:
+    mine, engines = two_links("gloo")
+    assert mine is not None and engines is not None
+    return replace(mine, timeout_s=timeout_s), replace(engines, timeout_s=timeout_s)
+
+
+def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_path: str, tmp_path: Path) -> None:
+    """The receiver takes bucket 0 only after bucket 1 was made: the one after the other would wait forever."""
+    learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
+    receiver = BroadcastGroup()
+    mine, engines = sender_and_receiver()
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(receiver.join, engines)
+        learner.sender.connect(mine)
+        joining.result()
+        bucket = learner.sender.bucket(0)
+        for index in range(3):
+            assert bucket is not None
+            learner.sender.deliver(index)
+            following = learner.sender.bucket(index + 1)
+            with received(bucket, receiver) as tensors:
+                assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            learner.sender.delivered()
+            bucket = following
+        receiver.leave()
+    learner.close()
+
+
+def test_delivery_without_a_receiver_fails_and_the_next_push_starts_again(gpt2_path: str, tmp_path: Path) -> None:
+    learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
+    receiver = BroadcastGroup()
+    with ThreadPoolExecutor(1) as thread:
+        for is_there, waits in ((False, True), (False, False), (True, True)):
+            mine, engines = sender_and_receiver(timeout_s=2.0)
+            joining = thread.submit(receiver.join, engines)
+            learner.sender.connect(mine)  # also after a delivery that was given up
+            joining.result()
+            bucket = learner.sender.bucket(0)
+            assert bucket is not None
+            if not is_there:
+                receiver.leave()
+                learner.sender.deliver(0)
+                assert learner.sender.bucket(1) is not None
+                if waits:  # otherwise the push was given up before
+                    with pytest.raises(ConnectionError, match=f"sending '{bucket.tensors[0].name}'"):
+                        learner.sender.delivered()
+                continue
+            learner.sender.deliver(0)
+            with received(bucket, receiver) as tensors:
+                assert len(checksums_of(tensors)) == len(bucket.tensors)
+            learner.sender.delivered()
+        receiver.leave()
+    learner.close()

@@ -1,0 +1,61 @@
+"""Weights that vLLM rounds to fp8 itself, with its kernels for CPUs: at its start, and again at every push."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.engines.engine_kind import EngineSpec
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm
+from models.settings import VllmConfig
+from models.types import WeightReceipt
+from models.weights.object_store import ObjectStore
+from models.weights.weight_stream import WeightStream
+from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
+from scheduler.weights.weight_push import SyncConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+
+def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
+    model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
+) -> None:
+    ids, sync = prompt_of(100), SyncConfig()
+    engine = VllmEngine(
+        EngineSpec(path=model_path, role="policy", dtype="bfloat16"), VllmConfig(kv_cache_mb=16, quantization="fp8")
+    )
+
+    def expected(whole: Any) -> list[float]:
+        logprobs_TV = whole.logits(ids)[:-1].log_softmax(-1)
+        return [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
+
+    async def push(path: str, version: int) -> WeightReceipt:
+        stream, store = WeightStream(load_causal_lm(path), "bfloat16", 1 << 14), ObjectStore("bfloat16")
+        await engine.pause()
+        await engine.begin_weights()
+        for index in range(stream.num_buckets):
+            await engine.load_bucket(store.post(index, stream.unsharded(index)))
+        receipt = await engine.commit_weights(version)
+        await engine.resume()
+        return receipt
+
+    async def scene() -> None:
+        before = await engine.score(ids)
+        assert (await push(next_version_path, 1)).unapplied == ()
+        after = await engine.score(ids)
+        for scored, whole in ((before, plain), (after, next_plain)):
+            error = check_probe("policy-0", 1, expected(whole), scored, sync.probe_tolerance_quantized)
+            assert 10 * sync.probe_tolerance < error < probe_error(before, after) / 3
+            with pytest.raises(WeightMismatch):
+                check_probe("policy-0", 1, expected(whole), scored, sync.probe_tolerance)
+        await push(model_path, 2)
+        assert float(np.abs(np.subtract(await engine.score(ids), before)).max()) < 1e-3  # the same rounding again
+
+    try:
+        asyncio.run(scene())
+    finally:
+        engine.close()
