@@ -19,6 +19,7 @@ from grmpipe.observe.records import of_judge
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Failed
 
+JUDGE_RESULTS, JUDGED = "evaluation.json", "judged.jsonl"
 WIDTH = 400  # columns, more than any table has
 TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 
@@ -27,9 +28,9 @@ def write_files(
     run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
 ) -> None:
     """Write the files. scale: of the labels. scales: of the judges' own scores, by name."""
-    (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
-    (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
+    (run_dir / JUDGED).write_text("".join(lines), "utf-8")
 
 
 def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
