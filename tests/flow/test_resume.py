@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,8 +107,8 @@ def check_totals(run: Path, summary: dict) -> None:
         assert sum(step[f"judge/{name}"] for step in steps) == judging[name], name
 
 
-def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> None:
-    """Kill a run within the step after `step`, resume it, and check what is left of both."""
+def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str, changed: Sequence[str] = ()) -> None:
+    """Kill a run within the step after `step`, resume it with changed keys, and check what is left of both."""
     process = launched(*RUN, *overrides)
     wait_for_step(process, run, step)
     finished = len(lines(run / "rollouts.jsonl"))
@@ -116,7 +116,7 @@ def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> N
     kill(process)
     assert not (run / "summary.json").exists()
     before = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
-    resumed = launched(*RUN, *overrides, "resume=auto")
+    resumed = launched(*RUN, *overrides, *changed, "resume=auto")
     assert resumed.wait() == 0, resumed.output
     assert "rollouts kept" in resumed.output
     check_lineage(run)
@@ -131,6 +131,14 @@ def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> N
 @pytest.mark.parametrize("step", [0, 2, 3])
 def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, launched: Start, step: int) -> None:
     kill_and_resume(launched, tmp_path / "run", step)
+
+
+@pytest.mark.long  # tests/grmpipe/observe/test_packed_numbers.py has what a resume reads
+def test_a_killed_run_with_packed_journals_goes_on_with_plain_ones(tmp_path: Path, launched: Start) -> None:
+    run = tmp_path / "run"
+    kill_and_resume(launched, run, 3, "journals.compact=true", changed=("journals.compact=false",))
+    forms = ["packed" in line for line in lines(run / "rollouts.jsonl")]
+    assert forms[0] and not forms[-1] and forms == sorted(forms, reverse=True)
 
 
 def test_a_killed_run_with_a_critic_goes_on_with_both_learners_and_each_prompt_is_trained_once(
