@@ -92,7 +92,7 @@ def section(name: str, prompts: Path, simulation: str) -> str:
     whom, command = comment_of(name)
     gpus = num_gpus(composed(name))
     parts = [
-        f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```\n{command}\n```",
+        f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```bash\n{command}\n```",
         f"```\n{planned(name, prompts)}\n\n{simulation}\n```",
     ]  # fmt: skip
     return "\n\n".join(parts)
