@@ -13,6 +13,7 @@ import pytest
 from forks import Forked
 
 from grmpipe.observe.recorder import load_rollouts
+from grmpipe.run.errors import RunFailed
 
 STEPS = 6
 RUN = (
@@ -171,6 +172,23 @@ def test_a_run_that_is_made_longer_goes_on_by_its_new_schedule_and_says_so(small
     written, page = ((files.run_dir / name).read_text() for name in ("run.log", "report.html"))
     assert all(f"changed {change}" in written for change in told)
     assert "after step 2: train.lr: 0.0003 -&gt; 0.0001" in page
+
+
+def test_a_run_whose_journals_grow_too_large_stops_with_a_checkpoint_and_goes_on_with_more_room(
+    small_run: Callable, tmp_path: Path
+) -> None:
+    small = ("train.num_steps=3", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4")
+    with pytest.raises(
+        RunFailed, match=r"take [\d.e-]+ GB, more than journals\.max_gb=1e-06; the run stopped after step 1,"
+    ):
+        small_run(*small, "journals.max_gb=1e-6")
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 1) and "resume=auto" in summary["failure"]
+    assert (run / "checkpoints" / "latest").read_text() == "step_1"
+    files = small_run(*small, "resume=auto", "journals.max_gb=1")
+    files.check_complete(groups=6)
+    assert [line["step"] for line in files.lines("trained")] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_sigterm_in_the_start_is_an_interruption(tmp_path: Path, launched: Start) -> None:
