@@ -8,6 +8,7 @@ from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.grm import GrmConfig
+from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
@@ -87,6 +88,7 @@ class SharedSections:
     slots: SlotsConfig = field(default_factory=SlotsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    journals: JournalsConfig = field(default_factory=JournalsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
