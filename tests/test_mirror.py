@@ -25,6 +25,7 @@ OTHERS = {
     "test_package.py": "dependencies, the cost of an import, wheels",
     "test_shown_commands.py": "commands that pages, examples, benchmarks and recipes show",
     "benchmarks/test_benchmarks.py": "what benchmarks share: finished runs, tables, reports",
+    "test_words.py": "names of public functions",
     "gpu/test_cuda.py": "engine and learner on one GPU",
     "gpu/test_time_share_on_a_gpu.py": "engine and learner share a GPU's memory in time",
     "gpu/test_weights_between_gpus.py": "weights that stay on GPUs",
