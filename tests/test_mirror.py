@@ -23,6 +23,7 @@ OTHERS = {
     "test_layout.py": "folders and imports",
     "test_mirror.py": "this list",
     "test_package.py": "dependencies, the cost of an import, wheels",
+    "test_words.py": "names of functions",
     "test_shown_commands.py": "commands that pages, examples, benchmarks and recipes show",
     "test_words.py": "names of functions: verbs",
     "benchmarks/test_benchmarks.py": "what benchmarks share: finished runs, tables, reports",
