@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe import read_run
-from grmpipe.capacity.simulate.scripts import lengths_in
+from grmpipe.capacity.simulate.simulated_answers import lengths_in
 from grmpipe.observe import run_files
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.packed_numbers import pack_numbers, unpack_numbers

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.disk import LINE_BYTES, PACKED, PLAIN, judgement_bytes, rollout_bytes
 from grmpipe.capacity.plan.plan_report import arithmetic
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import Lengths
 from grmpipe.config.io.yaml_io import build
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
@@ -63,21 +63,21 @@ def test_the_forecast_of_a_line_is_near_its_size(tmp_path: Path, compact: bool) 
     assert (tmp_path / JUDGEMENTS).stat().st_size == pytest.approx(judged, rel=0.15)
 
 
-def surveyed(*overrides: str) -> Survey:
+def surveyed(*overrides: str) -> RunFacts:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return survey_run(build(compose("config", ["+experiment=quickstart", "task=plan", *overrides])))
+        return collect_facts(build(compose("config", ["+experiment=quickstart", "task=plan", *overrides])))
 
 
-def forecast(survey: Survey) -> str:
-    (line,) = [line for line in arithmetic(survey).splitlines() if "journals:" in line]
+def forecast(facts: RunFacts) -> str:
+    (line,) = [line for line in arithmetic(facts).splitlines() if "journals:" in line]
     return line
 
 
 def test_a_plan_has_one_line_on_the_disk_of_the_run() -> None:
-    survey = surveyed("train.num_steps=1000")
-    line = forecast(survey)
+    facts = surveyed("train.num_steps=1000")
+    line = forecast(facts)
     plain, packed = (float(word) for word in line.split() if word.replace(".", "").isdigit())
-    longer = forecast(survey.under(replace(survey.config, train=replace(survey.config.train, num_steps=2000))))
+    longer = forecast(facts.under(replace(facts.config, train=replace(facts.config.train, num_steps=2000))))
     assert line.endswith("GB with journals.compact=true") and 0 < packed < plain
     assert math.isclose(float(longer.split()[2]), 2 * plain, rel_tol=0.1)
     assert forecast(surveyed("train.num_steps=1000", "journals.max_gb=0.1")).endswith(
