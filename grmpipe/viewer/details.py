@@ -14,7 +14,7 @@ from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_reco
 from grmpipe.observe.records import decode_report
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, said, score_of, shown_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Rollout, Verdict
-from grmpipe.viewer.index import place_of_key
+from grmpipe.viewer.ingest import place_of_key
 from grmpipe.viewer.queries import RolloutRow
 
 T = TypeVar("T")

@@ -16,14 +16,15 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import readable
 from grmpipe.observe.gauges import failures_by_cause
-from grmpipe.observe.report import REWARDS, SCORES, percent
-from grmpipe.viewer import queries
+from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
+from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import read_siblings
-from grmpipe.viewer.queries import SORTS, Filter, Means
+from grmpipe.viewer.figures import Means
+from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import RunState, ViewedRun, config_differences
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
-SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES = 30, 8, 30
+SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS = 30, 8, 30, 60
 Query = Mapping[str, str]
 CURVES = {  # title -> title of a curve -> its metric
     "Reward": REWARDS,
@@ -86,29 +87,37 @@ def link(page: str, run: str = "", query: str = "", **more: object) -> str:
 
 
 def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    state = run.state()
+    found = query.get("metrics", "").strip()
     since = queries.parse_number("since", query["since"], int) if query.get("since") else None
     with contextlib.closing(run.index.read()) as connection:
-        by_step = queries.means_by_step(connection)
+        by_step = figures.means_by_step(connection)
         return {
-            "state": state,
+            "state": run.state(),
             "charts": present(*curves_of(run), *curves_of_steps(by_step)),
+            "metrics": found,
+            "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),
             "by_step": by_step,
-            "around": queries.means_around(connection, int(since)) if since is not None else {},
+            "around": figures.means_around(connection, int(since)) if since is not None else {},
             "since": since,
-            "bins": queries.truth_by_reward(connection),
-            "counts": [*queries.counts(connection)],
+            "bins": figures.truth_by_reward(connection),
+            "counts": [*figures.counts(connection)],
         }
 
 
+def names(run: ViewedRun, part: str) -> list[str]:
+    """Metrics whose name holds this; none if it is empty."""
+    every = dict.fromkeys(name for line in run.metrics for name in line if part and part in name)
+    return sorted(every)[:SHOWN_METRICS]
+
+
 def curves_of(run: ViewedRun) -> list[Chart | None]:
-    """Charts of metrics.jsonl."""
-    charts = []
+    """Charts of metrics.jsonl. Steps with an alarm are marked."""
+    charts, ringing = [], [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     for title, curves in CURVES.items():
         series = [
             Series(name=name, points=run.series(metric), quiet=name == "batches") for name, metric in curves.items()
         ]
-        charts.append(chart(title, series))
+        charts.append(chart(title, series, marked=ringing))
     causes: dict[str, list[Point]] = {}
     for line in run.metrics:
         for cause, count in failures_by_cause(line).items():
@@ -141,7 +150,7 @@ def rollouts_page(run: ViewedRun, query: Query) -> dict[str, object]:
         return {
             "wanted": wanted,
             "found": queries.find_rollouts(connection, wanted),
-            "choices": queries.choices(connection),
+            "choices": figures.choices(connection),
             "sorts": [*SORTS],
         }
 
@@ -173,8 +182,8 @@ def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
         found = queries.find_rollouts(connection, wanted) if wanted.cause else None
         rows = found.rows[:SHOWN_FAILURES] if found is not None else ()
         return {
-            "by_judge": queries.failures_by_judge(connection),
-            "verdicts": queries.verdict_failures(connection),
+            "by_judge": figures.failures_by_judge(connection),
+            "verdicts": figures.verdict_failures(connection),
             "wanted": wanted,
             "total": found.total if found is not None else 0,
             "siblings": [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])],

@@ -17,7 +17,7 @@ CREATE TABLE rollouts (
 );
 CREATE INDEX by_line ON rollouts (line);
 CREATE INDEX by_report ON rollouts (report);
-CREATE INDEX by_step ON rollouts (held_out, step);
+CREATE INDEX by_step ON rollouts (held_out, step, line);
 CREATE INDEX by_prompt ON rollouts (prompt_id);
 
 -- Of several judges, each one's own.
@@ -33,6 +33,9 @@ CREATE TABLE failures (
   PRIMARY KEY (held_out, round, group_id, sibling, place)
 ) WITHOUT ROWID;
 CREATE INDEX by_cause ON failures (judge, cause);
+
+-- What can be chosen in the form of the table: values that occur in a field.
+CREATE TABLE choices (field TEXT, value TEXT, PRIMARY KEY (field, value)) WITHOUT ROWID;
 
 -- Words of a line, found by its key; the texts themselves stay in the journals.
 CREATE VIRTUAL TABLE words USING fts5 (text, content='', tokenize='unicode61 remove_diacritics 2');

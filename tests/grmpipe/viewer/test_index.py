@@ -11,16 +11,9 @@ from viewed_run import SCRIPT, answer, by_judges, report, write_run
 
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
+from grmpipe.viewer.figures import choices, failures_by_judge, means_around, truth_by_reward
 from grmpipe.viewer.index import IndexProgress, RunIndex
-from grmpipe.viewer.queries import (
-    Filter,
-    RolloutRow,
-    choices,
-    failures_by_judge,
-    find_rollouts,
-    means_around,
-    truth_by_reward,
-)
+from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
 from models.types import Message
 
 PROMPT = Prompt(prompt_id="p9", messages=(Message(role="user", content="More?"),))
