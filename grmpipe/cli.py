@@ -40,7 +40,7 @@ from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.keys.redact import USERINFO, environment_secrets, mask
+from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, masked_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.new_project import write_new_project
 from grmpipe.run.doctor.doctor import doctor
@@ -105,15 +105,17 @@ def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> Run
     """The configuration of an experiment with overrides as on the command line. Raises ConfigError."""
     typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
     import_from_project()
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return built(hydra.compose("config", typed), typed)
-    except HydraException as error:
-        raise ConfigError(explain(error)) from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(of_null_group(error, typed) or str(error)) from error
+    keep_secret(typed)
+    with masked_errors():
+        try:
+            with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+                return built(hydra.compose("config", typed), typed)
+        except HydraException as error:
+            raise ConfigError(explain(error)) from error
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(of_null_group(error, typed) or str(error)) from error
 
 
 def import_from_project() -> None:
@@ -249,6 +251,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
     try:
         import_from_project()
+        keep_secret(sys.argv)
         for key in secrets_typed_in_a_sweep(sys.argv[1:]):
             return complain(
                 f"{key}: a sweep's command line is written to its multirun.yaml; export the secret in an environment "

@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine import reaches
@@ -23,6 +24,7 @@ from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import asking_for
+from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
@@ -63,8 +65,22 @@ class JudgedRollout:
 GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
 
 
-def ignore_answer(answer: JudgedRollout) -> None:
+class AnswerJournal(Protocol):
+    """A record of the answers of one evaluation, each when it is there."""
+
+    def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None: ...
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+
+
+class NoJournal:
     """For callers that read the answers at the end."""
+
+    def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
+        pass
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +102,7 @@ class Evaluator:
     counting:   how many answers to a prompt are sampled, each with a seed of its own.
     greedy:     whether a greedy answer is played, too; judges_greedy: and judged.
     places:     most answers in flight; None: no limit.
-    on_answer:  gets each judged answer when it is judged.
+    journal:    gets each answer when it is there, and each verdict.
     first:      of several judges, the one whose verdicts are the GRM's: it judges every answer. None: the verdicts that
                 make the reward are, whose scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
@@ -96,6 +112,7 @@ class Evaluator:
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
+    progress:   shows how far an evaluation is, which `done` has.
     """
 
     prompts: Sequence[Prompt]
@@ -108,7 +125,7 @@ class Evaluator:
     greedy: bool = True
     judges_greedy: bool = False
     places: asyncio.Semaphore | None = None
-    on_answer: Callable[[JudgedRollout], None] = ignore_answer
+    journal: AnswerJournal = field(default_factory=NoJournal)
     first: str | None = None
     pass_reward: float | None = None
     by_model: bool = True
@@ -118,6 +135,8 @@ class Evaluator:
     clock: ActiveClock | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
     episodes: EnvCounts = field(default_factory=EnvCounts)
+    progress: Progress = field(default_factory=Progress)
+    done: AnswerProgress = field(default_factory=AnswerProgress)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
@@ -132,7 +151,10 @@ class Evaluator:
                 asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
                 for i, prompt in enumerate(prompts if self.greedy else ())
             ]
-        await self._until_ended([*sampled, *greedy])
+        to_judge = len(sampled) + len(greedy) * self.judges_greedy
+        self.done = AnswerProgress(name=name, answers=len(sampled) + len(greedy), to_judge=to_judge)
+        with self.progress.during(self.done.describe):
+            await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
@@ -179,6 +201,9 @@ class Evaluator:
             if isinstance(error, EpisodeFailed):
                 self.episodes.episode_failed(error.failures)
             return None
+        finally:
+            self.done.played += 1
+        self.done.tokens += rollout.num_sampled_tokens
         self.episodes.rollout(rollout)
         return rollout
 
@@ -187,17 +212,21 @@ class Evaluator:
             play = self.play_greedy if sample is None else self.play_sampled
             rollout = await self._played(group_id, prompt, play)
             if rollout is None:
+                self.done.judged += 1
                 return None
+            right = self._right(prompt, rollout)
+            self.journal.rollout(prompt, rollout, sample, right)
             report = await judge_alone(self.judge, prompt, rollout)
             answer = JudgedRollout(
                 prompt=prompt,
                 rollout=rollout,
                 report=report,
-                right=self._right(prompt, rollout),
+                right=right,
                 sample=sample,
                 rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
             )
-        self.on_answer(answer)
+        self.done.judged += 1
+        self.journal.judged(rollout, report)
         return answer
 
     async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
@@ -205,7 +234,11 @@ class Evaluator:
             answer = await self._judged(group_id, prompt, None)
             return None if answer is None else (answer.right, answer)
         rollout = await self._played(group_id, prompt, self.play_greedy)
-        return None if rollout is None else (self._right(prompt, rollout), None)
+        if rollout is None:
+            return None
+        right = self._right(prompt, rollout)
+        self.journal.rollout(prompt, rollout, None, right)
+        return right, None
 
     def _right(self, prompt: Prompt, rollout: Rollout) -> float | None:
         """How right an answer is; None without a reference that the rule can use."""

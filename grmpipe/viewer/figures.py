@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 NUM_BINS = 5
-CHOICES = ("source", "status", "outcome", "failure", "judge", "cause", "fault")
+CHOICES = ("evaluation", "source", "status", "outcome", "failure", "judge", "cause", "fault")
 MEANS = (
     "count(*) AS rollouts, avg(reward) AS reward, avg(truth) AS truth, avg(reward - truth) AS gap, "
     "avg(score) AS score, avg(spread) AS spread, avg(tokens) AS tokens, avg(failure != '') AS failed, "
@@ -33,14 +32,14 @@ class Means:
 
 def means_by_step(connection: sqlite3.Connection) -> dict[int, Means]:
     """By the step that trained the rollouts."""
-    query = f"SELECT step, {MEANS} FROM rollouts WHERE held_out = 0 AND step IS NOT NULL GROUP BY step ORDER BY step"
+    query = f"SELECT step, {MEANS} FROM rollouts WHERE evaluation = '' AND step IS NOT NULL GROUP BY step ORDER BY step"
     return {row["step"]: Means(**without(row, "step")) for row in connection.execute(query)}
 
 
 def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bool, Means]]:
-    """By source ("" : all), and whether the rollouts were trained from `step` on or before it."""
+    """By source ("": all; alone if there is only one), and whether the rollouts were trained from `step` on or before it."""
     found: dict[str, dict[bool, Means]] = {}
-    known = "FROM rollouts WHERE held_out = 0 AND step IS NOT NULL GROUP BY"
+    known = "FROM rollouts WHERE evaluation = '' AND step IS NOT NULL GROUP BY"
     for query in (
         f"SELECT '' AS source, step >= ? AS since, {MEANS} {known} since",
         f"SELECT source, step >= ? AS since, {MEANS} {known} source, since ORDER BY source",
@@ -48,7 +47,7 @@ def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bo
         for row in connection.execute(query, (step,)):
             means = Means(**without(row, "source", "since"))
             found.setdefault(row["source"] or "", {}).setdefault(bool(row["since"]), means)
-    return found
+    return found if len(found) > 2 else {"": found[""]} if found else {}
 
 
 def truth_by_reward(connection: sqlite3.Connection) -> list[tuple[float, float, int, float]]:
@@ -86,8 +85,7 @@ def without(row: sqlite3.Row, *names: str) -> dict[str, Any]:
     return {name: row[name] for name in row.keys() if name not in names}  # noqa: SIM118
 
 
-def counts(connection: sqlite3.Connection) -> Iterator[int]:
-    """Rollouts in training, and held out."""
-    for held_out in (0, 1):
-        query = "SELECT count(*) FROM rollouts WHERE held_out = ? AND line IS NOT NULL"
-        yield connection.execute(query, (held_out,)).fetchone()[0]
+def counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """Rollouts by evaluation; "": in training."""
+    query = "SELECT evaluation, count(*) FROM rollouts WHERE line IS NOT NULL GROUP BY evaluation"
+    return {"": 0} | dict(map(tuple, connection.execute(query)))

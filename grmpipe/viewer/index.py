@@ -19,9 +19,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import TAIL_BYTES, Mark, ascii_text, mark_holds
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.run_dir.identity import run_id_of
-from grmpipe.viewer.ingest import EVAL_JUDGEMENTS, EVAL_ROLLOUTS, GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED, Ingest
+from grmpipe.viewer.ingest import Ingest
 
 FORMAT = "1"  # of the index; one of another format is made anew
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.

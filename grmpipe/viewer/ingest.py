@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import msgspec
 
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.viewer.journal_lines import GroupLine, Line, ReportLine, RolloutLine, TrainedLine
 
-ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl", "trained.jsonl"
-EVAL_ROLLOUTS, EVAL_JUDGEMENTS = "eval_rollouts.jsonl", "eval_judgements.jsonl"
 WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS)  # a journal's place is its number in the keys
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
-KEY = ("held_out", "round", "group_id", "sibling")
+KEY = ("evaluation", "round", "group_id", "sibling")
 L = TypeVar("L", bound=Line)
 
 
@@ -30,7 +30,7 @@ class Ingest:
         self._connection = connection
         self._name = name
         self._run = run
-        self._held_out = int(name in HELD_OUT)
+        self._held_out = name in HELD_OUT
         self._number = WITH_TEXT.index(name) if name in WITH_TEXT else 0
         self._decoders = {
             kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine)
@@ -72,6 +72,7 @@ class Ingest:
         if found is not None:
             row = found.row()
             self._upsert(self._who(found, found.group_id, found.sibling), {"line": key, **row})
+            self._note("evaluation", found.prompts if self._held_out else "")
             self._note("source", row["source"])
             self._note("status", row["status"])
             for fault in str(row["faults"]).split():
@@ -95,7 +96,7 @@ class Ingest:
             self._note("failure", own["failure"])
             self._write("opinions", {**dict(zip(KEY, who, strict=True)), "judge": judge, **own})
         self._connection.execute(
-            "DELETE FROM failures WHERE held_out = ? AND round = ? AND group_id = ? AND sibling = ?", who
+            "DELETE FROM failures WHERE evaluation = ? AND round = ? AND group_id = ? AND sibling = ?", who
         )
         for _, cause in found.causes():
             self._note("cause", cause)
@@ -112,20 +113,20 @@ class Ingest:
 
     def _trained(self, found: TrainedLine | None) -> None:
         if found is not None:
-            self._upsert((0, 0, found.group_id, found.sibling), found.row())
+            self._upsert(("", 0, found.group_id, found.sibling), found.row())
 
     def _group(self, found: GroupLine | None) -> None:
         if found is not None:
             outcome = found.cause or found.outcome
             self._note("outcome", outcome)
             values = (found.step, outcome, found.group_id)
-            update = "UPDATE rollouts SET step = ?, outcome = ? WHERE held_out = 0 AND round = 0 AND group_id = ?"
+            update = "UPDATE rollouts SET step = ?, outcome = ? WHERE evaluation = '' AND round = 0 AND group_id = ?"
             self._connection.execute(update, values)
 
-    def _who(self, line: Line, group_id: str, sibling: int) -> tuple[int, int, str, int]:
-        return self._held_out, (line.step or 0) if self._held_out else 0, group_id, sibling
+    def _who(self, line: Line, group_id: str, sibling: int) -> tuple[str, int, str, int]:
+        return (line.prompts, line.step or 0, group_id, sibling) if self._held_out else ("", 0, group_id, sibling)
 
-    def _upsert(self, who: tuple[int, int, str, int], row: Mapping[str, object]) -> None:
+    def _upsert(self, who: tuple[str, int, str, int], row: Mapping[str, object]) -> None:
         names = (*KEY, *row)
         changed = ", ".join(f"{name} = excluded.{name}" for name in row)
         self._connection.execute(

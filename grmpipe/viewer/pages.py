@@ -7,8 +7,7 @@ scripts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlencode
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -18,7 +17,7 @@ from grmpipe.observe.console import readable
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.viewer import figures, queries
-from grmpipe.viewer.details import read_siblings
+from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
 from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import RunState, ViewedRun, config_differences
@@ -37,15 +36,6 @@ CURVES = {  # title -> title of a curve -> its metric
 
 class NotThere(Exception):
     """What the URL names isn't in the run, or not any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Curves of two runs over each other, and what differs."""
-
-    charts: Sequence[Chart]
-    differences: Sequence[tuple[str, str | None, str | None]]
-    prompts: Sequence[tuple[str, str]]
 
 
 def make_environment() -> Environment:
@@ -93,14 +83,14 @@ def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
         by_step = figures.means_by_step(connection)
         return {
             "state": run.state(),
-            "charts": present(*curves_of(run), *curves_of_steps(by_step)),
+            "charts": present(judge_and_truth(by_step), *curves_of(run)),
             "metrics": found,
             "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),
             "by_step": by_step,
             "around": figures.means_around(connection, int(since)) if since is not None else {},
             "since": since,
             "bins": figures.truth_by_reward(connection),
-            "counts": [*figures.counts(connection)],
+            "counts": figures.counts(connection),
         }
 
 
@@ -117,7 +107,8 @@ def curves_of(run: ViewedRun) -> list[Chart | None]:
         series = [
             Series(name=name, points=run.series(metric), quiet=name == "batches") for name, metric in curves.items()
         ]
-        charts.append(chart(title, series, marked=ringing))
+        if any(value for one in series for _, value in one.points):  # one vote has no spread
+            charts.append(chart(title, series, marked=ringing))
     causes: dict[str, list[Point]] = {}
     for line in run.metrics:
         for cause, count in failures_by_cause(line).items():
@@ -126,18 +117,13 @@ def curves_of(run: ViewedRun) -> list[Chart | None]:
     return [*charts, chart("Failed judgements", failed, note="of a step, by cause")]
 
 
-def curves_of_steps(by_step: Mapping[int, Means]) -> list[Chart | None]:
-    """Charts of the rollouts that a step trained."""
-
-    def series(name: str, value: Callable[[Means], float | None]) -> Series:
-        found = ((float(step), value(means)) for step, means in by_step.items())
-        return Series(name=name, points=[(step, one) for step, one in found if one is not None])
-
-    judge_and_truth = [series("reward", lambda means: means.reward), series("truth", lambda means: means.truth)]
-    return [
-        chart("Judge and truth", judge_and_truth, note="of trained rollouts") if judge_and_truth[1].points else None,
-        chart("Tokens", [series("mean", lambda means: means.tokens)], note="of trained rollouts"),
-    ]
+def judge_and_truth(by_step: Mapping[int, Means]) -> Chart | None:
+    """A chart of the rollouts that a step trained; None without a truth."""
+    known = [(float(step), means.reward, means.truth) for step, means in by_step.items()]
+    reward = [(step, one) for step, one, _ in known if one is not None]
+    truth = [(step, one) for step, _, one in known if one is not None]
+    series = [Series(name="reward", points=reward), Series(name="truth", points=truth)]
+    return chart("Judge and truth", series, note="means of trained rollouts") if truth else None
 
 
 def present(*charts: Chart | None) -> list[Chart]:
@@ -161,7 +147,7 @@ def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
         rows = queries.read_group(
             connection,
             query.get("group", ""),
-            held_out=query.get("held_out") == "1",
+            evaluation=query.get("evaluation", ""),
             round_=int(queries.parse_number("round", query.get("round", "0"), int)),
         )
     if not rows:
@@ -177,7 +163,7 @@ def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
 
 
 def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "held_out") if name in query})
+    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "evaluation") if name in query})
     with contextlib.closing(run.index.read()) as connection:
         found = queries.find_rollouts(connection, wanted) if wanted.cause else None
         rows = found.rows[:SHOWN_FAILURES] if found is not None else ()
@@ -216,7 +202,8 @@ def states(runs: Mapping[str, ViewedRun]) -> dict[str, RunState]:
     return {name: run.state() for name, run in runs.items()}
 
 
-def compare(a: ViewedRun, b: ViewedRun) -> Comparison:
+def compare(a: ViewedRun, b: ViewedRun) -> dict[str, object]:
+    """Curves of two runs over each other, and what differs."""
     charts = []
     for title, curves in CURVES.items():
         series = [
@@ -227,11 +214,18 @@ def compare(a: ViewedRun, b: ViewedRun) -> Comparison:
         charts.append(chart(title, series))
     with contextlib.closing(a.index.read()) as of_a, contextlib.closing(b.index.read()) as of_b:
         prompts = queries.shared_prompts(of_a, of_b, SHOWN_PROMPTS)
-    return Comparison(charts=present(*charts), differences=config_differences(a, b), prompts=prompts)
+    return {"a": a, "b": b, "charts": present(*charts), "differences": config_differences(a, b), "prompts": prompts}
 
 
-def answers_to(run: ViewedRun, prompt_id: str) -> list[object]:
-    """The last answers of a run to a prompt, with their judgements."""
+def answers(a: ViewedRun, b: ViewedRun, prompt_id: str) -> dict[str, object]:
+    """The last answers of two runs to a prompt, with their judgements."""
+    found = [("A", a, answers_to(a, prompt_id)), ("B", b, answers_to(b, prompt_id))]
+    recorded = (one.recorded for _, _, siblings in found for one in siblings if one.recorded is not None)
+    prompt = next((one.prompt for one in recorded), None)
+    return {"a": a, "b": b, "prompt_id": prompt_id, "prompt": prompt, "answers": found}
+
+
+def answers_to(run: ViewedRun, prompt_id: str) -> list[Sibling]:
     with contextlib.closing(run.index.read()) as connection:
         rows = queries.read_prompt(connection, prompt_id, SHOWN_ANSWERS)
     return [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])]

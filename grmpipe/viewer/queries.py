@@ -44,12 +44,12 @@ CONDITIONS = {
     "prompt": "r.prompt_id = ?",
     "failure": "? IN ({of}.failure, iif({of}.failure != '', 'any', NULL))",
     "fault": "instr(' ' || r.faults || ' ', ' ' || ? || ' ')",
-    "cause": "EXISTS (SELECT 1 FROM failures f WHERE f.held_out = r.held_out AND f.round = r.round "
+    "cause": "EXISTS (SELECT 1 FROM failures f WHERE f.evaluation = r.evaluation AND f.round = r.round "
     "AND f.group_id = r.group_id AND f.sibling = r.sibling AND f.cause = ?)",
 }
-SAME_ROLLOUT = "o.held_out = r.held_out AND o.round = r.round AND o.group_id = r.group_id AND o.sibling = r.sibling"
+SAME_ROLLOUT = "o.evaluation = r.evaluation AND o.round = r.round AND o.group_id = r.group_id AND o.sibling = r.sibling"
 COLUMNS = (
-    "r.held_out, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, r.question, r.answer, "
+    "r.evaluation, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, r.question, r.answer, "
     "r.status, r.version, r.tokens, r.turns, r.faults, {of}.score, {of}.reward, {of}.spread, {of}.votes, {of}.failure, "
     "r.step, r.outcome, r.advantage, r.truth"
 )
@@ -61,7 +61,7 @@ class RolloutRow:
     number.
     """
 
-    held_out: int
+    evaluation: str
     round: int
     group_id: str
     sibling: int
@@ -89,7 +89,9 @@ class RolloutRow:
     @property
     def link(self) -> str:
         """What names its group in a URL."""
-        who = {"group": self.group_id} | ({"held_out": 1, "round": self.round} if self.held_out else {})
+        who = {"group": self.group_id} | (
+            {"evaluation": self.evaluation, "round": self.round} if self.evaluation else {}
+        )
         return urlencode(who)
 
 
@@ -97,11 +99,12 @@ class RolloutRow:
 class Filter:
     """What the table of rollouts shows, as it stands in its URL. None and "": everything.
 
+    evaluation: the name of held-out prompts; "": the rollouts of training.
     judge: of several, the one whose score, reward, spread and failure are meant.
     truth: where the judge and the truth part or agree.
     """
 
-    held_out: bool = False
+    evaluation: str = ""
     words: str = ""
     judge: str = ""
     truth: str = ""
@@ -129,10 +132,7 @@ class Filter:
         values: dict[str, object] = {}
         for name, text in given.items():
             kind = Filter.__annotations__[name]
-            if kind == "bool":
-                values[name] = text not in ("0", "false")
-            else:
-                values[name] = parse_number(name, text, float if "float" in kind else int) if kind != "str" else text
+            values[name] = parse_number(name, text, float if "float" in kind else int) if kind != "str" else text
         found = Filter(**values)  # type: ignore[arg-type]
         if found.sort not in SORTS or found.truth not in ("", *AGREEMENTS) or found.page < 1:
             raise ValueError("sort, truth or page: not one of the choices of the form")
@@ -143,8 +143,7 @@ class Filter:
         changed = replace(self, **{"page": 1, **changes})  # type: ignore[arg-type]
         default = Filter()
         found = {one.name: getattr(changed, one.name) for one in fields(Filter)}
-        return urlencode({name: int(value) if isinstance(value, bool) else value
-                          for name, value in found.items() if value != getattr(default, name)})  # fmt: skip
+        return urlencode({name: value for name, value in found.items() if value != getattr(default, name)})
 
 
 def parse_number(name: str, text: str, kind: type[int] | type[float]) -> float:
@@ -186,8 +185,8 @@ def select_from(wanted: Filter) -> tuple[str, list[object]]:
     """FROM and WHERE, with their values."""
     joined = f" JOIN opinions o ON {SAME_ROLLOUT} AND o.judge = ?" if wanted.judge else ""
     values: list[object] = [wanted.judge] if wanted.judge else []
-    conditions = ["r.held_out = ?", "r.line IS NOT NULL"]
-    values.append(int(wanted.held_out))
+    conditions = ["r.evaluation = ?", "r.line IS NOT NULL"]
+    values.append(wanted.evaluation)
     for name, condition in CONDITIONS.items():
         value = getattr(wanted, name)
         if value not in (None, ""):
@@ -205,10 +204,10 @@ def select_from(wanted: Filter) -> tuple[str, list[object]]:
 # -- groups and prompts ------------------------------------------------------------------------------------------------
 
 
-def read_group(connection: sqlite3.Connection, group_id: str, *, held_out: bool, round_: int) -> list[RolloutRow]:
+def read_group(connection: sqlite3.Connection, group_id: str, *, evaluation: str, round_: int) -> list[RolloutRow]:
     """The siblings in their order."""
-    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE held_out = ? AND round = ? AND group_id = ? "
-    rows = connection.execute(f"{query} AND line IS NOT NULL ORDER BY sibling", (int(held_out), round_, group_id))
+    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE evaluation = ? AND round = ? AND group_id = ? "
+    rows = connection.execute(f"{query} AND line IS NOT NULL ORDER BY sibling", (evaluation, round_, group_id))
     return [RolloutRow(**dict(row)) for row in rows]
 
 

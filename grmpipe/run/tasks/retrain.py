@@ -11,21 +11,23 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grmpipe.judge.kinds.labels import rule_of
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
-from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
 from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
 from grmpipe.run.session import Run, Session
-from grmpipe.run.signals import asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import RunState
@@ -119,22 +121,23 @@ class RetrainRun(Run[PreparedRetraining]):
         self._steps_done += 1
         self._busy_s += ended_s - read_s
         times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
-        self._record(groups, with_pace(learnt, ended_s - read_s) | times)
+        self._record(groups, learnt.advantages, with_pace(learnt.metrics, ended_s - read_s) | times)
 
-    def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
-        """Write the metrics of a step, and how its groups ended."""
+    def _record(self, groups: Sequence[JudgedGroup], advantages: Mapping[RolloutKey, float], metrics: Metrics) -> None:
+        """Write the metrics of a step, how its groups ended, and what was trained."""
         step = self._steps_done
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
-        group_metrics |= truth_metrics(groups, rule_of(self._config.truth))
-        self._observers.trackers.log(step, group_metrics | metrics)
+        right = check_truth(groups, rule_of(self._config.truth))
+        self._observers.recorder.trained(describe_trained(step, groups, advantages, right, times={}))
+        self._observers.trackers.log(step, group_metrics | truth_metrics(right) | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 
     # -- checkpoints and ends ------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
         self._interrupted = True
 
     async def _checkpoint(self, learner: LearnerGroup) -> None:
@@ -165,7 +168,8 @@ class RetrainRun(Run[PreparedRetraining]):
 
 
 def void_after(steps_done: int, run_dir: Path, metrics: JsonlSink) -> None:
-    """Void what a resume makes again: metrics and ends of groups after the step of its checkpoint."""
+    """Void what a resume makes again: metrics, ends of groups and trained rollouts after the step of its checkpoint."""
     metrics.truncate_after(steps_done if steps_done else -1)
-    if (groups := run_dir / "groups.jsonl").exists():
-        replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= steps_done])
+    for path in (run_dir / GROUPS, run_dir / TRAINED):
+        if path.exists():
+            replace_journal(path, [line for line in read_journal(path) if line["step"] <= steps_done])

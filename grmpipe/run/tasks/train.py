@@ -18,6 +18,7 @@ from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start
@@ -26,11 +27,12 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.session import Run, Session
-from grmpipe.run.signals import asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
+from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.recovery import find_kept, void_group_ends
+from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup
@@ -62,12 +64,11 @@ class TrainingRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(
-            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
-        )
+        self._running = running = await start(self._prepared, self._observers, self._run_dir)
         if (resumed := self._session.resumed) is not None:
-            for model in running.trained:
-                await model.ranks.load(str(resumed / model.learner_role))
+            with self._observers.progress.during(f"starting: loads {resumed.name}"):
+                for model in running.trained:
+                    await model.ranks.load(str(resumed / model.learner_role))
         self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
@@ -93,18 +94,22 @@ class TrainingRun(Run[Prepared]):
         self._features = features
         for feature in features.each:
             feature.restore(self._state.features.get(feature.name, {}))
-        with asking_for("preflight"):
+        progress = self._observers.progress
+        with asking_for("preflight"), progress.during("starting: the judge's first verdicts"):
             await try_judge(self._prepared, running.judge, is_new=self._session.resumed is None)
-        await parts.push_weights(pipeline_state.version)
-        await cotrainings.push()
-        await running.policy_updates.begin(pipeline_state.version)
+        with progress.during("starting: the engines get the learner's weights"):
+            await parts.push_weights(pipeline_state.version)
+            await cotrainings.push()
+            await running.policy_updates.begin(pipeline_state.version)
         policy_judges = self._config.judging.by_policy
         judging_version = cotrainings.version + running.policy_updates.count(pipeline_state.version)
         judging_version += pipeline_state.version if policy_judges else 0
         pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
-            await self._after_step(report, running, pipeline, features)
+            with progress.during(f"after step {report.step}"):
+                await self._after_step(report, running, pipeline, features)
+            step_progress.next_step(report.stalls.steps_s)
 
         config = self._config
         numbers = FlowConfig.of(
@@ -113,6 +118,7 @@ class TrainingRun(Run[Prepared]):
         whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
+        step_progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)
         for work in kept.values():
@@ -122,7 +128,7 @@ class TrainingRun(Run[Prepared]):
         if not periodic_eval.initial:
             await periodic_eval.first(version, lambda: features.judge_monitor.first(version, periodic_eval.seen))
             self._report_alarms(features)
-        return await self._run_pipeline(running, pipeline, features, cotrainings)
+        return await self._run_pipeline(running, pipeline, features, cotrainings, step_progress)
 
     async def _run_pipeline(
         self,
@@ -130,12 +136,14 @@ class TrainingRun(Run[Prepared]):
         pipeline: Pipeline,
         features: RunFeatures,
         cotrainings: CoTrainings,
+        step_progress: StepProgress,
     ) -> Status:
         """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
         periodic_eval = features.periodic_eval
 
         async def flow() -> None:
-            await pipeline.run()
+            with self._observers.progress.during(step_progress.describe):
+                await pipeline.run()
             await periodic_eval.last(pipeline.version)
             self._report_alarms(features)
             if periodic_eval.interrupted and not periodic_eval.final:
@@ -164,7 +172,10 @@ class TrainingRun(Run[Prepared]):
         is_last = report.step == self._config.train.num_steps
         self._stats.learner_busy_s += report.learner_busy_s
         counts = pipeline.counters.close_step()
-        metrics = step_metrics(report, counts, pipeline.ledger, self._prepared.is_right, self._config.algorithm)
+        right = check_truth(report.groups, self._prepared.is_right)
+        trained = describe_trained(report.step, report.groups, report.advantages, right, report.times)
+        self._observers.recorder.trained(trained)
+        metrics = step_metrics(report, counts, pipeline.ledger, right, self._config.algorithm)
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
             metrics = metrics | await feature.after_step(end)
@@ -178,7 +189,8 @@ class TrainingRun(Run[Prepared]):
             evaluate=lambda: features.periodic_eval.asked_for(report.step),
             checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
         )
-        await self._session.watcher.after_step(report.step, metrics, controls)
+        with self._observers.progress.during(""):  # who watches may print
+            await self._session.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
 
@@ -197,6 +209,8 @@ class TrainingRun(Run[Prepared]):
         is_resumed, counted = self._session.resumed is not None, self._state.counted_marks
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
+        void_steps_after(self._run_dir, pipeline_state.version, marks, run_id)
+        self._observers.evaluations.go_on(marks)
         self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
         self._observers.metrics.truncate_after(pipeline_state.version if is_resumed else -1)
         if is_resumed or kept:
@@ -217,7 +231,7 @@ class TrainingRun(Run[Prepared]):
         state = RunState(
             pipeline_state=pipeline.state(),
             # Taken at the same moment as the pipeline's state:
-            journal_marks=self._observers.recorder.marks(),
+            journal_marks=self._observers.recorder.marks() | self._observers.evaluations.marks,
             counted_marks=self._observers.recorder.ends(),
             totals=pipeline.counters.total.saved(),
             open_counts=pipeline.counters.step.saved(),
@@ -249,7 +263,7 @@ class TrainingRun(Run[Prepared]):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _stop(self, pipeline: Pipeline) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
         pipeline.interrupt()
         if self._features is not None:
             self._features.periodic_eval.interrupt()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from configs import run_config
-from viewed_run import SCRIPT, judge_jointly, write_run
+from viewed_run import SCRIPT, evaluate, judge_jointly, write_run
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.run.tasks.view_task import view_runs
@@ -140,7 +140,7 @@ def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: P
     (page,) = fetch(write_run(tmp_path / "run"), "/run/run?since=1")
     text = visible(page)
     assert "mine, run no end recorded" in text
-    for title in ("Reward", "True accuracy", "Failed judgements", "Judge and truth", "Tokens"):
+    for title in ("Reward", "True accuracy", "Failed judgements", "Judge and truth"):
         assert f'aria-label="{title}"' in page
     assert "0.8 to 1 1 0" in text
     assert "before step 1 since step 1" in text
@@ -174,6 +174,17 @@ def test_a_group_has_its_siblings_side_by_side_with_their_critiques(tmp_path: Pa
     assert "judge: 8 Convincing" in first
     assert "judge: 3 Too short" in second
     assert "failed: unparseable no mark" in second
+
+
+def test_a_held_out_answer_has_its_page(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    evaluate(run_dir, prompts="held_out", step=5, score=7.0)
+    table, page = fetch(run_dir, "/rollouts/run?evaluation=held_out", "/group/run?group=e1&evaluation=held_out&round=5")
+    assert "/group/run?group=e1&amp;evaluation=held_out&amp;round=5" in table
+    text = visible(page)
+    assert "evaluation held_out, after step 5" in text
+    assert "judge: 7 evaluated" in text
+    assert "Still there?" in text
 
 
 def test_an_episode_is_a_conversation_with_calls_faults_and_branches(tmp_path: Path) -> None:
