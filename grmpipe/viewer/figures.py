@@ -37,7 +37,7 @@ def means_by_step(connection: sqlite3.Connection) -> dict[int, Means]:
 
 
 def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bool, Means]]:
-    """By source ("": all; alone if there is only one), and whether the rollouts were trained from `step` on or before it."""
+    """By source ("": all; alone if there is only one), and whether the rollouts were trained from this step on."""
     found: dict[str, dict[bool, Means]] = {}
     known = "FROM rollouts WHERE evaluation = '' AND step IS NOT NULL GROUP BY"
     for query in (
