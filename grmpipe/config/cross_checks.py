@@ -16,7 +16,13 @@ from grmpipe.config.reward_checks import (
     check_scales,
 )
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
+from grmpipe.config.train import (
+    check_interpolated,
+    check_pass_k,
+    check_replay_buffer,
+    check_router_replay,
+    check_spread,
+)
 from scheduler.processes.call_limits import WORK_FACTOR
 
 TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "view", "doctor", "new")
@@ -69,6 +75,7 @@ def check_algorithm(config: RunConfig) -> None:
     check_pass_k(config.algorithm, config.train.group_size)
     check_replay_buffer(config.algorithm, config.train.max_staleness)
     check_interpolated(config.algorithm, config.train.max_staleness)
+    check_router_replay(config.algorithm, config.train.groups_per_batch)
     for judge in config.judging.generative.values():
         check_spread(config.algorithm, judge.num_judgements)
     check_critic(config.critic, config.algorithm, config.train)
@@ -324,8 +331,4 @@ def check_critic_alone(config: RunConfig) -> None:
         raise ValueError(
             "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
             f"type critic=none algorithm.estimator=grpo, or {model.key}.train.enabled=false"
-        )
-    if config.data.retrain_from is not None:
-        raise ValueError(
-            "critic.enabled: data.retrain_from trains only the policy; type critic=none algorithm.estimator=grpo"
         )
