@@ -16,8 +16,7 @@ CREATE TABLE rollouts (
   step INTEGER, outcome TEXT, advantage REAL, truth REAL,
   UNIQUE (evaluation, round, group_id, sibling)
 );
-CREATE INDEX by_line ON rollouts (line);
-CREATE INDEX by_report ON rollouts (report);
+CREATE INDEX by_line ON rollouts (evaluation, line);
 CREATE INDEX by_step ON rollouts (evaluation, step, line);
 CREATE INDEX by_prompt ON rollouts (prompt_id);
 
