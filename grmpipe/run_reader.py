@@ -1,4 +1,6 @@
-"""The files of a run as typed rows and Arrow tables. Each read begins anew: of a run in progress it gives more."""
+"""The files of a run as typed rows and Arrow tables. Each read starts from the beginning: of a run in progress it gives
+more.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from models.import_path import imported
+from models.import_path import import_module
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("grmpipe", "models", "scheduler")
@@ -108,7 +108,7 @@ def test_a_dotted_path_into_a_hidden_package_is_refused_with_both_paths(
     monkeypatch.chdir(lab(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"^judge\.rule: models\.mine can't be imported") as error:
-        imported("models.mine", "judge.rule")
+        import_module("models.mine", "judge.rule")
     assert str(ROOT / "models") in str(error.value)
     assert str(tmp_path / "models") in str(error.value)
 
@@ -205,7 +205,7 @@ assert any("image/png" in out.get("data", {}) for cell in notebook.cells for out
 
 
 @pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient, ipykernel")
-def test_the_notebook_runs_on_a_wheel_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+def test_notebook_runs_on_a_wheel_next_to_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
     done = subprocess.run(
         [str(wheel_commands / "python"), "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "notebook.ipynb")],
         cwd=lab(tmp_path), capture_output=True, text=True, timeout=280, check=False, env=HERE,

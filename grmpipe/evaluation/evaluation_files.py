@@ -15,6 +15,7 @@ from rich.table import Table
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
+from grmpipe.observe.records import of_judge
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Failed
 
@@ -62,10 +63,6 @@ def verdicts_of(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
         "scores": one.verdict_scores(own),
         "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
     }
-
-
-def of_judge(name: str) -> dict[str, str]:
-    return {"judge": name} if name else {}
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def users_module(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def test_a_run_in_a_failing_environment_goes_on_and_no_fault_becomes_a_number_or_a_text(run_once: Callable) -> None:
+def test_run_survives_a_failing_environment_whose_faults_become_no_number_and_no_text(run_once: Callable) -> None:
     files = run_once(*TWICE, "+env.options.fault_share=0.2", "env.attempts=2", "env.max_failure_rate=1", "judge=rule")
     summary = files.summary
     assert summary["status"] == "completed", summary["failure"]

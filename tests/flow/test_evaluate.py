@@ -136,9 +136,7 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     assert "right, in percent of all items" in page
 
 
-def test_what_breaks_stands_in_the_summary(
-    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_names_what_broke(small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 

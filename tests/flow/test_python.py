@@ -72,7 +72,7 @@ async def test_the_end_of_the_block_stops_a_run_and_an_error_of_the_user_stays_i
 
 
 @awaited
-async def test_finish_goes_on_without_waiting_and_what_is_refused_is_raised() -> None:
+async def test_finish_runs_the_remaining_steps_and_raises_refusals() -> None:
     config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
     async with grmpipe.start(config) as run:
         files = await run.finish()

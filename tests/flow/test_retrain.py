@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe.run.errors import RunInterrupted
-from grmpipe.run.tasks.retrain import RetrainRun
+from grmpipe.run.tasks.retrain import RecordedRunTraining
 from grmpipe.train.batching import packer
 from grmpipe.train.learner.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
@@ -82,15 +82,15 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert without_seconds(again.lines("trained")) == without_seconds(recorded.lines("trained"))
 
     # Stopped after a step, and continued.
-    step = RetrainRun._step
+    step = RecordedRunTraining._step
 
-    async def step_and_stop(run: RetrainRun, *args: object) -> None:
+    async def step_and_stop(run: RecordedRunTraining, *args: object) -> None:
         await step(run, *args)  # type: ignore[arg-type]
         run._stop()
 
     resumable = (source, "judge=rule", "train.lr=3e-3", "resume=auto")
     with monkeypatch.context() as patch, pytest.raises(RunInterrupted, match="at step 1"):
-        patch.setattr(RetrainRun, "_step", step_and_stop)
+        patch.setattr(RecordedRunTraining, "_step", step_and_stop)
         small_run(*resumable, run_dir="stopped")
     resumed = small_run(*resumable, run_dir="stopped")
     assert weights(resumed.run_dir) == weights(recorded.run_dir)
