@@ -35,7 +35,7 @@ class RunKeys:
     """The keys of a run outside all sections."""
 
     # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
-    # the run, write a run's report, check what is installed, or write a new project.
+    # the run, write a run's report, show runs in a browser, check what is installed, or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
