@@ -29,10 +29,12 @@ from scheduler.event_loop import run_to_end
 if TYPE_CHECKING:
     from grmpipe.validate.evaluation import PreparedEvaluation
     from grmpipe.validate.meta_rm_training import MetaRmTraining
+    from grmpipe.validate.rejudging import PreparedRejudging
     from grmpipe.validate.retraining import PreparedRetraining
 
 
 P = TypeVar("P", bound=HasConfig)
+AS_BEFORE = "type the same command with resume=auto"  # how judging again is continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,13 @@ def evaluation() -> RunTask[PreparedEvaluation]:
     )
 
 
+def rejudging() -> RunTask[PreparedRejudging]:
+    from grmpipe.run.tasks.rejudge import RejudgeRun
+    from grmpipe.validate.rejudging import PreparedRejudging, prepare_rejudging
+
+    return RunTask(prepare=prepare_rejudging, make_run=RejudgeRun, notes=PreparedRejudging.notes, continued=AS_BEFORE)
+
+
 # -- tasks that show -------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +190,7 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
+    "rejudge": rejudging,
 }
 
 

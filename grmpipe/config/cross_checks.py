@@ -19,7 +19,9 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
 from scheduler.processes.call_limits import WORK_FACTOR
 
-TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor", "new")
+TASKS = (
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "doctor", "new",
+)  # fmt: skip
 RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
 MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way

@@ -69,7 +69,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def learners(self) -> dict[str, str]:
         """Role whose weights are trained -> role that trains it. Nothing learns in an evaluation."""
-        if self.task == "evaluate":
+        if not self.trains:
             return {}
         return {role: self.models[role].learner for role in (POLICY, *self.trained_grms)}
 
@@ -93,6 +93,11 @@ class RunConfig(SharedSections, RunKeys):
         return self.judging.engine_kind_of(role)
 
     @property
+    def trains(self) -> bool:
+        """Whether the task trains a model."""
+        return self.task not in ("evaluate", "rejudge")
+
+    @property
     def uses_meta_rm(self) -> bool:
         """Whether the vote uses a meta-RM. One in training weights no vote."""
         weights_no_vote = self.task == "train_meta_rm" or self.data.retrain_from is not None
@@ -100,8 +105,8 @@ class RunConfig(SharedSections, RunKeys):
 
     @property
     def plays(self) -> bool:
-        """Whether the policy plays: an evaluation of a judge alone plays nothing."""
-        return self.task != "evaluate" or self.evaluate.what != "judge"
+        """Whether the policy plays: an evaluation of a judge alone, or judging again, plays nothing."""
+        return self.trains or (self.task == "evaluate" and self.evaluate.what != "judge")
 
     @property
     def places_envs(self) -> bool:
@@ -113,7 +118,7 @@ class RunConfig(SharedSections, RunKeys):
         """Roles that need a place."""
         if self.data.retrain_from is not None:
             return ("learner",)
-        asks_critic = self.critic.enabled and self.task != "evaluate"
+        asks_critic = self.critic.enabled and self.trains
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
         judging = (*self.judging.local_roles, *self.judging.scorer_roles)

@@ -145,7 +145,7 @@ def check_models(prepared: Prepared) -> None:
     config, roles = prepared.config, prepared.roles
     for model in prepared.models:
         role = roles.served[model.name]
-        if role.learner is not None and config.task != "evaluate":
+        if role.learner is not None and config.trains:
             check_learns(model, role.key)
             check_divides(config, role.learner, role.key, model.path)
         check_lora_targets(model, config)
