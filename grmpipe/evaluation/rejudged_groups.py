@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, mean
-from grmpipe.judge.labels import rule_of
-from grmpipe.judge.rule import Rule
+from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.judge.kinds.rule import Rule
 from grmpipe.pipeline.counters import ruled
 from grmpipe.run_dir.recorded_run import RecordedGroups
 from grmpipe.run_dir.stored_groups import StoredGroups

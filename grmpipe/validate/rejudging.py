@@ -11,12 +11,11 @@ from pathlib import Path
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
-from grmpipe.validate.context_limits import check_judges, check_template
+from grmpipe.validate.context_limits import check_judges, check_scalar_judges, check_template
 from grmpipe.validate.data import Data, check_references, judged_by
 from grmpipe.validate.evaluation import PreparedEvaluation, find_judges, without_adapters
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
-from grmpipe.validate.scalar_model import check_scalar_judges
 from grmpipe.validate.sections import section
 
 
