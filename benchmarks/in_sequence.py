@@ -21,6 +21,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, Pipeline
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.start import start
+from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.types import Rollout
 from grmpipe.validate.prepare import prepare
@@ -146,12 +147,12 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     """Measure alternating blocks of all ways; which one begins changes from round to round."""
     prepared = prepare(config, lambda what, share: None)
     observers = Observers.open(config, directory)
-    running = await start(prepared, observers.timeline, directory)
+    running = await start(prepared, observers, directory)
     try:
         flow = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        parts, pipeline_state = make_parts(prepared, running, observers), PipelineState()
+        parts, pipeline_state = make_parts(prepared, running, observers, CoTrainings()), PipelineState()
         await parts.push_weights(pipeline_state.version)
         rounds: Rounds = []
         for turn in range(num_rounds):

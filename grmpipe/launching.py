@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -59,8 +60,10 @@ def _in_thread(config: RunConfig, watcher: RunWatcher) -> None:
     try:
         ended.result()
     except KeyboardInterrupt:
-        while not ended.done() and not ask_to_stop(thread):
+        effect = None
+        while not ended.done() and (effect := ask_to_stop(thread)) is None:
             threading.Event().wait(ASK_AGAIN_S)
+        print(f"grmpipe: {effect or 'the run has ended'}", file=sys.stderr)
         ended.result()
 
 

@@ -48,6 +48,10 @@ class StateMeter:
         self._since = 0.0
         self._seconds: dict[str, float] = {}
 
+    @property
+    def state(self) -> str | None:
+        return self._state
+
     def enter(self, state: str | None) -> None:
         if state != self._state:
             self._settle()

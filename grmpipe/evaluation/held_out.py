@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine import reaches
@@ -23,6 +24,7 @@ from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import asking_for
+from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
@@ -96,6 +98,7 @@ class Evaluator:
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
+    progress:   shows how far an evaluation is, which `done` has.
     """
 
     prompts: Sequence[Prompt]
@@ -118,6 +121,8 @@ class Evaluator:
     clock: ActiveClock | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
     episodes: EnvCounts = field(default_factory=EnvCounts)
+    progress: Progress = field(default_factory=Progress)
+    done: AnswerProgress = field(default_factory=AnswerProgress)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
@@ -132,7 +137,10 @@ class Evaluator:
                 asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
                 for i, prompt in enumerate(prompts if self.greedy else ())
             ]
-        await self._until_ended([*sampled, *greedy])
+        to_judge = len(sampled) + len(greedy) * self.judges_greedy
+        self.done = AnswerProgress(name=name, answers=len(sampled) + len(greedy), to_judge=to_judge)
+        with self.progress.during(self.done.describe):
+            await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
@@ -179,6 +187,9 @@ class Evaluator:
             if isinstance(error, EpisodeFailed):
                 self.episodes.episode_failed(error.failures)
             return None
+        finally:
+            self.done.played += 1
+        self.done.tokens += rollout.num_sampled_tokens
         self.episodes.rollout(rollout)
         return rollout
 
@@ -187,6 +198,7 @@ class Evaluator:
             play = self.play_greedy if sample is None else self.play_sampled
             rollout = await self._played(group_id, prompt, play)
             if rollout is None:
+                self.done.judged += 1
                 return None
             report = await judge_alone(self.judge, prompt, rollout)
             answer = JudgedRollout(
@@ -197,6 +209,7 @@ class Evaluator:
                 sample=sample,
                 rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
             )
+        self.done.judged += 1
         self.on_answer(answer)
         return answer
 

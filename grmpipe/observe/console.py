@@ -23,6 +23,10 @@ PANEL_COLUMNS = 96  # longer lines are hard to read
 class RunConsole(Console):
     """A console whose output may be closed (`| head`, a closed terminal), on which rich would end the process."""
 
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor as it is: a process that is ended at once would leave its terminal without one."""
+        return False
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         with Path(os.devnull).open("wb") as nowhere:  # buffered text must be flushed somewhere

@@ -107,6 +107,11 @@ class Group:
         return len(self._rollouts) == self.size
 
     @property
+    def num_done(self) -> tuple[int, int]:
+        """The verdicts and the rollouts that it has."""
+        return len(self._verdicts), len(self._rollouts)
+
+    @property
     def version(self) -> int:
         """The lowest version of its tokens sampled so far."""
         return min(rollout.oldest_version for rollout in self._rollouts.values())

@@ -144,6 +144,11 @@ class GroupBuffer:
         return self._config.groups_per_batch - len(self.taken)
 
     @property
+    def batch_siblings(self) -> int:
+        """Rollouts of a whole batch."""
+        return self._config.groups_per_batch * self._config.group_size
+
+    @property
     def is_over(self) -> bool:
         """Whether no group will become ready any more."""
         return self.prompts_over and not self.untaken.count(*OPEN)

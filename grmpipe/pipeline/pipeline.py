@@ -43,6 +43,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.pipeline.batch_progress import BatchProgress, measure_batch
 from grmpipe.pipeline.consumer import Consumer
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.group import OPEN, GroupState
@@ -122,6 +123,11 @@ class Pipeline:
     def is_settled(self) -> bool:
         """Whether no group lacks a rollout or a verdict, and none may be opened under this version any more."""
         return self._buffer.is_done_with(*OPEN)
+
+    @property
+    def batch_progress(self) -> BatchProgress:
+        """How far the open batch is."""
+        return measure_batch(self._buffer, self._stalls.learner_state)
 
     def state(self) -> PipelineState:
         """The state of the flow now."""

@@ -76,6 +76,11 @@ class StallTracker:
         self._supply = supply
         self._look()
 
+    @property
+    def learner_state(self) -> str | None:
+        """`work`, `weights` (a push), what it waits for (`policy`, `judge`), or None between these."""
+        return self._learner.state
+
     # -- the learner -------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -22,6 +22,7 @@ from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
+from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.timeline import Timeline
@@ -98,6 +99,7 @@ class Observers:
     requests: RequestJournal
     timeline: Timeline
     console: ConsoleSink | None
+    progress: Progress
     files: Mapping[str, str]  # name -> what it holds, of all that a run may write
 
     @staticmethod
@@ -120,6 +122,7 @@ class Observers:
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
+            progress=Progress(console.console if console else None),
             files=files_of(config),
         )
 

@@ -132,7 +132,8 @@ async def run_session(
             )
             run = make_run(prepared, session)
             observers.show_changes(changes := changes_of(run_dir))
-            summary = await run_to_end(run, run_dir, is_new=resumed is None)
+            async with observers.progress.shown():
+                summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:
             observers.close()
         judging = with_requests(summary.judging, observers.requests.totals)

@@ -11,14 +11,29 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
 # A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM).
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOPS: dict[int, Callable[[], None]] = {}  # thread -> what the first signal calls for a run there
 LEAVING = b"\ngrmpipe: a second Ctrl-C: leaving at once, without a checkpoint; the last one is kept\n"
+# What the first signal does: before and after the flow of a run, and between its steps.
+ENDS_NOW = "the run ends now, without a further checkpoint"
+ENDS_WITH_CHECKPOINT = "the run ends with a checkpoint; an optimizer step that has begun is finished first"
+SECOND = "; a second Ctrl-C ends it at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How the first signal stops a run: what it calls, and what that does."""
+
+    ask: Callable[[], None]
+    effect: str
+
+
+STOPS: dict[int, Stop] = {}  # thread -> of a run there
 
 
 @contextmanager
@@ -28,7 +43,7 @@ def ended_by_signals() -> Iterator[None]:
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"
-    with asked_to_stop(task.cancel) as stopped:
+    with asked_to_stop(task.cancel, ENDS_NOW) as stopped:
         try:
             yield
         except asyncio.CancelledError:
@@ -38,10 +53,10 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
-    """Context: the first signal calls `stop` in the event loop; the second ends the process at once, also where a
-    user's code blocks the loop. An ignored signal (nohup) stays ignored. Outside the main thread, where no signals
-    come, only `ask_to_stop` does it. Gives whether one came.
+def asked_to_stop(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOINT) -> Iterator[threading.Event]:
+    """Context: the first signal says what happens (`effect`), and calls `stop` in the event loop; the second ends the
+    process at once, also where a user's code blocks the loop. An ignored signal (nohup) stays ignored. Outside the main
+    thread, where no signals come, only `ask_to_stop` does it. Gives whether one came.
 
     Afterwards the earlier handlers are back; a second Ctrl-C still ends the process.
     """
@@ -55,6 +70,7 @@ def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
         loop.call_soon_threadsafe(stop)
 
     def first(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"\ngrmpipe: {signal.Signals(number).name}: {effect}{SECOND}\n".encode())
         for each in handled:
             signal.signal(each, _leave if each == signal.SIGINT else signal.SIG_DFL)
         ask()
@@ -62,7 +78,7 @@ def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
     for each in handled:
         signal.signal(each, first)
     outer = STOPS.get(thread)
-    STOPS[thread] = ask
+    STOPS[thread] = Stop(ask, effect)
     try:
         yield stopped
     finally:
@@ -74,11 +90,14 @@ def asked_to_stop(stop: Callable[[], object]) -> Iterator[threading.Event]:
                 signal.signal(each, before[each] or signal.SIG_DFL)
 
 
-def ask_to_stop(thread: int) -> bool:
-    """Stop the run in a thread, as the first signal stops one in the main thread. False if none is there yet."""
-    if (ask := STOPS.get(thread)) is not None:
-        ask()
-    return ask is not None
+def ask_to_stop(thread: int) -> str | None:
+    """Stop the run in a thread, as the first signal stops one in the main thread. Returns what that does; None if no
+    run is there yet.
+    """
+    if (stop := STOPS.get(thread)) is None:
+        return None
+    stop.ask()
+    return stop.effect
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

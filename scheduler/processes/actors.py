@@ -79,6 +79,11 @@ class Cluster(Protocol):
         """End the rest of an engine, with all processes it started, and make it again on the same seat."""
         ...
 
+    @property
+    def starting(self) -> Sequence[Seat]:
+        """The seats whose processes start now, or wait for their turn to."""
+        ...
+
     def machines(self, role: str) -> frozenset[str]:
         """The machines of the role's seats."""
         ...
@@ -240,6 +245,10 @@ class InProcessCluster:
                 old.close()
             self._engines[name] = engine = self._factories[role](seat.rank)
         return engine
+
+    @property
+    def starting(self) -> Sequence[Seat]:
+        return self._turns.starting
 
     def machines(self, role: str) -> frozenset[str]:
         return frozenset({"this machine"})

@@ -137,6 +137,10 @@ class RayCluster:
             self._num_restarts += 1
             return await self._start_engine(seat)
 
+    @property
+    def starting(self) -> Sequence[Seat]:
+        return self._turns.starting
+
     def machines(self, role: str) -> frozenset[str]:
         return frozenset(self._node_of(seat) for seat in self._placement.seats[role])
 

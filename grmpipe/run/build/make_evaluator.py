@@ -12,6 +12,7 @@ from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
+from grmpipe.observe.progress import Progress
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.build.start_serving import Serving
@@ -20,7 +21,7 @@ from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 
 
-def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
+def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progress) -> Evaluator:
     """The evaluations of a run that trains."""
     config, judge = prepared.config, running.judge
     sampling = sampling_of(config.evaluate, default=1)
@@ -31,6 +32,7 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
         by_model=config.judging.by_model,
         compares=config.judging.compares,
         skill=skill_of(judge),
+        progress=progress,
     )
 
 

@@ -93,7 +93,7 @@ def make_features(
 def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:
     monitored = prepared.config.judge_monitor
     return PeriodicEval(
-        make_evaluator(prepared, running),
+        make_evaluator(prepared, running, observers.progress),
         RewardHackingDetector(),
         observers.trackers,
         run_dir / ANCHORS,

@@ -27,9 +27,10 @@ from grmpipe.run.build.start_learners import (
     transport_between,
     weight_sync,
 )
-from grmpipe.run.build.start_serving import Serving, ended_on_failure, start_serving
+from grmpipe.run.build.start_serving import MACHINES, Serving, ended_on_failure, start_serving, starting_text
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
+from grmpipe.run.observers import Observers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -71,14 +72,13 @@ class RunComponents(Serving):
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
 
-async def start(prepared: Prepared, events: EventSink, run_dir: Path, requests: LogOf) -> RunComponents:
-    """Start all processes, those on different GPUs at the same time. On failure ends what was started.
-
-    requests: of models that judge.
-    """
-    cluster = await start_cluster(prepared.config, prepared.placement)
+async def start(prepared: Prepared, observers: Observers, run_dir: Path) -> RunComponents:
+    """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
+    with observers.progress.during(f"starting: {MACHINES}"):
+        cluster = await start_cluster(prepared.config, prepared.placement)
     async with ended_on_failure(cluster):
-        return await start_on(cluster, prepared, events, run_dir, requests)
+        with observers.progress.during(starting_text(cluster)):
+            return await start_on(cluster, prepared, observers.timeline, run_dir, observers.requests.of_model)
 
 
 async def start_on(

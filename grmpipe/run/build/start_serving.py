@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.observe.progress import Describe, time_text
 from grmpipe.run.build.engines import ServingEngines, start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import JudgeParts, make_judge
@@ -17,6 +19,7 @@ from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.build.start_scorers import ScalarModels, meta_rm_of, start_meta_rm, start_scalar_models
+from grmpipe.run.observers import Observers
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
 from grmpipe.validate.prepare import Prepared
@@ -25,6 +28,8 @@ from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster, InProcessCluster
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
+
+MACHINES = "the machines and their processes"  # what a start waits for first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +68,29 @@ class Serving:
         await self.cluster.shutdown()
 
 
-async def start_evaluation(ready: PreparedEvaluation, events: EventSink, run_dir: Path, requests: LogOf) -> Serving:
-    """Start all processes of an evaluation. On failure ends what was started.
-
-    requests: of models that judge.
-    """
-    config, prepared = ready.config, ready.prepared
+async def start_evaluation(ready: PreparedEvaluation, observers: Observers, run_dir: Path) -> Serving:
+    """Start all processes of an evaluation. On failure ends what was started."""
+    config, prepared, events = ready.config, ready.prepared, observers.timeline
     is_local = bool(ready.models or config.judging.scorer_roles)
-    cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
+    with observers.progress.during(f"starting: {MACHINES}"):
+        cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
     async with ended_on_failure(cluster):
-        served = await start_routers(cluster, prepared, events, ready.models)
-        maintenance = make_maintenance(prepared, served, None, {}, events)
-        plays = bool(ready.prompt_sets)
-        return await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests, plays=plays)
+        with observers.progress.during(starting_text(cluster)):
+            served = await start_routers(cluster, prepared, events, ready.models)
+            maintenance = make_maintenance(prepared, served, None, {}, events)
+            requests, plays = observers.requests.of_model, bool(ready.prompt_sets)
+            return await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests, plays=plays)
+
+
+def starting_text(cluster: Cluster) -> Describe:
+    """A function: what the start of a run waits for."""
+
+    def describe(took_s: float) -> str:
+        replicas = Counter(seat.role for seat in cluster.starting)
+        loading = ", ".join(role if number == 1 else f"{role} ({number})" for role, number in replicas.items())
+        return f"starting: {loading or 'processes'}  {time_text(took_s)}"
+
+    return describe
 
 
 @asynccontextmanager

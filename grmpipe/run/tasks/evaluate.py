@@ -40,9 +40,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def run(self) -> Status:
         """Evaluate all that is asked for; write evaluation.json, print the tables."""
-        self._running = running = await start_evaluation(
-            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
-        )
+        self._running = running = await start_evaluation(self._prepared, self._observers, self._run_dir)
         try:
             return await run_until(self._evaluate(running), **running.background())
         except EngineDenied as error:
@@ -55,10 +53,10 @@ class EvaluationRun(Run[PreparedEvaluation]):
         (self._run_dir / FIGURES).unlink(missing_ok=True)  # of an evaluation here that was interrupted
         if ready.items:
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
-            self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters)
+            self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:
             answers = AnswerLog(self._run_dir, self._counters)
-            await evaluate_policy(ready, running, answers, self._policies, self._rows, self._observers.note)
+            await evaluate_policy(ready, running, answers, self._policies, self._rows, self._observers)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import asking_for
 from grmpipe.judge.verdict import mean, vote_named
+from grmpipe.observe.progress import Progress, counts_text, joined, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
@@ -30,14 +32,13 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 
 
 async def evaluate_judge(
-    ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters
+    ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters, progress: Progress
 ) -> JudgeEvaluation:
     """Judge all items, write evaluation.json, print the table. counters: get the reports."""
     config = ready.measured
     with asking_for("evaluation"):
-        judged = await judge_items(
-            running.judge_for(ready.prepared.under(config)), running.meta_rm, ready.items, config
-        )
+        judge = running.judge_for(ready.prepared.under(config))
+        judged = await judge_items(judge, running.meta_rm, ready.items, config, progress)
     for report in (report for one in judged for report in one.reports):
         counters.report(report)
     result = evaluate(judged, config.main_judge.scale, recount_of(config))
@@ -48,7 +49,7 @@ async def evaluate_judge(
 
 
 async def judge_items(
-    judge: Judge, meta_rm: MetaRm | None, items: Sequence[Labelled], config: RunConfig
+    judge: Judge, meta_rm: MetaRm | None, items: Sequence[Labelled], config: RunConfig, progress: Progress
 ) -> list[JudgedItem]:
     """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
     places = asyncio.Semaphore(config.evaluate.max_concurrency)
@@ -64,9 +65,18 @@ async def judge_items(
                 else replace(one, meta_rm_weights=await weights_of(meta_rm, one, index))
             )
 
-    async with raising_first() as tasks:
-        running = [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
+    running: list[asyncio.Task[JudgedItem]] = []
+    with progress.during(functools.partial(describe_items, running)):
+        async with raising_first() as tasks:
+            running += [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
     return [task.result() for task in running]
+
+
+def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -> str:
+    """The line on an evaluation in progress, after `took_s` seconds."""
+    done = sum(task.done() for task in running)
+    left = left_text(left_at_pace(done, len(running), took_s))
+    return joined("evaluation of the judge", counts_text("items", done, len(running)), left)
 
 
 async def weights_of(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:

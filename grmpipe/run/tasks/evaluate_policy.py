@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import evaluator_on, pass_reward_of, sampling_of
 from grmpipe.run.build.start_serving import Serving
+from grmpipe.run.observers import Observers
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 
@@ -47,16 +47,18 @@ async def evaluate_policy(
     answers: AnswerLog,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
-    note: Callable[[str], None],
+    observers: Observers,
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
     scoring = scoring_of(ready)
     try:
         for name, found in ready.prompt_sets.items():
             greedy = ", and a greedy one" if scoring.greedy else ""
-            note(f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}")
+            observers.note(
+                f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}"
+            )
             evaluator = make_policy_evaluator(ready, running, name, found, answers)
-            evaluated = await evaluator.evaluate(name)
+            evaluated = await replace(evaluator, progress=observers.progress).evaluate(name)
             check_answered(name, evaluated)
             policies[name] = evaluate_answers(found.prompts, evaluated, scoring, found.num_left_out)
             rows += [

@@ -25,7 +25,7 @@ from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
 from grmpipe.run.session import Run, Session
-from grmpipe.run.signals import asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import RunState
@@ -134,7 +134,7 @@ class RetrainRun(Run[PreparedRetraining]):
     # -- checkpoints and ends ------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
         self._interrupted = True
 
     async def _checkpoint(self, learner: LearnerGroup) -> None:

@@ -60,9 +60,7 @@ class RftRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(
-            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
-        )
+        self._running = running = await start(self._prepared, self._observers, self._run_dir)
         await run_until(self._train(running), **running.background())
         return "completed"
 
@@ -103,7 +101,7 @@ class RftRun(Run[Prepared]):
         return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.data.rft.num_epochs))
 
     async def _evaluate(self, running: RunComponents, when: str) -> None:
-        evaluated = await make_evaluator(self._prepared, running).evaluate(f"held-out-{when}")
+        evaluated = await make_evaluator(self._prepared, running, self._observers.progress).evaluate(f"held-out-{when}")
         self._evaluations[when] = evaluated.metrics
         log.info("held-out, %s: %s", when, evaluated.metrics)
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())

@@ -26,7 +26,8 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.session import Run, Session
-from grmpipe.run.signals import asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
+from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
@@ -62,12 +63,11 @@ class TrainingRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(
-            self._prepared, self._observers.timeline, self._run_dir, self._observers.requests.of_model
-        )
+        self._running = running = await start(self._prepared, self._observers, self._run_dir)
         if (resumed := self._session.resumed) is not None:
-            for model in running.trained:
-                await model.ranks.load(str(resumed / model.learner_role))
+            with self._observers.progress.during(f"starting: loads {resumed.name}"):
+                for model in running.trained:
+                    await model.ranks.load(str(resumed / model.learner_role))
         self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
@@ -93,18 +93,22 @@ class TrainingRun(Run[Prepared]):
         self._features = features
         for feature in features.each:
             feature.restore(self._state.features.get(feature.name, {}))
-        with asking_for("preflight"):
+        progress = self._observers.progress
+        with asking_for("preflight"), progress.during("starting: the judge's first verdicts"):
             await try_judge(self._prepared, running.judge, is_new=self._session.resumed is None)
-        await parts.push_weights(pipeline_state.version)
-        await cotrainings.push()
-        await running.policy_updates.begin(pipeline_state.version)
+        with progress.during("starting: the engines get the learner's weights"):
+            await parts.push_weights(pipeline_state.version)
+            await cotrainings.push()
+            await running.policy_updates.begin(pipeline_state.version)
         policy_judges = self._config.judging.by_policy
         judging_version = cotrainings.version + running.policy_updates.count(pipeline_state.version)
         judging_version += pipeline_state.version if policy_judges else 0
         pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
-            await self._after_step(report, running, pipeline, features)
+            with progress.during(f"after step {report.step}"):
+                await self._after_step(report, running, pipeline, features)
+            step_progress.next_step(report.stalls.steps_s)
 
         config = self._config
         numbers = FlowConfig.of(
@@ -113,6 +117,7 @@ class TrainingRun(Run[Prepared]):
         whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
+        step_progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)
         for work in kept.values():
@@ -122,7 +127,7 @@ class TrainingRun(Run[Prepared]):
         if not periodic_eval.initial:
             await periodic_eval.first(version, lambda: features.judge_monitor.first(version, periodic_eval.seen))
             self._report_alarms(features)
-        return await self._run_pipeline(running, pipeline, features, cotrainings)
+        return await self._run_pipeline(running, pipeline, features, cotrainings, step_progress)
 
     async def _run_pipeline(
         self,
@@ -130,12 +135,14 @@ class TrainingRun(Run[Prepared]):
         pipeline: Pipeline,
         features: RunFeatures,
         cotrainings: CoTrainings,
+        step_progress: StepProgress,
     ) -> Status:
         """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
         periodic_eval = features.periodic_eval
 
         async def flow() -> None:
-            await pipeline.run()
+            with self._observers.progress.during(step_progress.describe):
+                await pipeline.run()
             await periodic_eval.last(pipeline.version)
             self._report_alarms(features)
             if periodic_eval.interrupted and not periodic_eval.final:
@@ -178,7 +185,8 @@ class TrainingRun(Run[Prepared]):
             evaluate=lambda: features.periodic_eval.asked_for(report.step),
             checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
         )
-        await self._session.watcher.after_step(report.step, metrics, controls)
+        with self._observers.progress.during(""):  # who watches may print
+            await self._session.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
 
@@ -249,7 +257,7 @@ class TrainingRun(Run[Prepared]):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _stop(self, pipeline: Pipeline) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
+        log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
         pipeline.interrupt()
         if self._features is not None:
             self._features.periodic_eval.interrupt()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.pipeline.batch_progress import measure_batch
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
@@ -483,3 +484,24 @@ def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:
     assert not bench.buffer.is_done_with(*OPEN)
     bench.buffer.no_more_prompts()
     assert bench.buffer.is_done_with(*OPEN)
+
+
+def test_the_open_batch_is_measured_by_the_groups_that_are_nearest_to_fill_it() -> None:
+    bench = Bench(max_staleness=1)
+    first, second, third, _ = (bench.open() for _ in range(4))
+    assert bench.buffer.add_rollout(first, rollout(first.group_id, 0))
+    bench.roll_out(second)
+    bench.roll_out(third)
+    assert bench.buffer.add_report(third, 0, report(1.0))
+    batch = measure_batch(bench.buffer, "policy")
+    assert (batch.rollouts, batch.verdicts, batch.siblings, batch.learner) == (4, 1, 4, "policy")
+
+
+def test_a_group_in_the_open_batch_counts_whole_and_the_next_batch_begins_with_nothing() -> None:
+    bench = Bench(groups_per_batch=1)
+    bench.make_ready()
+    bench.buffer.take()
+    done = measure_batch(bench.buffer, "work")
+    assert (done.rollouts, done.verdicts, done.siblings) == (2, 2, 2)
+    bench.buffer.stepped()
+    assert measure_batch(bench.buffer, None).rollouts == 0

@@ -43,6 +43,22 @@ def test_a_signal_in_the_start_is_an_interruption(number: signal.Signals) -> Non
     assert asyncio.run(ended(number)) == "interrupted"
 
 
+def test_the_first_signal_says_at_once_what_it_does_and_what_the_second_would(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> None:
+        with ended_by_signals(), asked_to_stop(lambda: None):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert "SIGINT: the run ends with a checkpoint" in (said := capfd.readouterr().err), (
+                "no event loop is needed"
+            )
+            assert "a second Ctrl-C ends it at once" in said
+
+    asyncio.run(run())
+    asyncio.run(ended(signal.SIGTERM))
+    assert "SIGTERM: the run ends now, without a further checkpoint" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_in_the_flow_asks_it_to_stop(number: signal.Signals) -> None:
     async def run() -> bool:

@@ -27,6 +27,7 @@ class Starts:
         seats = [seat for seat in self._placement.seats[role] if rank in (None, seat.rank)]
         async with self._turns.one_at_a_time(seats):
             self.order.append(role)
+            assert {seat.name for seat in seats} <= {seat.name for seat in self._turns.starting}
             slots = [(seat.pool, slot) for seat in seats for slot in seat.slots]
             for slot in slots:
                 self._here.setdefault(slot, []).append(role)
@@ -44,6 +45,7 @@ def started(resource: str, pools: dict[str, str], slots: int = 2) -> Starts:
         starts = Starts(resource, pools, slots)
         restart = starts.start("policy", slots - 1)
         await asyncio.gather(starts.start("learner"), starts.start("policy"), starts.start("grm"), restart)
+        assert not starts._turns.starting
         return starts
 
     return asyncio.run(go())
