@@ -197,6 +197,11 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
 def notes(prepared: Prepared) -> list[str]:
     """Notes on settings that are allowed but may not be meant."""
     config, objective, said = prepared.config, prepared.config.objective, []
+    for name in config.rewards.weightless():
+        said.append(
+            f"reward.mix.{name}: has weight 0, and a verdict that it fails to give fails the reward's; to let {name} "
+            f"only watch, leave it out and type 'judge_monitor.watch={{{name}: 1}}'"
+        )
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):

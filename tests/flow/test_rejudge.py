@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 
 from grmpipe.cli import compose
 from grmpipe.config.run_config import ConfigError
-from grmpipe.run.tasks.rejudge import GroupJudging
+from grmpipe.judge.judge_in_time import judge_in_time
+from grmpipe.run.tasks import rejudge as rejudge_task
 from grmpipe.tasks import run_task
+from grmpipe.types import Judge, Prompt, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +86,12 @@ def test_it_goes_on_where_it_was_killed_and_another_question_needs_another_name(
     with pytest.raises(ConfigError, match="rejudge.name: .*another judge.*rejudge.sample: 1.0 -> 0.5"):
         rejudge("killed", "judge=rule", "resume=auto", "rejudge.sample=0.5")
     judged: list[str] = []
-    judge_group = GroupJudging._judge_group
 
-    async def watched(self: GroupJudging, group: object, priority: int) -> object:
-        judged.append(group.group_id)  # type: ignore[attr-defined]
-        return await judge_group(self, group, priority)  # type: ignore[arg-type]
+    async def watched(judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], *more: Any) -> object:
+        judged.append(rollouts[0].group_id)
+        return await judge_in_time(judge, prompt, rollouts, *more)
 
-    monkeypatch.setattr(GroupJudging, "_judge_group", watched)
+    monkeypatch.setattr(rejudge_task, "judge_in_time", watched)
     resumed = rejudge("killed", "judge=rule", "resume=auto")
     groups = {line["group_id"] for line in recorded.lines("rollouts")}
     assert len(judged) == len(groups) - 1 and lines[0].split('"')[3] not in judged

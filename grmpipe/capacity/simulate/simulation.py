@@ -78,7 +78,7 @@ def chars_per_token(role: str, survey: Survey) -> float:
 def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]:
     if role == POLICY:
         return [prompt.messages for prompt in survey.data.train[:SAMPLED_PROMPTS]]
-    judges = survey.config.judging.asking(role)
+    judges = survey.config.asked.asking(role)
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
 
 

@@ -5,7 +5,6 @@ rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups o
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,8 +12,8 @@ from grmpipe.evaluation.comparison_files import metrics_of, show_comparison, wri
 from grmpipe.evaluation.rejudged_groups import read_compared
 from grmpipe.evaluation.verdict_comparison import Comparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import asking_for
-from grmpipe.judge.verdict import failed, only_finite, unjudged
 from grmpipe.observe.recorder import JUDGEMENTS, load_verdicts
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
@@ -24,15 +23,10 @@ from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.session import Run, Session
 from grmpipe.run.tasks.stats import judging
 from grmpipe.run_dir.identity import run_id_of
-from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, JudgeTask, Metrics
+from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
 from scheduler.supervise import raising_first, run_until
-
-log = logging.getLogger(__name__)
-
-
-LATE = unjudged(failed("timeout", "group deadline", attempts=1))
 
 
 class GroupJudging:
@@ -54,30 +48,11 @@ class GroupJudging:
         for priority, group_id in in_order:
             await self._guard.until_fit(self._clock)
             group = self._stored.run.group(group_id)
-            reports = await self._judge_group(group, priority)
+            limit = self._clock.timeout(self._deadline_s)
+            reports = await judge_in_time(self._judge, group.prompt, group.rollouts, limit, priority)
             self._done(group, reports)
             for report in reports:
                 self._guard.verdict(report)
-
-    async def _judge_group(self, group: JudgedGroup, priority: int) -> tuple[JudgeReport, ...]:
-        """The reports by sibling: at the deadline, those that are missing are timeouts."""
-        session = self._judge.open(group.prompt, group.group_id, len(group.rollouts))
-        judge_tasks = [*session.begin()]
-        for rollout in group.rollouts:
-            judge_tasks += session.add(rollout)
-        reports: dict[int, JudgeReport] = {}
-
-        async def do(judge_task: JudgeTask) -> None:
-            for sibling, report in (await session.judge(judge_task, priority)).items():
-                reports[sibling] = only_finite(report)
-
-        try:
-            async with self._clock.timeout(self._deadline_s), raising_first() as tasks:
-                for judge_task in judge_tasks:
-                    tasks.create_task(do(judge_task))
-        except TimeoutError:
-            log.warning("group %s reached its deadline", group.group_id)
-        return tuple(reports.get(rollout.sibling, LATE) for rollout in group.rollouts)
 
 
 class RejudgeRun(Run[PreparedRejudging]):
@@ -100,9 +75,7 @@ class RejudgeRun(Run[PreparedRejudging]):
             f"{self._prepared.source} are judged again; files in {self._run_dir}"
         )
         if missing:
-            self._running = running = await start_evaluation(
-                self._prepared.serving, self._observers.timeline, self._run_dir, self._observers.requests.of_model
-            )
+            self._running = running = await start_evaluation(self._prepared.serving, self._observers, self._run_dir)
             await run_until(self._judge(running, missing), **running.background())
         self._compare()
         return "completed"

@@ -37,6 +37,10 @@ def test_the_run_is_the_base_and_what_is_typed_replaces_it(recorded: Path) -> No
     assert chosen.models["grm"].path == "tiny://grm" and chosen.train.group_size == 4
     several = again(recorded, "+judge@judges.gold=rule", "reward=mix", "reward.mix={judge: 1, gold: 1}")
     assert several.judges["gold"].kind == "rule" and several.judges["judge"].num_judgements == 3
+    mixed = ["+judge@judges.gold=rule", "reward=mix", "reward.mix={judge: 1, gold: 1}"]
+    (recorded / "config.yaml").write_text(to_yaml(compose("quickstart", mixed)))
+    assert list(again(recorded, "reward=single").judging.judges) == ["judge"], "the run's others may be left unused"
+    assert "gold" not in again(recorded, "reward=single", "~judges.gold").judges
     assert again(recorded, "grm=policy").models["grm"].path == same.policy.path, "of the run"
 
 
