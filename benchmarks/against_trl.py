@@ -69,7 +69,7 @@ class Run:
 
 
 def tiny(name: str) -> str:
-    return str(directory_of(RECIPES[name], lambda what, share: None))
+    return str(directory_of(RECIPES[name]))
 
 
 # -- ours ----------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ BASELINE = next(iter(WAYS))
 
 async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds:
     """Measure alternating blocks of all ways; which one begins changes from round to round."""
-    prepared = prepare(config, lambda what, share: None)
+    prepared = prepare(config)
     observers = Observers.open(config, directory)
     running = await start(prepared, observers, directory)
     try:

@@ -71,7 +71,7 @@ def on_h100(name: str, prompts: Path, *more: str) -> RunConfig:
 
 def planned(name: str, prompts: Path) -> str:
     """The blocks of a plan that say whether it fits, and how fast it would be."""
-    blocks = plan(on_h100(name, prompts), lambda what, share: None).split("\n\n")
+    blocks = plan(on_h100(name, prompts)).split("\n\n")
     kept = [block for block in blocks if block.startswith(SHOWN)]
     return re.sub(r"\nthe run: .*", "", "\n\n".join(kept))
 
@@ -82,7 +82,7 @@ def simulated(name: str, prompts: Path, folder: Path) -> str:
     if not config.env.env_kind.is_single:
         return "not simulated: a simulation plays one turn and no environment"
     try:
-        text, _ = run_simulation(config, lambda what, share: None)
+        text, _ = run_simulation(config)
     except ConfigError as error:
         return f"not simulated: {error}"
     return text.split("\n\n")[1]
@@ -92,7 +92,7 @@ def section(name: str, prompts: Path, simulation: str) -> str:
     whom, command = comment_of(name)
     gpus = num_gpus(composed(name))
     parts = [
-        f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```\n{command}\n```",
+        f"## {name} ({gpus} {'GPU' if gpus == 1 else 'GPUs'})", whom, f"```bash\n{command}\n```",
         f"```\n{planned(name, prompts)}\n\n{simulation}\n```",
     ]  # fmt: skip
     return "\n\n".join(parts)

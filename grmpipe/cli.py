@@ -6,6 +6,7 @@ grmpipe +experiment=quickstart task=plan                # placement and costs; s
 grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
 grmpipe task=rejudge run_dir=runs/x/latest judge=rule   # the stored rollouts of a run, judged again
 grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
+grmpipe task=view run_dir=runs                          # pages of runs, for a browser on this machine
 grmpipe task=doctor                                     # what is installed and missing, and what to type
 grmpipe task=new new.dir=mylab                          # a project of your own to begin with
 
@@ -41,7 +42,7 @@ from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.keys.redact import USERINFO, environment_secrets, mask
+from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, masked_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.new_project import write_new_project
 from grmpipe.run.doctor.doctor import doctor
@@ -106,15 +107,17 @@ def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> Run
     """The configuration of an experiment with overrides as on the command line. Raises ConfigError."""
     typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
     import_from_project()
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return built(hydra.compose("config", typed), typed)
-    except HydraException as error:
-        raise ConfigError(explain(error)) from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(of_null_group(error, typed) or str(error)) from error
+    keep_secret(typed)
+    with masked_errors():
+        try:
+            with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+                return built(hydra.compose("config", typed), typed)
+        except HydraException as error:
+            raise ConfigError(explain(error)) from error
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(of_null_group(error, typed) or str(error)) from error
 
 
 def import_from_project() -> None:
@@ -134,10 +137,7 @@ def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
         return build(config)
     overrides = OverridesParser.create().parse_overrides(list(typed))
     if config.task == "rejudge":
-        keys = [(one.package or one.key_or_group, one.is_delete()) for one in overrides]
-        return rejudged_config(
-            config, [key for key, deletes in keys if not deletes], [key for key, deletes in keys if deletes]
-        )
+        return rejudged_config(config, [one.package or one.key_or_group for one in overrides])
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
@@ -208,6 +208,11 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
         print(make_report(config))
         return None
+    if config.task == "view":
+        from grmpipe.run.tasks.view_task import view_runs
+
+        view_runs(config)
+        return None
     check_seats(config)
     from grmpipe.tasks import run_task as run
 
@@ -250,6 +255,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
     try:
         import_from_project()
+        keep_secret(sys.argv)
         for key in secrets_typed_in_a_sweep(sys.argv[1:]):
             return complain(
                 f"{key}: a sweep's command line is written to its multirun.yaml; export the secret in an environment "

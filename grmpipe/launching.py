@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.cli import run_task
+from grmpipe.config.keys.redact import masked_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunInterrupted
 from grmpipe.run.run_watcher import RunWatcher, StepControls
@@ -46,13 +47,19 @@ def launch(config: RunConfig) -> RunReader | None:
     RunFailed or RunInterrupted.
     """
     watcher = _Opened()
+    with masked_errors():
+        _run(config, watcher)
+    return None if watcher.run_dir is None else read_run(watcher.run_dir)
+
+
+def _run(config: RunConfig, watcher: RunWatcher) -> None:
+    """Run the task here, or in a thread beside the event loop that runs here."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         run_task(config, watcher)
     else:  # a notebook's, for example
         _in_thread(config, watcher)
-    return None if watcher.run_dir is None else read_run(watcher.run_dir)
 
 
 def _in_thread(config: RunConfig, watcher: RunWatcher) -> None:
@@ -73,7 +80,8 @@ def _started(config: RunConfig, watcher: RunWatcher) -> tuple[Future[float | Non
 
     def work() -> None:
         try:
-            ended.set_result(run_task(config, watcher))
+            with masked_errors():
+                ended.set_result(run_task(config, watcher))
         except BaseException as error:
             ended.set_exception(error)
 
@@ -193,7 +201,8 @@ class StartedRun(RunWatcher):
         loop, _, controls = self._waiting
 
         async def asked() -> T:
-            return await ask(controls)
+            with masked_errors():
+                return await ask(controls)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), loop))
 

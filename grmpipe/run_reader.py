@@ -11,10 +11,24 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
+from grmpipe.observe.eval_recorder import (
+    EVAL_JUDGEMENTS,
+    EVAL_ROLLOUTS,
+    EvalJudgement,
+    EvalRollout,
+    load_eval_judgements,
+    load_eval_rollouts,
+)
 from grmpipe.observe.journal import read_what_can_be
-from grmpipe.observe.recorder import RecordedRollout, load_group_ends, load_rollouts, load_verdicts
+from grmpipe.observe.recorder import (
+    RecordedRollout,
+    load_group_ends,
+    load_rollouts,
+    load_trained,
+    load_verdicts,
+)
 from grmpipe.run_dir.identity import run_id_of
-from grmpipe.types import Failed, GroupEnd, JudgeReport, Turn
+from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout, Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,6 +36,8 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 Record = dict[str, Any]
 BATCH_ROWS = 1000
+JUDGED = {"group_id": "string", "sibling": "int32", "reward": "double", "score": "double", "score_std": "double",
+          "num_judgements": "int32", "grm_version": "int64", "failed": "string", "critiques": "texts"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +150,27 @@ class RunReader:
 
     @property
     def judgements(self) -> RunTable[JudgedSibling]:
-        columns = {"group_id": "string", "sibling": "int32", "reward": "double", "score": "double",
-                   "score_std": "double", "num_judgements": "int32", "grm_version": "int64", "failed": "string",
-                   "critiques": "texts"}  # fmt: skip
-        return RunTable(lambda: _judged(self._there("judgements.jsonl", load_verdicts)), _of_judged, columns)
+        return RunTable(lambda: _judged(self._there("judgements.jsonl", load_verdicts)), _of_judged, JUDGED)
+
+    @property
+    def trained(self) -> RunTable[TrainedRollout]:
+        columns = {"group_id": "string", "sibling": "int32", "step": "int64", "reward": "double", "advantage": "double",
+                   "right": "double", "rollout_s": "double", "judging_s": "double"}  # fmt: skip
+        return RunTable(lambda: self._there("trained.jsonl", load_trained), asdict, columns)
+
+    @property
+    def eval_rollouts(self) -> RunTable[EvalRollout]:
+        """The answers of every held-out evaluation."""
+        columns = {"prompts": "string", "step": "int64", "sample": "int32", "right": "double", "group_id": "string",
+                   "sibling": "int32", "prompt_id": "string", "question": "string", "reference": "string",
+                   "answer": "string", "status": "string", "reason": "string", "num_turns": "int32",
+                   "num_tokens": "int32", "version": "int64", "took_s": "double"}  # fmt: skip
+        return RunTable(lambda: self._there(EVAL_ROLLOUTS, load_eval_rollouts), _of_answer, columns)
+
+    @property
+    def eval_judgements(self) -> RunTable[EvalJudgement]:
+        columns = {"prompts": "string", "step": "int64", **JUDGED}
+        return RunTable(lambda: self._there(EVAL_JUDGEMENTS, load_eval_judgements), _of_eval_judgement, columns)
 
     def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
         return load(self.run_dir / name, run_id=run_id_of(self.run_dir))
@@ -166,11 +199,19 @@ def _judged(verdicts: Iterable[tuple[tuple[str, int], JudgeReport]]) -> Iterator
 
 
 def _of_rollout(line: RecordedRollout) -> Record:
-    one, prompt = line.rollout, line.prompt
+    return {"prompt_index": line.prompt_index, **_of_played(line.prompt, line.rollout)}
+
+
+def _of_answer(line: EvalRollout) -> Record:
+    evaluation = {"prompts": line.prompts, "step": line.step, "sample": line.sample, "right": line.right}
+    return evaluation | _of_played(line.prompt, line.rollout)
+
+
+def _of_played(prompt: Prompt, one: Rollout) -> Record:
     spans = [span for turn in one.turns for span in turn.completion.versions]
     return {
         "group_id": one.group_id, "sibling": one.sibling, "prompt_id": prompt.prompt_id,
-        "prompt_index": line.prompt_index, "question": prompt.messages[-1].content if prompt.messages else "",
+        "question": prompt.messages[-1].content if prompt.messages else "",
         "reference": prompt.reference, "answer": one.answer, "status": one.status, "reason": one.reason,
         "num_turns": len(one.turns), "num_tokens": sum(len(turn.completion.token_ids) for turn in one.turns),
         "version": min((span.version for span in spans), default=None), "took_s": one.took_s,
@@ -188,7 +229,11 @@ def _of_turn(row: EpisodeTurn) -> Record:
     }  # fmt: skip
 
 
-def _of_judged(row: JudgedSibling) -> Record:
+def _of_eval_judgement(row: EvalJudgement) -> Record:
+    return {"prompts": row.prompts, "step": row.step, **_of_judged(row)}
+
+
+def _of_judged(row: JudgedSibling | EvalJudgement) -> Record:
     report, verdict = row.report, row.report.verdict
     texts = [judgement.completion.text for own in report.own_reports.values() for judgement in own.judgements]
     record: Record = {"group_id": row.group_id, "sibling": row.sibling, "critiques": texts}

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBars
 
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -21,7 +16,6 @@ from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
-from grmpipe.validate.models import Progress
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from grmpipe.validate.prepare import Prepared, prepare
 from scheduler.event_loop import run_to_end
@@ -47,7 +41,7 @@ class RunTask(Generic[P]):
     continued: how a run that was interrupted is continued; `{run_dir}` is replaced by its directory.
     """
 
-    prepare: Callable[[RunConfig, Progress], P]
+    prepare: Callable[[RunConfig], P]
     make_run: type[Run[P]]
     notes: Callable[[P], Iterable[str]] = lambda prepared: ()
     continued: str = "continue with resume=auto run_dir={run_dir}"
@@ -76,8 +70,7 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
             return objective_of_complete(claim.place.run_dir)
         if missing := config.tracking.missing():
             raise ConfigError(missing)
-        with model_progress() as progress:
-            prepared = task.prepare(config, progress)
+        prepared = task.prepare(config)
         for line in (*claim.place.notes, *task.notes(prepared)):
             print(f"grmpipe: note: {line}", file=sys.stderr)
         watcher.opened(run_dir := claim.open())
@@ -104,8 +97,8 @@ def objective_of_complete(run_dir: Path) -> float | None:
 # -- tasks that run: each imports its own parts -----------------------------------------------------------------------
 
 
-def prepare_training(config: RunConfig, progress: Progress) -> Prepared:
-    prepared = divide_gpus(prepare(config, progress))
+def prepare_training(config: RunConfig) -> Prepared:
+    prepared = divide_gpus(prepare(config))
     check_memory(prepared)
     return prepared
 
@@ -137,10 +130,10 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
     return RunTask(prepare=prepare_meta_training, make_run=MetaRmRun, continued=continued)
 
 
-def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
+def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     from grmpipe.validate import evaluation
 
-    ready = evaluation.prepare_evaluation(config, progress)
+    ready = evaluation.prepare_evaluation(config)
     return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
 
 
@@ -169,17 +162,14 @@ def rejudging() -> RunTask[PreparedRejudging]:
 def show_plan(config: RunConfig) -> None:
     from grmpipe.capacity.plan.plan_report import plan
 
-    with model_progress() as progress:
-        text = plan(config, progress)
-    print(text)
+    print(plan(config))
 
 
 def show_simulation(config: RunConfig) -> float:
     """The objective is the simulated seconds of a step."""
     from grmpipe.capacity.simulate.simulation import run_simulation
 
-    with model_progress() as progress:
-        text, step_s = run_simulation(config, progress)
+    text, step_s = run_simulation(config)
     print(text)
     return step_s
 
@@ -208,24 +198,3 @@ def notes(prepared: Prepared) -> list[str]:
         footprints = {role: model.footprint for role, model in sized(prepared).items()}
         said += device_notes(config, prepared.roles, footprints)
     return [*said, *hyperparameter_notes(config)]
-
-
-@contextmanager
-def model_progress() -> Iterator[Progress]:
-    """Context: a progress bar for each model that has to be made; none if all exist."""
-    bars = ProgressBars(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
-    )
-    tasks: dict[str, TaskID] = {}
-
-    def advance(what: str, share: float) -> None:
-        if what not in tasks:
-            bars.start()
-            tasks[what] = bars.add_task(what, total=1.0)
-        bars.update(tasks[what], completed=share)
-
-    try:
-        yield advance
-    finally:
-        if tasks:  # stopping without a start prints an empty line
-            bars.stop()

@@ -334,6 +334,28 @@ class GroupEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRollout:
+    """What training made of a rollout: a line of trained.jsonl.
+
+    step:      that trained it.
+    reward:    the outcome of its verdict; None: the verdict failed, so it was in no update.
+    advantage: the mean over its trained tokens, as the loss had it; None: it has none.
+    right:     how right it is by the rule, from 0 to 1; None without a reference that the rule can use.
+    rollout_s: from its first request to its end. judging_s: from there to its verdict, waiting included. None: not
+               measured, because it began before a resume.
+    """
+
+    group_id: str
+    sibling: int
+    step: int
+    reward: float | None = None
+    advantage: float | None = None
+    right: float | None = None
+    rollout_s: float | None = None
+    judging_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankedResponses:
     """At least two responses to a prompt, and which of them is truly the best: for measuring and training judges."""
 

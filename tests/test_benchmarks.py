@@ -20,7 +20,7 @@ import quickstart  # noqa: E402
 
 from grmpipe.envs.play import RolloutRequest  # noqa: E402
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter  # noqa: E402
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState  # noqa: E402
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, TrainedBatch  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
 from models.types import Completion, Message, VersionSpan  # noqa: E402
 from scheduler.events import NoEvents  # noqa: E402
@@ -85,9 +85,9 @@ class RecordingParts:
     async def while_waiting(self) -> bool:
         return False
 
-    async def step(self, batch) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    async def step(self, batch) -> TrainedBatch:  # type: ignore[no-untyped-def]
         await self.lasting("step", 0.001)
-        return {}
+        return TrainedBatch()
 
     async def discard(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The commands and files that README and docs name exist."""
+"""Python, links, tasks and tests that README and docs name: the Python runs, the others exist."""
 
 from __future__ import annotations
 
@@ -14,33 +14,9 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.cross_checks import TASKS
-from grmpipe.config.io.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Sweeps; a directory that a plan writes; a project that task=new writes.
-COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor", "task=new", "+experiment=mine", "+experiment=game")
-
-
-def commands() -> list[str]:
-    """Every `python launch.py ...` and `grmpipe ...` of the pages, except those with placeholders."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"(?:^|`)((?:python launch\.py|grmpipe(?= [+\w.@]+=)) [^`\n]*)", text, re.MULTILINE):
-            words = line.split("#")[0].strip()
-            if not re.search(r"=<|experiment=X|experiment=$", words):
-                found.append(words)
-    return sorted(set(found))
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_pages_composes(command: str) -> None:
-    overrides = [word.replace("...", "anything") for word in shlex.split(command.removeprefix("python "))[1:]]
-    if not overrides or "[overrides]" in overrides or any(word in COMPOSED_ELSEWHERE for word in overrides):
-        return
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        build(compose("config", expanded(overrides)))
 
 
 def test_the_help_names_every_task_and_commands_that_compose() -> None:
@@ -51,14 +27,6 @@ def test_the_help_names_every_task_and_commands_that_compose() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for words in commands:
             compose("config", [word.split(",")[0] for word in shlex.split(words) if word != "-m"])
-
-
-def expanded(words: list[str]) -> list[str]:
-    """Expanded like a{b,c}d in a shell."""
-    for word in words:
-        if braces := re.fullmatch(r"([\w.]+)\{([\w,]+)\}(\S*)", word):
-            words = [w for w in words if w != word] + [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
-    return words
 
 
 BLOCKS = [

@@ -21,7 +21,8 @@ from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_
 from scheduler.processes.call_limits import WORK_FACTOR
 
 TASKS = (
-    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "doctor", "new",
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",
+    "new",
 )  # fmt: skip
 RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)

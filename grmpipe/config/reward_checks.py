@@ -59,7 +59,7 @@ def check_watchers(watch: Collection[str], tree: RewardTree, judges: Collection[
             )
 
 
-def check_rewards_used(tree: RewardTree, watch: Collection[str]) -> None:
+def check_rewards_used(tree: RewardTree, watch: Collection[str] = ()) -> None:
     """Raises ValueError if a further composition is named by none, and doesn't watch."""
     watching = [one for name in watch if name in tree.entries for one in tree.below(name).in_use()]
     used = {one.name for one in (*tree.in_use(), *watching)}

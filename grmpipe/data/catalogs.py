@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Protocol, cast
 
 from grmpipe.types import Labelled, Prompt
@@ -14,7 +13,7 @@ CATALOGS = {"tiny://": "grmpipe.tiny.catalog"}
 class Catalog(Protocol):
     """The module of a scheme. Each function raises ValueError for a name that it doesn't know."""
 
-    def resolve_model(self, path: str, progress: Callable[[str, float], None]) -> str: ...
+    def resolve_model(self, path: str) -> str: ...
 
     def make_prompts(self, path: str, count: int, seed: int) -> tuple[Prompt, ...]: ...
 
@@ -32,11 +31,7 @@ def is_made(path: str) -> bool:
     return path.startswith(tuple(CATALOGS))
 
 
-def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
-    """The directory of a made model; any other path is returned unchanged.
-
-    progress: called with the name of the model that is being built and the share done, 0 to 1; never called if nothing
-              needs to be built. Raises ValueError for an unknown name.
-    """
+def resolve_model(path: str) -> str:
+    """The directory of a made model; any other path is returned unchanged. Raises ValueError for an unknown name."""
     catalog = catalog_of(path)
-    return catalog.resolve_model(path, progress) if catalog is not None else path
+    return catalog.resolve_model(path) if catalog is not None else path

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
@@ -65,8 +65,22 @@ class JudgedRollout:
 GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
 
 
-def ignore_answer(answer: JudgedRollout) -> None:
+class AnswerJournal(Protocol):
+    """A record of the answers of one evaluation, each when it is there."""
+
+    def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None: ...
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+
+
+class NoJournal:
     """For callers that read the answers at the end."""
+
+    def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
+        pass
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +102,7 @@ class Evaluator:
     counting:   how many answers to a prompt are sampled, each with a seed of its own.
     greedy:     whether a greedy answer is played, too; judges_greedy: and judged.
     places:     most answers in flight; None: no limit.
-    on_answer:  gets each judged answer when it is judged.
+    journal:    gets each answer when it is there, and each verdict.
     first:      of several judges, the one whose verdicts are the GRM's: it judges every answer. None: the verdicts that
                 make the reward are, whose scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
@@ -111,7 +125,7 @@ class Evaluator:
     greedy: bool = True
     judges_greedy: bool = False
     places: asyncio.Semaphore | None = None
-    on_answer: Callable[[JudgedRollout], None] = ignore_answer
+    journal: AnswerJournal = field(default_factory=NoJournal)
     first: str | None = None
     pass_reward: float | None = None
     by_model: bool = True
@@ -200,17 +214,19 @@ class Evaluator:
             if rollout is None:
                 self.done.judged += 1
                 return None
+            right = self._right(prompt, rollout)
+            self.journal.rollout(prompt, rollout, sample, right)
             report = await judge_alone(self.judge, prompt, rollout)
             answer = JudgedRollout(
                 prompt=prompt,
                 rollout=rollout,
                 report=report,
-                right=self._right(prompt, rollout),
+                right=right,
                 sample=sample,
                 rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
             )
         self.done.judged += 1
-        self.on_answer(answer)
+        self.journal.judged(rollout, report)
         return answer
 
     async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
@@ -218,7 +234,11 @@ class Evaluator:
             answer = await self._judged(group_id, prompt, None)
             return None if answer is None else (answer.right, answer)
         rollout = await self._played(group_id, prompt, self.play_greedy)
-        return None if rollout is None else (self._right(prompt, rollout), None)
+        if rollout is None:
+            return None
+        right = self._right(prompt, rollout)
+        self.journal.rollout(prompt, rollout, None, right)
+        return right, None
 
     def _right(self, prompt: Prompt, rollout: Rollout) -> float | None:
         """How right an answer is; None without a reference that the rule can use."""

@@ -1,4 +1,4 @@
-"""The output of a policy's evaluation: tables, policy_evaluation.json, lines of eval_rollouts.jsonl."""
+"""The output of a policy's evaluation: tables and policy_evaluation.json."""
 
 from __future__ import annotations
 
@@ -10,34 +10,16 @@ from pathlib import Path
 from rich.table import Table
 
 from grmpipe.evaluation.evaluation_files import causes, percent, show_figures, table
-from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, PolicyFigures, Scoring
 from grmpipe.observe.plain_json import plain
-from grmpipe.observe.records import Record, encode, encode_report, encode_rollout
 
-RESULTS, ANSWERS = "policy_evaluation.json", "eval_rollouts.jsonl"
+RESULTS = "policy_evaluation.json"
 BY_RULE = "true_"  # begins the figures by the rule, beside a judge
 
 
 def write_policies(run_dir: Path, policies: Mapping[str, PolicyEvaluation]) -> None:
     (run_dir / RESULTS).write_text(json.dumps(plain(policies), indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def record_of(prompts: str, answer: JudgedRollout) -> Record:
-    """A line: the answer as in rollouts.jsonl, its verdict and judgements as in judgements.jsonl. sample: null for the
-    greedy one.
-    """
-    return {
-        "prompts": prompts,
-        "sample": answer.sample,
-        "answer": answer.rollout.answer,
-        "reward": answer.reward,
-        "right": answer.right,
-        **encode_rollout(answer.rollout),
-        "prompt": encode(answer.prompt),
-        **encode_report(answer.report),
-    }
 
 
 def show_policies(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int, run_dir: Path) -> None:

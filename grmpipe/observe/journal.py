@@ -55,6 +55,10 @@ class Journal:
         """Append a line; the operating system has it when the call returns. Raises OSError."""
         self._file.append(encode_line(record, self._run_id, checked=self._checked))
 
+    def extend(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Append lines by one write: if one can't be written whole, none is. Raises OSError."""
+        self._file.append(b"".join(encode_line(record, self._run_id, checked=self._checked) for record in records))
+
     def mark(self) -> Mark:
         """The mark after the last line. Raises OSError."""
         offset, tail = self._file.tail(TAIL_BYTES)

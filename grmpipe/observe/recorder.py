@@ -1,8 +1,8 @@
-"""The journals of a run: every rollout, every judgement, the end of each group. Decides nothing."""
+"""The journals of a run: every rollout, every judgement, the end of each group, what was trained. Decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from grmpipe.observe.records import (
     encode_report,
     encode_rollout,
 )
-from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout
 
-ROLLOUTS, JUDGEMENTS, GROUPS = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl"
+ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl", "trained.jsonl"
 
 
 class Recorder:
@@ -33,6 +33,7 @@ class Recorder:
         self._rollouts = Journal(run_dir / ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / JUDGEMENTS, run_id=run_id)
         self._groups = Journal(run_dir / GROUPS, run_id=run_id)
+        self._trained = Journal(run_dir / TRAINED, run_id=run_id)
         self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # journal -> group_id -> mark
         self._guard = Guard()
         self.failures = self._guard.failures
@@ -40,7 +41,7 @@ class Recorder:
     def marks(self) -> dict[str, Mark]:
         """Journal -> the mark before which all groups have ended. A journal that can't be read has none."""
         found: dict[str, Mark] = {}
-        for journal in (self._rollouts, self._judgements, self._groups):
+        for journal in self._journals:
             with self._guard.watch(journal.path.name):
                 begins = self._begins.get(journal.path.name, {})
                 found[journal.path.name] = (
@@ -79,8 +80,16 @@ class Recorder:
         for begins in self._begins.values():
             begins.pop(end.group_id, None)
         with self._guard.watch(self._groups.path.name):
-            known = {**asdict(end), "early": end.early or None}
-            self._groups.append({key: value for key, value in known.items() if value is not None})
+            self._groups.append(without_unknown({**asdict(end), "early": end.early or None}))
+
+    def trained(self, rollouts: Sequence[TrainedRollout]) -> None:
+        """Write what a step trained, all lines or none. They hold only known fields: see TrainedRollout."""
+        with self._guard.watch(self._trained.path.name):
+            self._trained.extend([without_unknown(asdict(rollout)) for rollout in rollouts])
+
+    @property
+    def _journals(self) -> tuple[Journal, ...]:
+        return self._rollouts, self._judgements, self._groups, self._trained
 
     def _note_begin(self, journal: Journal, group_id: str) -> None:
         begins = self._begins[journal.path.name]
@@ -88,7 +97,7 @@ class Recorder:
             begins[group_id] = journal.mark()
 
     def close(self) -> None:
-        for journal in (self._rollouts, self._judgements, self._groups):
+        for journal in self._journals:
             with self._guard.watch(journal.path.name):
                 journal.close()
 
@@ -119,6 +128,15 @@ def load_verdicts(
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:
     """The ends of groups in their order. After a resume, ends after the checkpoint are void: the later line counts."""
     return read_records(path, lambda record: GroupEnd(**record), run_id=run_id, since=since)
+
+
+def load_trained(path: Path, *, run_id: str = "") -> Iterator[TrainedRollout]:
+    """The trained rollouts, step by step."""
+    return read_records(path, lambda record: TrainedRollout(**record), run_id=run_id)
+
+
+def without_unknown(record: Record) -> Record:
+    return {key: value for key, value in record.items() if value is not None}
 
 
 def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:

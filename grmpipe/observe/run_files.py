@@ -22,11 +22,16 @@ import msgspec
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.changes import changes_of
 from grmpipe.observe.charts import Point
+from grmpipe.observe.eval_recorder import (
+    EVAL_JUDGEMENTS,
+    EVAL_ROLLOUTS,
+    decode_eval_judgement,
+    decode_eval_rollout,
+)
 from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.recorder import decode_judged, decode_recorded
-from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
@@ -322,19 +327,22 @@ def shown_of(run_dir: Path) -> list[ShownRollout]:
 
 def answers_of(run_dir: Path) -> list[ShownRollout]:
     """A few answers of an evaluated policy: the ends of the scale, and a failure."""
-    early, late = ends_of(run_dir / "eval_rollouts.jsonl", decode_answer)
-    some = [*early, *late]
+    reports = {
+        (line.group_id, line.sibling): line.report
+        for lines in ends_of(run_dir / EVAL_JUDGEMENTS, decode_eval_judgement)
+        for line in lines
+    }
+    some = [
+        ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
+        for lines in ends_of(run_dir / EVAL_ROLLOUTS, decode_eval_rollout)
+        for line in lines
+        if (report := reports.get((line.rollout.group_id, line.rollout.sibling))) is not None
+    ]
     judged = [one for one in some if one.score is not None]
     return each_once(
         ("scored highest", max(judged, key=by_score, default=None)),
         ("scored lowest", min(judged, key=by_score, default=None)),
         ("judging failed", next((one for one in some if one.score is None), None)),
-    )
-
-
-def decode_answer(record: Record) -> ShownRollout:
-    return ShownRollout(
-        prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record), report=decode_report(record)
     )
 
 

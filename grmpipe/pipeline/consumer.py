@@ -10,10 +10,10 @@ from typing import TypeVar
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.group import OPEN
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
 from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import pending
-from grmpipe.types import JudgedGroup, Metrics
+from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
 from scheduler.stage import BusyMeter
 from scheduler.weights.weight_sync import SyncReport
@@ -58,12 +58,12 @@ class TimedLearner:
             self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
         return done
 
-    async def step(self) -> Metrics:
+    async def step(self) -> TrainedBatch:
         began = self._now()
         with self._stalls.learning(self._makes_room):
-            metrics = await self._parts.trainer.step(self._buffer.batch)
+            trained = await self._parts.trainer.step(self._buffer.batch)
         self._parts.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
-        return metrics
+        return trained
 
     async def push(self) -> SyncReport:
         began, version = self._now(), self._buffer.version + 1
@@ -122,14 +122,22 @@ class Consumer:
     async def _step(self) -> StepReport:
         began, played_s = self._now(), self._playing.busy_s
         await self._fill()
-        metrics = await self._learner.step()
+        trained = await self._learner.step()
         await self._settle()
         sync = await self._learner.push()
+        times = {(group.group_id, n): of_one for group in self._buffer.taken for n, of_one in group.times.items()}
         groups = self._buffer.stepped()
         stalls = self._stalls.close_step(self._now() - began)
         idle_s = max(0.0, stalls.steps_s - (self._playing.busy_s - played_s))
         return StepReport(
-            step=self.version, groups=groups, learner=metrics, sync=sync, stalls=stalls, policy_idle_s=idle_s
+            step=self.version,
+            groups=groups,
+            learner=trained.metrics,
+            sync=sync,
+            stalls=stalls,
+            policy_idle_s=idle_s,
+            advantages=trained.advantages,
+            times=times,
         )
 
     async def _fill(self) -> None:

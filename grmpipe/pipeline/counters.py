@@ -12,10 +12,9 @@ from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
-from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.position_bias import correlation
 from grmpipe.pipeline.env_counts import EnvCounts
-from grmpipe.pipeline.interfaces import StepReport, UncountedWork
+from grmpipe.pipeline.interfaces import RolloutKey, StepReport, UncountedWork
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
@@ -188,13 +187,17 @@ class FlowCounters:
 
 
 def step_metrics(
-    report: StepReport, counts: Counters, ledger: Ledger, is_right: Rule, algorithm: AlgorithmConfig
+    report: StepReport,
+    counts: Counters,
+    ledger: Ledger,
+    right: Mapping[RolloutKey, float],
+    algorithm: AlgorithmConfig,
 ) -> Metrics:
-    """All metrics of one step."""
+    """All metrics of one step. right: by the rule, of its rollouts."""
     return {
         **flow_metrics(counts, report.stalls.steps_s),
         **batch_metrics(report.groups, report.step - 1, algorithm),
-        **truth_metrics(report.groups, is_right),
+        **truth_metrics(right),
         **with_pace(report.learner, report.learner_busy_s),
         "time/step_s": report.stalls.steps_s,
         "time/train_s": report.learner_busy_s,
@@ -211,21 +214,9 @@ def step_metrics(
     }
 
 
-def truth_metrics(groups: Sequence[JudgedGroup], is_right: Rule) -> Metrics:
-    """How right a batch is by the rule, on average: reported, never trained on. Empty if there are no references."""
-    right = [verdict for group in groups for verdict in ruled(group, is_right)]
-    return {"train/true_accuracy": statistics.fmean(right)} if right else {}
-
-
-def ruled(group: JudgedGroup, is_right: Rule) -> list[float]:
-    """How right each sibling is by the rule. Empty without a reference, or with a rubric as one."""
-    reference = group.prompt.reference
-    if reference is None:
-        return []
-    try:
-        return [is_right(rollout.answer, reference) for rollout in group.rollouts]
-    except ValueError:
-        return []
+def truth_metrics(right: Mapping[RolloutKey, float]) -> Metrics:
+    """How right a batch is by the rule, on average. Empty if there are no references."""
+    return {"train/true_accuracy": statistics.fmean(right.values())} if right else {}
 
 
 def flow_metrics(counts: Counters, seconds: float) -> Metrics:

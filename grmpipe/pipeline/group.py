@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
+from grmpipe.pipeline.interfaces import RolloutTimes
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeSession, Prompt, Rollout, Verdict
 
 
@@ -60,6 +61,7 @@ class Group:
                 during pushes and pauses.
     cause, detail: why the group was dropped.
     early:      the learner trained on it before the next group was ready (early start).
+    times:      sibling -> when it was played and judged, of those that this process played.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Group:
         self.cause = ""
         self.detail = ""
         self.early = False
+        self.times: dict[int, RolloutTimes] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._verdicts: dict[int, Verdict | Failed] = {}
 

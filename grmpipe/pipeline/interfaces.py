@@ -20,6 +20,19 @@ from scheduler.weights.weight_sync import SyncReport
 KILLED_ENGINES = "rollout_killed_engines"  # the cause of dropping such a group
 
 
+RolloutKey = tuple[str, int]  # group_id, sibling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBatch:
+    """What the learner reports of a batch. advantages: of each rollout that has some, the mean over its trained
+    tokens.
+    """
+
+    metrics: Metrics = field(default_factory=dict)
+    advantages: Mapping[RolloutKey, float] = field(default_factory=dict)
+
+
 class Prompts(Protocol):
     def at(self, prompt_index: int) -> Prompt:
         """The prompt at an index. Raises EndOfData at the end of the data set."""
@@ -39,7 +52,7 @@ class Trainer(Protocol):
         """
         ...
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         """End the batch. `batch`: the groups taken since the last step, in that order."""
         ...
 
@@ -189,6 +202,15 @@ class PipelineState:
     num_resampled: int = 0  # zero-advantage groups dropped since the last step
 
 
+@dataclass(slots=True, kw_only=True)
+class RolloutTimes:
+    """When a rollout began and ended, and when its verdict came (None: not yet), on the event loop's clock."""
+
+    began_s: float
+    ended_s: float
+    judged_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """A report of one optimizer step. `step` is the version it made; times are in seconds."""
@@ -199,6 +221,8 @@ class StepReport:
     sync: SyncReport
     stalls: StallTimes  # with the duration of the step
     policy_idle_s: float  # time without a rollout in flight: admission was closed, the learner was behind
+    advantages: Mapping[RolloutKey, float] = field(default_factory=dict)  # as in TrainedBatch
+    times: Mapping[RolloutKey, RolloutTimes] = field(default_factory=dict)  # of the rollouts that this process played
 
     @property
     def learner_busy_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.flow_health import FlowHealth
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup, RolloutTimes
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 from models.seeds import derive_seed, first_name
@@ -71,6 +72,7 @@ class Producer:
         self._config = config
         self._buffer = buffer
         self._clock = clock
+        self._now = asyncio.get_running_loop().time
         self._counters = counters
         self._num_judging = 0  # judge tasks in progress
         self._skipped: set[str] = set()  # prompt_ids that were reported as too long
@@ -150,6 +152,7 @@ class Producer:
         )
         try:
             async with self._slots[group.group_id].taken():
+                began_s = self._now()
                 rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
@@ -162,6 +165,7 @@ class Producer:
             return
         self._health.episode_ended(rollout)
         if self._buffer.add_rollout(group, rollout):
+            group.times[sibling] = RolloutTimes(began_s=began_s, ended_s=self._now())
             self._counters.step.rollout(rollout)
             session = group.session
             assert session is not None, "it is opened before the siblings are sent to play"
@@ -193,6 +197,8 @@ class Producer:
         for sibling, found in reports.items():
             report = with_version(only_finite(found), self.judge_version)
             if self._buffer.add_report(group, sibling, report):
+                if (times := group.times.get(sibling)) is not None:
+                    times.judged_s = self._now()
                 self._counters.step.report(report)
                 if not group.is_open:
                     self._ended(group)

@@ -17,6 +17,7 @@ from grmpipe.config.keys.redact import redact
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
@@ -42,12 +43,14 @@ FILES = {
     "watched.jsonl": "the verdicts of judges that only watch",
     "comparison.json": "the new verdicts next to the run's own, step by step",
     "figures.txt": "the tables of an evaluation",
-    "eval_rollouts.jsonl": "every answer of an evaluated policy, with its verdict",
+    "eval_rollouts.jsonl": "every answer to held-out prompts",
+    "eval_judgements.jsonl": "every judgement of them, with its critique",
     "judged.jsonl": "every item with its scores and critiques",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
     "groups.jsonl": "how each group ended",
+    "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
     "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
     JUDGE_REQUESTS: "every request to a model that judges, with its tokens",
     "canaries.jsonl": "fixed responses that show whether the judge drifts",
@@ -97,6 +100,7 @@ class Observers:
     trackers: AllTrackers
     metrics: JsonlSink
     recorder: Recorder
+    evaluations: EvalRecorder
     requests: RequestJournal
     timeline: Timeline
     console: ConsoleSink | None
@@ -120,6 +124,7 @@ class Observers:
             trackers=trackers,
             metrics=metrics,
             recorder=Recorder(run_dir, run_id_of(run_dir)),
+            evaluations=EvalRecorder(run_dir, run_id_of(run_dir)),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
@@ -145,7 +150,7 @@ class Observers:
     def journal_failures(self) -> dict[str, int]:
         """File -> lines that this process could not write. A resume or a replay lacks them."""
         metrics = {name: count for name, count in self.trackers.failures.items() if name == METRICS}
-        return {**self.recorder.failures, **self.requests.failures, **metrics}
+        return {**self.recorder.failures, **self.evaluations.failures, **self.requests.failures, **metrics}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
         """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, the
@@ -176,5 +181,6 @@ class Observers:
     def close(self) -> None:
         self.trackers.close()
         self.recorder.close()
+        self.evaluations.close()
         self.requests.close()
         self.timeline.close()

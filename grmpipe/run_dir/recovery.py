@@ -5,17 +5,22 @@ counts of the checkpoint lack.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
-from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
+from grmpipe.observe.journal import Mark, mark_holds, read_records, read_what_can_be, replace_journal
+from grmpipe.observe.jsonl_sink import is_up_to
 from grmpipe.observe.recorder import (
     GROUPS,
     JUDGEMENTS,
     ROLLOUTS,
+    TRAINED,
     RecordedRollout,
     decode_judged,
     decode_recorded,
@@ -27,8 +32,13 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt
 from models.seeds import repeated_as
 
-# Of a run without a checkpoint: nothing in the journals is counted.
-BEGINNING = RunState(counted_marks={ROLLOUTS: Mark(), JUDGEMENTS: Mark()})
+log = logging.getLogger(__name__)
+
+# Of a run without a checkpoint: nothing in the journals is counted, no step stands.
+BEGINNING = RunState(
+    counted_marks={ROLLOUTS: Mark(), JUDGEMENTS: Mark()},
+    journal_marks={TRAINED: Mark(), EVAL_ROLLOUTS: Mark(), EVAL_JUDGEMENTS: Mark()},
+)
 
 T = TypeVar("T")
 Counted = tuple[T, bool]  # a line of a journal, and whether the checkpoint has counted it
@@ -124,6 +134,26 @@ def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = 
         if end.prompt_index < pipeline_state.next_prompt_index and end.prompt_index not in pipeline_state.in_flight
     ]
     replace_journal(path, past, run_id=run_id)
+
+
+def void_steps_after(run_dir: Path, version: int, marks: Mapping[str, Mark], run_id: str = "") -> None:
+    """Remove what the steps and evaluations after a checkpoint wrote of themselves: they are made again.
+
+    marks: the ends of the files at the checkpoint. Without one that holds, lines of later steps than its version are
+    removed. A disk that refuses fails no resume.
+    """
+    for name in (TRAINED, EVAL_ROLLOUTS, EVAL_JUDGEMENTS):
+        path, mark = run_dir / name, marks.get(name)
+        if not path.exists():
+            continue
+        try:
+            if mark is not None and mark_holds(path, mark):
+                os.truncate(path, mark.offset)
+            else:
+                kept = (record for record in read_what_can_be(path) if is_up_to(record.get("step"), version))
+                replace_journal(path, kept, run_id=run_id)
+        except OSError as error:
+            log.warning("%s keeps lines from after the checkpoint: it can't be rewritten (%s)", path, error)
 
 
 def _drawn(prompts: Prompts, prompt_index: int) -> Prompt | None:

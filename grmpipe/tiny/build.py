@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +33,14 @@ class Encoded:
     imitated: tuple[bool, ...]
 
 
-def build(recipe: Recipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
-    """Train `recipe` from the weights in `parent` (None: random ones); write a Hugging Face directory in bf16.
-
-    progress: called with the share done, 0 to 1.
-    """
-    transformers_logging.disable_progress_bar()  # the caller draws its own
+def build(recipe: Recipe, parent: Path | None, directory: Path) -> None:
+    """Train `recipe` from the weights in `parent` (None: random ones); write a Hugging Face directory in bf16."""
+    transformers_logging.disable_progress_bar()
     with one_thread():
         tokenizer = build_tokenizer()
         torch.manual_seed(recipe.seed)
         model = load(parent) if parent else create(recipe.shape, tokenizer)
-        train(model, tokenizer, recipe, progress)
+        train(model, tokenizer, recipe)
     model.bfloat16().save_pretrained(directory)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
 
@@ -81,19 +78,14 @@ def create(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM
     return Qwen3ForCausalLM(config)
 
 
-def train(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-    progress: Callable[[float], None],
-) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     """Imitation: cross-entropy on response tokens, each example seen once."""
     examples = draw_curriculum(recipe.lessons, recipe.num_steps * recipe.batch_size, recipe.seed)
     encoded = [encode(tokenizer, example) for example in examples]
     optimizers = make_optimizers(model, recipe.lr)
     schedules = [LambdaLR(optimizer, lambda step: lr_share(step, recipe)) for optimizer in optimizers]
     model.train()
-    for done, batch in enumerate(batches(encoded, recipe.batch_size, random.Random(recipe.seed)), start=1):
+    for batch in batches(encoded, recipe.batch_size, random.Random(recipe.seed)):
         response_loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         for optimizer in optimizers:
@@ -101,7 +93,6 @@ def train(
         for schedule in schedules:
             schedule.step()
         model.zero_grad()
-        progress(done / recipe.num_steps)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> Encoded:

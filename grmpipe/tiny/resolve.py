@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from grmpipe.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, Recipe
+
+log = logging.getLogger(__name__)
 
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
 CARD = "recipe.json"
 
 
-def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
-    """The directory of a tiny model; any other path is returned unchanged.
-
-    progress: called with the name of the model that is being built and the share done, 0 to 1; never called if nothing
-              needs to be built. Raises ValueError for an unknown tiny name.
-    """
+def resolve_model(path: str) -> str:
+    """The directory of a tiny model; any other path is returned unchanged. Raises ValueError for an unknown name."""
     if not path.startswith(SCHEME):
         return path
     name = path.removeprefix(SCHEME)
     if name not in RECIPES:
         known = ", ".join(f"{SCHEME}{known}" for known in RECIPES)
         raise ValueError(f"path: no tiny model {path!r}; known: {known}")
-    return str(directory_of(RECIPES[name], progress))
+    return str(directory_of(RECIPES[name]))
 
 
-def directory_of(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
+def directory_of(recipe: AnyRecipe) -> Path:
     """The directory of the recipe's model; builds it, with its parents, if there is none."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
             return directory
-    return build_in_cache(recipe, progress)
+    return build_in_cache(recipe)
 
 
 def cache_directory(recipe: AnyRecipe) -> Path:
@@ -52,14 +50,15 @@ def hash_on_card(directory: Path) -> str | None:
         return None
 
 
-def build_in_cache(recipe: AnyRecipe, progress: Callable[[str, float], None]) -> Path:
+def build_in_cache(recipe: AnyRecipe) -> Path:
     """Build atomically: the directory appears whole or not at all, and of two concurrent builds the first wins."""
-    parent = directory_of(recipe.parent, progress) if recipe.parent else None
+    parent = directory_of(recipe.parent) if recipe.parent else None
+    log.warning("tiny://%s is built now, which takes up to some minutes", recipe.name)
     directory = cache_directory(recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{recipe.name}.", dir=directory.parent) as unfinished:
         made = Path(unfinished) / recipe.name
-        make(recipe, parent, made, lambda done: progress(recipe.name, done))
+        make(recipe, parent, made)
         write_card(recipe, made, measured={})
         try:
             made.rename(directory)
@@ -69,19 +68,19 @@ def build_in_cache(recipe: AnyRecipe, progress: Callable[[str, float], None]) ->
     return directory
 
 
-def make(recipe: AnyRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
+def make(recipe: AnyRecipe, parent: Path | None, directory: Path) -> None:
     if isinstance(recipe, Recipe):
         from grmpipe.tiny.build import build
 
-        build(recipe, parent, directory, progress)
+        build(recipe, parent, directory)
         return
     from grmpipe.tiny.scalar_models import build_meta_rm, build_reward_model
 
     assert parent is not None
     if isinstance(recipe, MetaRmRecipe):
-        build_meta_rm(recipe, parent, directory, progress)
+        build_meta_rm(recipe, parent, directory)
     else:
-        build_reward_model(recipe, parent, directory, progress)
+        build_reward_model(recipe, parent, directory)
 
 
 def write_card(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> None:

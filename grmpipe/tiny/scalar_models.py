@@ -27,7 +27,6 @@ from models.lm.scalar_head import last_of_samples, packed_scores, start_scalar_h
 NUM_HELD_OUT_ITEMS = 512  # every second one is a scored text
 NUM_VOTES = 8
 HELD_OUT_SEED = 0
-SHARE_SAMPLING = 0.5  # of the time of a build of the meta-RM
 AFTER_ANSWER = f"{TURN_END}\n"
 NUM_BATCHES_PER_SORT = 16  # texts of this many batches are sorted by length before they are split
 
@@ -44,20 +43,18 @@ class Read:
 Loss = Callable[[Any, Sequence[Read]], Tensor]
 
 
-def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path, progress: Callable[[float], None]) -> None:
+def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path) -> None:
     """Sample the judge, train a head on its trunk to predict which judgements are right; write a Hugging Face directory
     in bf16.
     """
     with one_thread():
         judgements = ask(judge, "train", recipe.num_items, recipe.num_judgements, recipe.seed)
-        progress(SHARE_SAMPLING)
         model = start_scalar_head(str(judge))
-        batches = batches_of_items(judgements, recipe)
-        train(model, batches, packed_loss, recipe, lambda done: progress(SHARE_SAMPLING + (1 - SHARE_SAMPLING) * done))
+        train(model, batches_of_items(judgements, recipe), packed_loss, recipe)
     write(model, judge, directory)
 
 
-def build_reward_model(recipe: ScalarRecipe, parent: Path, directory: Path, progress: Callable[[float], None]) -> None:
+def build_reward_model(recipe: ScalarRecipe, parent: Path, directory: Path) -> None:
     """Train a head on the parent's trunk to say whether an answer is right; write a Hugging Face directory of a
     sequence classifier with one label, in bf16.
     """
@@ -67,17 +64,11 @@ def build_reward_model(recipe: ScalarRecipe, parent: Path, directory: Path, prog
         torch.manual_seed(recipe.seed)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(parent)
         model = Qwen3ForSequenceClassification.from_pretrained(parent, num_labels=1, dtype=torch.float32)
-        train(model, batches_of_answers(tokenizer, recipe), padded_loss, recipe, progress)
+        train(model, batches_of_answers(tokenizer, recipe), padded_loss, recipe)
     write(model, parent, directory)
 
 
-def train(
-    model: PreTrainedModel,
-    batches: Iterable[Sequence[Read]],
-    loss: Loss,
-    recipe: ScalarRecipe,
-    progress: Callable[[float], None],
-) -> None:
+def train(model: PreTrainedModel, batches: Iterable[Sequence[Read]], loss: Loss, recipe: ScalarRecipe) -> None:
     """Train by binary cross-entropy, so that the score is the log-odds that the text is right."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step, batch in enumerate(batches):
@@ -87,7 +78,6 @@ def train(
             group["lr"] = recipe.lr * lr_share(step, recipe)
         optimizer.step()
         optimizer.zero_grad()
-        progress((step + 1) / recipe.num_steps)
 
 
 def write(model: PreTrainedModel, parent: Path, directory: Path) -> None:

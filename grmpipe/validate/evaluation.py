@@ -31,7 +31,7 @@ from grmpipe.validate.engines import (
 )
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import Progress, find_meta_rm, find_model, find_scalar_models
+from grmpipe.validate.models import find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
 from models.lm.footprint import heads_of
@@ -95,7 +95,7 @@ class PreparedEvaluation:
         return said
 
 
-def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
+def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     """Find data and models, and check that the judge, or the policy, can be measured. Raises ConfigError."""
     config = without_adapters(config)
     what = config.evaluate.what
@@ -108,7 +108,6 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     prepared = find_judges(
         config,
         [*prompts, *(item.prompt for item in items)],
-        progress,
         weighted=what != "policy" and bool(judging_here(config)) and config.meta_rm.path is not None,
     )
     if config.plays:
@@ -123,9 +122,7 @@ def judging_here(config: RunConfig) -> tuple[str, ...]:
     return ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
 
 
-def find_judges(
-    config: RunConfig, prompts: Sequence[Prompt], progress: Progress, *, weighted: bool = False
-) -> Prepared:
+def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False) -> Prepared:
     """Find the models that judge, and assign their slots. Nothing learns.
 
     weighted: whether a meta-RM is needed even if no vote uses it.
@@ -135,17 +132,17 @@ def find_judges(
     placement, roles = seated(config, here, weighted)
     check_machine(config, placement)
     check_installed(roles, config)
-    grms = tuple(find_model(roles.served[role], config, progress) for role in here)
+    grms = tuple(find_model(roles.served[role], config) for role in here)
     known = {grm.name: grm for grm in grms}
     for asking in config.judging.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], known.get(asking.model))
     with section("meta_rm."):
-        meta_rm = find_meta_rm(config, grms, progress) if weighted else None
+        meta_rm = find_meta_rm(config, grms) if weighted else None
     return Prepared(
         config=config,
-        policy=known.get(POLICY) or find_model(roles.served[POLICY], config, progress, weights=config.plays),
+        policy=known.get(POLICY) or find_model(roles.served[POLICY], config, weights=config.plays),
         grms=grms,
-        scalars=find_scalar_models(config, progress),
+        scalars=find_scalar_models(config),
         meta_rm=meta_rm,
         prompts=PromptStream(prompts),
         held_out=(),

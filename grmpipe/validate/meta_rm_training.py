@@ -16,7 +16,7 @@ from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
 from grmpipe.validate.engines import check_installed
 from grmpipe.validate.learners import check_experts, check_parallel, check_shares_no_samples
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import Progress, find_model, shared_context_limit
+from grmpipe.validate.models import find_model, shared_context_limit
 from grmpipe.validate.sections import section
 from models.hub import find_files
 from models.lm.packed_check import check_packable
@@ -24,7 +24,7 @@ from models.lm.scalar_head import outline_scalar_head
 from scheduler.placement import Placement, place
 
 
-def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraining:
+def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
     """Prepare a training of a meta-RM. Every refusal is a ConfigError that names the key and what to type."""
     check_task(config)
     judge = config.main_judge
@@ -36,9 +36,9 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraini
     judging_tasks = {} if stored else read_judging_tasks(config)
     roles = resolve_roles(config, sampling)
     check_installed(roles, config)
-    grm = find_model(roles.served[sampled], config, progress)
+    grm = find_model(roles.served[sampled], config)
     check_thinking_budget(judge, roles.served[sampled], grm)
-    start_path = find_start(config, grm, progress)
+    start_path = find_start(config, grm)
     check_experts(config, start_path)
     return MetaRmTraining(
         config=config,
@@ -96,13 +96,13 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     }
 
 
-def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
+def find_start(config: RunConfig, grm: Model) -> str:
     """The directory that training starts from: the GRM, or a model that reads the same tokens."""
     if config.meta_rm.start_path is None:
         directory = grm.path
     else:
         with section("meta_rm.start_"):
-            directory = find_files(resolve_model(config.meta_rm.start_path, progress), weights=True)
+            directory = find_files(resolve_model(config.meta_rm.start_path), weights=True)
     with section("meta_rm.start_"):
         check_packable(outline_scalar_head(directory), directory)
         window = shared_context_limit(directory, config, grm)

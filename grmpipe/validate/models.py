@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.grm import ModelEntry
@@ -18,17 +18,16 @@ from models.model_files import read_json
 from models.settings import ModelConfig
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-Progress = Callable[[str, float], None]  # (what, share done)
 
 
-def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weights: bool = True) -> Model:
+def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> Model:
     """Find a role's model: make a tiny one or fetch it from the hub if necessary. Checks its chat template.
 
     Raises ModelNotHere for a hub name that can't be fetched now; any other mistake is a ConfigError.
     """
     name, options = role.name, role.model
     with section(f"{role.key}."):
-        directory = find_files(resolve_model(options.path, progress), weights=weights)
+        directory = find_files(resolve_model(options.path), weights=weights)
         check_generates(directory, options.path)
         renderer = Renderer.load(
             directory,
@@ -72,16 +71,16 @@ class FoundScalarModel:
     engine: AnyEngine
 
 
-def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScalarModel, ...]:
+def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
     """Find the reward models that scalar judges ask. Raises ConfigError, which begins with the model's section."""
     found = []
     for role in config.asked.scalar_roles:
         options, engine = config.models[role], resolve_engine(role, config)
         with section(f"{options.key}."):
             if engine.endpoint is None:
-                model = find_scalar_model(role, config, progress)
+                model = find_scalar_model(role, config)
             else:
-                model = find_remote_scalar_model(options, engine, progress)
+                model = find_remote_scalar_model(options, engine)
         if engine.endpoint is None:
             check_vocabulary(options.key, options, model.renderer)
         else:
@@ -91,13 +90,13 @@ def find_scalar_models(config: RunConfig, progress: Progress) -> tuple[FoundScal
     return tuple(found)
 
 
-def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model:
+def find_scalar_model(role: str, config: RunConfig) -> Model:
     """Find a reward model with one label that scorers load here, and check its chat template.
 
     Raises ValueError (`path: ...`, `chat_template: ...`).
     """
     options = config.models[role]
-    directory = find_files(resolve_model(options.path, progress), weights=True)
+    directory = find_files(resolve_model(options.path), weights=True)
     check_one_label(directory)
     renderer = load_renderer(directory, options)
     # The machines of a joined cluster have their own caches: they load by the hub name.
@@ -106,12 +105,12 @@ def find_scalar_model(role: str, config: RunConfig, progress: Progress) -> Model
     return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
 
 
-def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine, progress: Progress) -> Model:
+def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine) -> Model:
     """Find the tokenizer of a reward model that an endpoint serves: the run renders and sends token ids."""
     assert engine.endpoint is not None
     tokenizer = engine.endpoint.scorer_tokenizer(options)
     try:
-        directory = find_files(resolve_model(tokenizer, progress), weights=False)
+        directory = find_files(resolve_model(tokenizer), weights=False)
     except ValueError as error:
         raise ValueError(
             f"engine_options.tokenizer: no tokenizer of {tokenizer!r} is here ({error}); type "
@@ -147,12 +146,12 @@ class MetaRmModel:
     context_tokens: int
 
 
-def find_meta_rm(config: RunConfig, grms: Sequence[Model], progress: Progress) -> MetaRmModel:
+def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel:
     """Find the meta-RM of these GRMs. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer
     than one whose votes it weights.
     """
     assert config.meta_rm.path is not None
-    directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
+    directory = find_files(resolve_model(config.meta_rm.path), weights=True)
     from models.lm.packed_check import check_packable  # late: seconds, which few runs need
     from models.lm.scalar_head import outline_scalar_head, scalar_config
 
@@ -189,7 +188,7 @@ class CriticModel:
     tokenizer_path: str
 
 
-def find_critic(config: RunConfig, policy: Model, progress: Progress) -> CriticModel:
+def find_critic(config: RunConfig, policy: Model) -> CriticModel:
     """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
     a smaller window.
     """
@@ -200,7 +199,7 @@ def find_critic(config: RunConfig, policy: Model, progress: Progress) -> CriticM
     if path is None:
         check_packable(outline_scalar_head(policy.path), policy.path)
         return CriticModel(path=policy.path, tokenizer_path=policy.path)
-    directory = find_files(resolve_model(path, progress), weights=True)
+    directory = find_files(resolve_model(path), weights=True)
     check_packable(outline_scalar_head(directory), directory)
     renderer = Renderer.load(directory, config.policy.chat_template)
     if not renderer.means_the_same(policy.renderer):

@@ -37,7 +37,6 @@ from grmpipe.validate.models import (
     CriticModel,
     FoundScalarModel,
     MetaRmModel,
-    Progress,
     find_critic,
     find_meta_rm,
     find_model,
@@ -86,7 +85,7 @@ class Prepared:
         return replace(self, config=config, roles=resolve_roles(config, self.placement))
 
 
-def prepare(config: RunConfig, progress: Progress) -> Prepared:
+def prepare(config: RunConfig) -> Prepared:
     """Assign places, read data, find models, and check that they fit each other. Raises ConfigError."""
     placement, roles = seat_roles(config)
     check_machine(config, placement)
@@ -96,22 +95,22 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     data = read_data(config)
     check_objective(config)
     check_env(config)
-    policy = find_model(roles.served[POLICY], config, progress)
-    grms = tuple(find_model(roles.served[role], config, progress) for role in config.asked.local_roles)
+    policy = find_model(roles.served[POLICY], config)
+    grms = tuple(find_model(roles.served[role], config) for role in config.asked.local_roles)
     prepared = Prepared(
         config=config,
         policy=policy,
         grms=grms,
-        scalars=find_scalar_models(config, progress),
+        scalars=find_scalar_models(config),
         prompts=PromptStream(
             data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
         ),
         held_out=data.held_out,
         placement=placement,
         roles=roles,
-        meta_rm=meta_rm_model(config, grms, progress),
+        meta_rm=meta_rm_model(config, grms),
         judging_tasks={role: stored_judging_tasks(config, role, data) for role in config.trained_grms},
-        critic=critic_model(config, policy, progress),
+        critic=critic_model(config, policy),
     )
     check_models(prepared)
     check_tools(config, policy)
@@ -122,20 +121,20 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     return prepared
 
 
-def meta_rm_model(config: RunConfig, grms: Sequence[Model], progress: Progress) -> MetaRmModel | None:
+def meta_rm_model(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel | None:
     """The meta-RM, if a vote uses one: it reads the judgements of the GRMs whose votes it weights."""
     if "meta_rm" not in config.roles:
         return None
     read = {judge.model for judge in config.asked.weighted.values()}
     with section("meta_rm."):
-        return find_meta_rm(config, [grm for grm in grms if grm.name in read], progress)
+        return find_meta_rm(config, [grm for grm in grms if grm.name in read])
 
 
-def critic_model(config: RunConfig, policy: Model, progress: Progress) -> CriticModel | None:
+def critic_model(config: RunConfig, policy: Model) -> CriticModel | None:
     if "critic" not in config.roles:
         return None
     with section("critic."):
-        model = find_critic(config, policy, progress)
+        model = find_critic(config, policy)
     check_divides(config, "critic", "critic", model.path)
     return model
 

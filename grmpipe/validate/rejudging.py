@@ -14,7 +14,6 @@ from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
 from grmpipe.validate.context_limits import check_judges, check_scalar_judges, check_template
 from grmpipe.validate.data import Data, check_references, judged_by
 from grmpipe.validate.evaluation import PreparedEvaluation, find_judges, without_adapters
-from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
 
@@ -51,7 +50,7 @@ class PreparedRejudging:
         return said
 
 
-def prepare_rejudging(config: RunConfig, progress: Progress) -> PreparedRejudging:
+def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
     assert config.run_dir is not None
     source, config = Path(config.run_dir).parent.parent, without_adapters(config)
@@ -66,7 +65,7 @@ def prepare_rejudging(config: RunConfig, progress: Progress) -> PreparedRejudgin
         if judge.kind == "rule":
             with section("run_dir: "):
                 check_references(judge, str(stored.run.rollouts), judged_by(config, name, stored.prompts))
-    prepared = find_judges(config, stored.prompts, progress)
+    prepared = find_judges(config, stored.prompts)
     data = Data(train=stored.prompts, held_out=())
     check_judges(config, prepared.roles, prepared.models, data)
     check_scalar_judges(config, prepared.scalars, prepared.policy, data)

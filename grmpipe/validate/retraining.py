@@ -14,7 +14,7 @@ from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.validate.engines import check_slots
 from grmpipe.validate.learners import check_divides, check_learns, check_parallel
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.models import find_model
 from grmpipe.validate.sections import section
 from scheduler.placement import Placement, PlacementConfig, place
 
@@ -30,7 +30,7 @@ class PreparedRetraining:
     recorded: RecordedRun
 
 
-def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetraining:
+def prepare_retraining(config: RunConfig) -> PreparedRetraining:
     """Assign the learner's slots, open the recorded run, find the policy, and check that they fit each other."""
     with section(""):
         placement = place(without_time_sharing(config.placement), config.roles, config.served, config.learners)
@@ -42,7 +42,7 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
     with section("data.retrain_from: "):
         recorded = open_recorded(Path(config.data.retrain_from))
     check_sizes(config, recorded)
-    policy = find_model(roles.served["policy"], config, progress)
+    policy = find_model(roles.served["policy"], config)
     check_learns(policy, "policy")
     check_divides(config, "learner", "policy", policy.path)
     check_tokens(config, policy, recorded)

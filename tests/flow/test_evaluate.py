@@ -121,9 +121,11 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     assert sorted((line["prompt"]["prompt_id"], str(line["sample"])) for line in answers) == sorted(
         (f"mine.jsonl:{row}", sample) for row in (1, 2, 3) for sample in ("0", "1", "2", "None")
     )
-    sampled = [line["reward"] for line in answers if line["sample"] is not None]
+    rewards = {line["group_id"]: line["reward"] for line in files.lines("eval_judgements")}
+    assert len(rewards) == len(answers) and {line["prompts"] for line in answers} == {"mine"}
+    sampled = [rewards[line["group_id"]] for line in answers if line["sample"] is not None]
     assert sum(sampled) / len(sampled) == pytest.approx(mine["avg_at_3"])
-    assert all(line["reward"] == float(line["right"]) and line["answer"] for line in answers)
+    assert all(rewards[line["group_id"]] == float(line["right"]) and line["answer"] for line in answers)
     result = json.loads((files.run_dir / "policy_evaluation.json").read_text())["mine"]
     assert {name: one["num_prompts"] for name, one in result["by_source"].items()} == {"one step": 2, "two": 1}
     out = capsys.readouterr().out

@@ -31,7 +31,14 @@ from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.consumer import Interrupted
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.interfaces import (
+    FlowConfig,
+    PipelineComponents,
+    PipelineState,
+    RecoveredGroup,
+    StepReport,
+    TrainedBatch,
+)
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
@@ -42,7 +49,6 @@ from grmpipe.types import (
     JudgedGroup,
     JudgeReport,
     JudgeTask,
-    Metrics,
     Prompt,
     RewardSpan,
     Rollout,
@@ -121,12 +127,12 @@ class Trainer:
         self.waited.append(len(self.taken))
         return len(self.taken) == 1
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         assert list(batch) == self.taken
         await asyncio.sleep(self.step_s)
         self.steps.append(self.taken)
         self.taken = []
-        return {}
+        return TrainedBatch()
 
     async def discard(self) -> None:
         self.discarded += 1

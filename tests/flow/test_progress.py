@@ -53,7 +53,7 @@ def test_on_a_terminal_one_line_moves_within_steps_and_evaluations_and_is_gone_a
     for line in (
         r"starting: processes  0 s", r"starting: the judge's first verdicts  \d+ s",
         r"evaluation held-out-0  answers \d/8  verdicts \d/4.*", r"step 1/2  rollouts \d/4  verdicts \d/4.*",
-        r"step 2/2  rollouts \d/4  verdicts \d/4.* left .*",
+        r"step 2/2  rollouts \d/4  verdicts \d/4.*", r"after step 2.*",
     ):  # fmt: skip
         assert any(re.fullmatch(line, one) for one in drawn), (line, drawn)
     verdicts = [int(one[1]) for line in drawn if (one := re.match(r"step 1/2 .* verdicts (\d)/4", line))]

@@ -116,6 +116,22 @@ def check_tables(run: grmpipe.RunReader) -> None:
     assert run.evaluations.to_arrow().column("true_accuracy").null_count == 0
     assert [batch.num_rows for batch in run.rollouts.batches(3)] == [3, rollouts.num_rows - 3]
     assert run.config.train.num_steps == 1
+    trained = run.trained.to_arrow().to_pylist()
+    assert sorted(map(ids_of, trained)) == sorted(map(ids_of, rollouts.to_pylist()))
+    rewards = {ids_of(line): line["reward"] for line in judgements.to_pylist()}
+    assert {ids_of(line): line["reward"] for line in trained} == rewards
+    for known in ("step", "advantage", "right", "rollout_s", "judging_s"):
+        assert all(line[known] is not None for line in trained), known
+    answers, verdicts = run.eval_rollouts.to_arrow().to_pylist(), run.eval_judgements.to_arrow().to_pylist()
+    assert {line["prompts"] for line in answers} == {"held_out"} and {line["step"] for line in answers} == {0, 1}
+    sampled = sorted(ids_of(line) for line in answers if line["sample"] is not None)
+    assert sampled == sorted(map(ids_of, verdicts)) and len(sampled) < len(answers) == len(set(map(ids_of, answers)))
+    last = [line["right"] for line in answers if line["step"] == 1 and line["sample"] is not None]
+    assert sum(last) / len(last) == pytest.approx(run.summary["eval"]["final"]["true_accuracy"])
+
+
+def ids_of(line: dict) -> tuple[str, int]:
+    return line["group_id"], line["sibling"]
 
 
 def test_a_key_that_does_not_exist_and_a_missing_run_are_refused() -> None:
@@ -142,6 +158,6 @@ def test_the_public_names_are_few_no_subpackage_has_one_and_the_page_lists_them(
 def test_the_page_has_every_column(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     reader = grmpipe.read_run(tmp_path)
-    for name in ("groups", "rollouts", "episodes", "judgements"):
+    for name in ("groups", "rollouts", "episodes", "judgements", "trained", "eval_rollouts", "eval_judgements"):
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == getattr(reader, name).to_arrow().column_names

@@ -56,6 +56,7 @@ def check_lineage(run: Path) -> None:
     assert ledger["trained"] == 4 * STEPS
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(STEPS + 1))
     check_totals(run, summary)
+    check_answers_on_file(run)
     ends = lines(run / "groups.jsonl")
     assert max(Counter(end["prompt_index"] for end in ends).values()) == 1, "a draw ended twice"
     assert {end["prompt_index"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
@@ -68,6 +69,29 @@ def check_lineage(run: Path) -> None:
         trained_at = {end["group_id"]: end["step"] for end in ends if end["outcome"] == "trained"}
         if (step := trained_at.get(line.rollout.group_id)) is not None:
             assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
+
+
+def check_answers_on_file(run: Path) -> None:
+    """Each rollout that was trained, and each answer of the evaluations that stand, is on file once."""
+    ends = {end["group_id"]: end["step"] for end in lines(run / "groups.jsonl") if end["outcome"] == "trained"}
+    trained = lines(run / "trained.jsonl")
+    assert Counter(map(ids_of, trained)) == {(group_id, sibling): 1 for group_id in ends for sibling in range(4)}
+    assert all(line["step"] == ends[line["group_id"]] for line in trained)
+    rewards = {ids_of(line): line for line in lines(run / "judgements.jsonl")}
+    for line in trained:
+        verdict = rewards[ids_of(line)].get("verdict")
+        assert line.get("reward") == (verdict and sum(span["value"] for span in verdict["rewards"]))
+    answers, judged = lines(run / "eval_rollouts.jsonl"), lines(run / "eval_judgements.jsonl")
+    assert Counter((line["step"], line["sample"]) for line in answers) == {
+        (step, sample): 4 for step in (0, 3, STEPS) for sample in (0, None)
+    }
+    assert max(Counter(map(ids_of, answers)).values()) == 1
+    sampled = [ids_of(line) for line in answers if line["sample"] == 0]
+    assert Counter(map(ids_of, judged)) == dict.fromkeys(sampled, 1)
+
+
+def ids_of(line: dict) -> tuple[str, int]:
+    return line["group_id"], line["sibling"]
 
 
 def check_totals(run: Path, summary: dict) -> None:

@@ -32,6 +32,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
     return seen
 
 
+def without_seconds(trained: list[dict]) -> list[dict]:
+    """Lines of trained.jsonl without what a replay doesn't know, and what names the run."""
+    names = ("rollout_s", "judging_s", "run", "xxh3")
+    return [{name: value for name, value in line.items() if name not in names} for line in trained]
+
+
 def contents(micro_batches: list[MicroBatch]) -> list[list[bytes]]:
     """The bytes of every array, with its type and shape."""
     return [[repr((a.dtype, a.shape)).encode() + a.tobytes() for a in arrays(one)] for one in micro_batches]
@@ -73,6 +79,7 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert summary["max_staleness_trained"] == recorded.summary["max_staleness_trained"]
     assert list(summary["busy_s"]) == ["learner"] and summary["judging"]["asked"] == 0
     assert not (again.run_dir / "rollouts.jsonl").exists(), "nothing was sampled"
+    assert without_seconds(again.lines("trained")) == without_seconds(recorded.lines("trained"))
 
     # Stopped after a step, and continued.
     step = RetrainRun._step
@@ -89,6 +96,7 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert weights(resumed.run_dir) == weights(recorded.run_dir)
     assert [line["step"] for line in resumed.lines("groups")] == [1] * 4 + [2] * 4 + [3] * 4
     assert of_learner(resumed.steps()) == of_learner(recorded.steps())
+    assert without_seconds(resumed.lines("trained")) == without_seconds(recorded.lines("trained"))
 
     # An idle learner's passes over a part of a micro-batch come at the same places.
     monkeypatch.setattr(packer, "EARLY_SHARE", 1e-3)

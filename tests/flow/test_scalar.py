@@ -41,10 +41,6 @@ def composed(*overrides: str) -> RunConfig:
         return build(compose("config", [*QUICKSTART, *overrides]))
 
 
-def no_progress(name: str, done: float) -> None:
-    pass
-
-
 def test_a_policy_trains_on_the_scores_of_a_reward_model(small_run: Callable[..., Any]) -> None:
     files = small_run(*SCALAR)
     files.check_complete(groups=12)
@@ -105,7 +101,7 @@ def test_what_a_reward_model_cant_do_is_refused(
         overrides = (*overrides, f"+grm.engine_options.tokenizer={SHIPPED / 'reward_model'}")
     with pytest.raises(ConfigError, match=words):
         config = composed(*overrides)
-        prepare(config, no_progress)
+        prepare(config)
 
 
 def test_a_reward_model_with_two_labels_or_without_a_template_is_refused(tmp_path: Path) -> None:
@@ -118,12 +114,12 @@ def test_a_reward_model_with_two_labels_or_without_a_template_is_refused(tmp_pat
     (mute / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     for directory, words in ((two, r"^grm\.path: the head of .* has 2 outputs"), (mute, r"^grm\.chat_template: ")):
         with pytest.raises(ConfigError, match=words):
-            find_scalar_models(composed(*SCALAR, f"grm.path={directory}"), no_progress)
+            find_scalar_models(composed(*SCALAR, f"grm.path={directory}"))
 
 
 def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokenizer_here() -> None:
     tokenizer = f"+grm.engine_options.tokenizer={SHIPPED / 'reward_model'}"
-    prepared = prepare(composed(*SCALAR, *REMOTE, tokenizer, "engine.openai.max_context_tokens=100"), no_progress)
+    prepared = prepare(composed(*SCALAR, *REMOTE, tokenizer, "engine.openai.max_context_tokens=100"))
     assert "grm" not in prepared.placement.seats
     (found,) = prepared.scalars
     assert found.model.path == "org/rm" and found.model.context_tokens == 100

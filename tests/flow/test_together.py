@@ -22,12 +22,12 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
-from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Verdict
 from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
@@ -200,7 +200,7 @@ class Learner:
         assert self.on_device == "everything"
         return False
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         assert list(batch) == self._taken, "trained what it did not take"
         async with self._hold:
             assert self.on_device == "everything"
@@ -208,7 +208,7 @@ class Learner:
             assert not self.engines_awake(), "an engine is awake in the learner's phase"
             self.steps.append(self._taken)
             self._taken = []
-        return {}
+        return TrainedBatch()
 
     async def discard(self) -> None:
         raise AssertionError("the prompts never end")

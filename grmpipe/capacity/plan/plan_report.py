@@ -10,7 +10,6 @@ from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
-from grmpipe.validate.models import Progress
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
@@ -27,9 +26,9 @@ KIND_IN_WORDS = {
 }
 
 
-def plan(config: RunConfig, progress: Progress) -> str:
+def plan(config: RunConfig) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
-    survey = survey_run(config, progress)
+    survey = survey_run(config)
     config = with_shares(survey, shares_of(survey))
     survey = survey.under(config)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}

@@ -14,7 +14,7 @@ from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, context_limit_of
 from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import Progress, find_critic, find_model
+from grmpipe.validate.models import find_critic, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.sections import ModelNotHere, section
@@ -72,7 +72,7 @@ class Survey:
         return Seated(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
 
-def survey_run(config: RunConfig, progress: Progress) -> Survey:
+def survey_run(config: RunConfig) -> Survey:
     """The checks of a run; those that need its machines are skipped, the others still refuse."""
     devices = find_devices(config)
     seated, roles = seat_roles(config)
@@ -85,7 +85,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             check()
         except ConfigError as error:
             unchecked.append(f"{error}, or run on a machine that has them")
-    models, lacking = size_models(config, roles, progress)
+    models, lacking = size_models(config, roles)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
     else:
@@ -104,21 +104,21 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     )
 
 
-def size_models(config: RunConfig, roles: Roles, progress: Progress) -> tuple[dict[str, Sized], list[str]]:
+def size_models(config: RunConfig, roles: Roles) -> tuple[dict[str, Sized], list[str]]:
     """The sizes of all models, checked, and what couldn't be checked."""
     models: dict[str, Sized] = {}
     unchecked: list[str] = []
     for role in roles.seated:
-        models[role.name], lacking = size_model(role, config, progress)
+        models[role.name], lacking = size_model(role, config)
         unchecked += lacking
         check_heads(models[role.name], role, config)
         if role.learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning, role.key)
             check_experts(config, learning.path, role.learner)
     if "critic" in config.roles:
-        models["critic"] = size_critic(config, models["policy"], progress)
+        models["critic"] = size_critic(config, models["policy"])
     for scorer in scorer_dtypes(config):
-        models[scorer], lacking = size_scorer(scorer, config, progress)
+        models[scorer], lacking = size_scorer(scorer, config)
         unchecked += lacking
     return models, unchecked
 
@@ -150,11 +150,11 @@ def with_memory(placement: Placement, devices: Mapping[str, DeviceSpec | None]) 
     return replace(placement, pools=pools)
 
 
-def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+def size_model(role: ServedRole, config: RunConfig) -> tuple[Sized, list[str]]:
     """A model's sizes, and notes on what is unknown."""
     name, shape = role.name, role.model.shape
     try:
-        model = find_model(role, config, progress, weights=False)
+        model = find_model(role, config, weights=False)
     except ModelNotHere as error:
         learns = ", whether it can be trained" if role.learner is not None else ""
         lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
@@ -166,14 +166,14 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
     return Sized.of(model), []
 
 
-def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
+def size_critic(config: RunConfig, policy: Sized) -> Sized:
     """The trunk of a language model: the critic's head has one number, slightly less than estimated."""
     if config.critic.path is None:
         return replace(policy, role="critic")
     if policy.model is None:  # whether the tokenizers are the same can't be checked
         return Sized(role="critic")
     with section("critic."):
-        found = find_critic(config, policy.model, progress)
+        found = find_critic(config, policy.model)
     return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
 
 
@@ -183,14 +183,14 @@ def scorer_dtypes(config: RunConfig) -> dict[str, str]:
     return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
 
 
-def size_scorer(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
     """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
     key, path = (
         (META_RM, config.meta_rm.path) if role == META_RM else (config.models[role].key, config.models[role].path)
     )
     assert path is not None
     try:
-        directory = find_files(resolve_model(path, progress), weights=False)
+        directory = find_files(resolve_model(path), weights=False)
     except ValueError as error:
         shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None

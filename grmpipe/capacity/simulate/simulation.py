@@ -21,15 +21,14 @@ from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
-from grmpipe.validate.models import Progress
 from models.types import Message
 
 
-def run_simulation(config: RunConfig, progress: Progress) -> tuple[str, float]:
+def run_simulation(config: RunConfig) -> tuple[str, float]:
     """Simulate as placed, write simulation.json and timeline.json. Returns what to print, and the seconds of a step.
     Raises ConfigError.
     """
-    survey = survey_run(config, progress)
+    survey = survey_run(config)
     workload, costs = workload_of(survey), costs_of(survey)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")

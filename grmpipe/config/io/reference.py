@@ -46,7 +46,7 @@ HEAD = """\
 
 All {count} keys, typed as `key=value`:
 
-```
+```bash
 python launch.py +experiment=quickstart judge=pointwise train.lr=1e-4
 ```
 

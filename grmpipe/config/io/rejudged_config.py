@@ -18,19 +18,19 @@ START = ("task", "run_dir", "resume")
 REJUDGED = "rejudged"  # folder of a run's directory
 
 
-def rejudged_config(composed: DictConfig, typed: Sequence[str], removed: Sequence[str]) -> RunConfig:
+def rejudged_config(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The configuration of judging a run again. Raises ConfigError, also for a typed key that would be ignored.
 
-    typed: keys and groups of the command line; removed: those with a ~ before them.
+    typed: keys and groups of the command line.
     """
     if composed.run_dir is None:
         raise ConfigError("run_dir: task=rejudge judges the rollouts of a run again; type run_dir=<its directory>")
     run_dir = Path(composed.run_dir)
     written = config_of_run(run_dir)
-    for key in (*typed, *removed):
+    for key in typed:
         check_read(key, composed, written)
     changed = [key for key in typed if key.split(".")[0] in READ]
-    config = read_yaml_with(written, composed, [*changed, "task", "resume", "rejudge"], removed)
+    config = read_yaml_with(written, composed, [*changed, "task", "resume", "rejudge"])
     return replace(
         without_training(config),
         run_dir=str(run_dir / REJUDGED / config.rejudge.name),

@@ -22,6 +22,7 @@ from grmpipe.config.io.project import path_in_project
 from grmpipe.config.io.resolve_config import resolve_config, typed_sections
 from grmpipe.config.io.resume_rules import free_on_resume
 from grmpipe.config.io.secrets import noted, plain, texts_from_environment, without_secrets
+from grmpipe.config.keys.redact import keep_secret
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
 
@@ -39,9 +40,10 @@ def schema() -> object:
 
 def build(config: DictConfig) -> RunConfig:
     """The checked configuration. Raises ConfigError that names the key."""
+    typed = OmegaConf.to_container(config, resolve=False)
+    keep_secret(typed)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        typed = OmegaConf.to_container(config, resolve=False)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
@@ -52,6 +54,7 @@ def build(config: DictConfig) -> RunConfig:
 
 def config_of(values: Mapping[str, object]) -> RunConfig:
     """The checked configuration of plain values, as they are typed. Raises ConfigError that names the key."""
+    keep_secret(values)
     sections = from_values(RunSections, values)
     try:
         return resolve_config(sections)
@@ -112,13 +115,11 @@ def read_yaml(path: Path) -> RunConfig:
         raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
 
 
-def read_yaml_with(path: Path, composed: DictConfig, changed: Sequence[str], removed: Sequence[str]) -> RunConfig:
-    """A run's config.yaml with the values of other composed keys or whole sections, and without some. Raises
-    ConfigError that names the key.
+def read_yaml_with(path: Path, composed: DictConfig, changed: Sequence[str]) -> RunConfig:
+    """A run's config.yaml with the values of some composed keys or whole sections. Raises ConfigError that names the
+    key.
     """
     sections, values = _sections_of(path), OmegaConf.to_container(composed)
-    for key in removed:
-        sections = _without(sections, key)
     for key in changed:
         OmegaConf.update(sections, key, _at(values, key), merge=False, force_add=True)
     return build(sections)
@@ -144,14 +145,6 @@ def _at(values: object, key: str) -> object:
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values
-
-
-def _without(sections: DictConfig, key: str) -> DictConfig:
-    values = OmegaConf.to_container(sections)
-    section, _, name = key.rpartition(".")
-    if isinstance(inner := _at(values, section) if section else values, dict):
-        inner.pop(name, None)
-    return typing.cast(DictConfig, OmegaConf.create(values))
 
 
 def torn_off(path: Path) -> list[str]:

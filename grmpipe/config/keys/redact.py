@@ -1,11 +1,12 @@
-"""Finds secrets, by the name of their key or by their value, and removes them. Pure."""
+"""Finds secrets, by the name of their key or by their value, and removes them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 REDACTED = "<redacted>"
@@ -25,6 +26,8 @@ OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 NAMED_ARGUMENT = re.compile(r"(?P<name>[\w-]+(?:=|:\s*))(?P<text>[^<\s].*)", re.DOTALL)
 SEALED = re.compile(r"<sha256 [0-9a-f]{12}>")
 MIN_SECRET_CHARS = 6  # a shorter value would blank out half of a config
+TYPED_VARIABLE = re.compile(r"_env=['\"]?(\w+)")
+VARIABLES: set[str] = set()  # whose values are secret whatever they are called: keys such as api_key_env name them
 
 
 def redact(mapping: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, object]:
@@ -45,6 +48,45 @@ def mask(text: str, secrets: Sequence[str]) -> str:
     text = USERINFO.sub(REDACTED, text) if "://" in text else text
     text = NAMED.sub(_masked_if_secret, text) if "?" in text or "-" in text else text
     return BEARER.sub(REDACTED, text) if "Bearer " in text else text
+
+
+def keep_secret(values: object, key: str = "") -> None:
+    """Count the variables as secret that keys ending in `_env` name, in nested values or typed as `key=value`."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            keep_secret(value, str(name))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            keep_secret(value)
+    elif isinstance(values, str):
+        VARIABLES.update([values] if key.endswith("_env") else TYPED_VARIABLE.findall(values))
+
+
+def mask_error(error: BaseException, secrets: Sequence[str]) -> bool:
+    """Mask secrets in an error, its notes and the errors behind it, in place. One that can't be masked is behind it no
+    more. Returns whether its own text is without secrets now.
+    """
+    error.args = tuple(mask(one, secrets) if isinstance(one, str) else one for one in error.args)
+    error.__dict__.update(
+        {name: [mask(note, secrets) for note in notes] for name, notes in vars(error).items() if name == "__notes__"}
+    )
+    for name in ("__cause__", "__context__"):
+        behind, suppressed = getattr(error, name), error.__suppress_context__
+        if behind is not None and not mask_error(behind, secrets):
+            setattr(error, name, None)
+            error.__suppress_context__ = suppressed  # setting a cause changes it
+    return mask(str(error), secrets) == str(error)
+
+
+@contextmanager
+def masked_errors() -> Iterator[None]:
+    """Context: an error that leaves it shows no secret, neither in its text nor in the errors behind it."""
+    try:
+        yield
+    except BaseException as error:
+        if mask_error(error, secrets := environment_secrets()):
+            raise
+        raise RuntimeError(mask(f"{type(error).__name__}: {error}", secrets)) from None
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
@@ -76,8 +118,11 @@ def seal(text: str) -> str:
 
 
 def environment_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Values of environment variables with secret-looking names, longest first, because one may be part of another."""
-    named = {name: value for name, value in environ.items() if looks_secret(name) and name not in NO_SECRETS}
+    """Values of environment variables with secret-looking names, and of those that keys name (`keep_secret`); longest
+    first, because one may be part of another.
+    """
+    names = {name for name in environ if looks_secret(name) and name not in NO_SECRETS} | (VARIABLES & environ.keys())
+    named = {name: environ[name] for name in names}
     values = {value for value in named.values() if len(value) >= MIN_SECRET_CHARS}
     return tuple(sorted(values, key=len, reverse=True))
 

@@ -117,6 +117,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
         make_evaluator(prepared, running, observers.progress),
         RewardHackingDetector(),
         observers.trackers,
+        observers.evaluations,
         run_dir / ANCHORS,
         anchors=monitored.anchors,
         every=monitored.anchor_every,

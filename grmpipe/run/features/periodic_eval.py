@@ -13,6 +13,7 @@ from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRoll
 from grmpipe.judge.composition.composed_judge import members_of
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.observe.all_trackers import AllTrackers
+from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import read_records, replace_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import sample_row
@@ -20,6 +21,7 @@ from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics, Prompt, Rollout
+from grmpipe.validate.evaluation import HELD_OUT
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class PeriodicEval(RunFeature):
         evaluator: Evaluator,
         alarm: RewardHackingDetector,
         trackers: AllTrackers,
+        answers: EvalRecorder,
         start: Path,
         *,
         anchors: int,
@@ -53,6 +56,7 @@ class PeriodicEval(RunFeature):
         self._evaluator = evaluator
         self._alarm = alarm
         self._trackers = trackers
+        self._answers = answers
         self._start = start
         self._anchors = anchors
         self._every = every
@@ -126,6 +130,7 @@ class PeriodicEval(RunFeature):
     async def _evaluate(self, step: int, limit: int | None) -> Metrics:
         if not self._evaluator.prompts or self.interrupted:
             return {}
+        self._evaluator.journal = self._answers.of_evaluation(HELD_OUT, step)
         self._evaluating = asyncio.create_task(self._evaluator.evaluate(f"held-out-{step}", limit))
         try:
             await asyncio.wait([self._evaluating])
@@ -134,6 +139,7 @@ class PeriodicEval(RunFeature):
         if self.interrupted:
             return {}
         evaluated = self._evaluating.result()
+        self._answers.evaluation_ended()
         firsts = [one for one in evaluated.rollouts if one.sample == 0]
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))

@@ -12,7 +12,7 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.session import Run, Session
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
-from grmpipe.run.tasks.evaluate_policy import AnswerLog, evaluate_policy
+from grmpipe.run.tasks.evaluate_policy import evaluate_policy
 from grmpipe.run.tasks.stats import env_summary, judging
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
@@ -55,8 +55,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:
-            answers = AnswerLog(self._run_dir, self._counters)
-            await evaluate_policy(ready, running, answers, self._policies, self._rows, self._observers)
+            await evaluate_policy(ready, running, self._session, self._counters, self._policies, self._rows)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}

@@ -3,73 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from grmpipe.config.task_settings import NUM_SAMPLES
-from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout
+from grmpipe.evaluation.held_out import AnswerJournal, Evaluator, HeldOutEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
-from grmpipe.evaluation.policy_files import ANSWERS, record_of, show_policies, write_policies
+from grmpipe.evaluation.policy_files import show_policies, write_policies
 from grmpipe.judge.composition.composed_judge import without_bounds
-from grmpipe.observe.guard import Guard
-from grmpipe.observe.journal import Journal
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import evaluator_on, pass_reward_of, sampling_of
 from grmpipe.run.build.start_serving import Serving
-from grmpipe.run.observers import Observers
+from grmpipe.run.session import Session
 from grmpipe.trackers.tracker import SampleRow
+from grmpipe.types import JudgeReport, Prompt, Rollout
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 
 
-class AnswerLog:
-    """Writes each answer to eval_rollouts.jsonl as it comes, and counts it. An error of the file fails nothing."""
+@dataclass(frozen=True, slots=True)
+class CountedAnswers:
+    """Counts the verdicts of an evaluation, and records its answers."""
 
-    def __init__(self, run_dir: Path, counters: Counters) -> None:
-        self.run_dir = run_dir
-        self.counters = counters
-        self._journal = Journal(run_dir / ANSWERS)
-        self._guard = Guard()
+    journal: AnswerJournal
+    counters: Counters
 
-    def add(self, prompts: str, answer: JudgedRollout) -> None:
-        self.counters.report(answer.report)
-        with self._guard.watch(ANSWERS):
-            self._journal.append(record_of(prompts, answer))
+    def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
+        self.journal.rollout(prompt, rollout, sample, right)
 
-    def close(self) -> None:
-        self._journal.close()
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        self.counters.report(report)
+        self.journal.judged(rollout, report)
 
 
 async def evaluate_policy(
     ready: PreparedEvaluation,
     running: Serving,
-    answers: AnswerLog,
+    session: Session,
+    counters: Counters,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
-    observers: Observers,
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
-    scoring = scoring_of(ready)
-    try:
-        for name, found in ready.prompt_sets.items():
-            greedy = ", and a greedy one" if scoring.greedy else ""
-            observers.note(
-                f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}"
-            )
-            evaluator = make_policy_evaluator(ready, running, name, found, answers)
-            evaluated = await replace(evaluator, progress=observers.progress).evaluate(name)
-            check_answered(name, evaluated)
-            policies[name] = evaluate_answers(found.prompts, evaluated, scoring, found.num_left_out)
-            rows += [
-                sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
-                for one in evaluated.rollouts
-                if one.sample == 0
-            ]
-            write_policies(answers.run_dir, policies)
-    finally:
-        answers.close()
-    show_policies(policies, scoring, ready.config.data.labels.pass_score, answers.run_dir)
+    scoring, observers, run_dir = scoring_of(ready), session.observers, session.run_dir
+    for name, found in ready.prompt_sets.items():
+        greedy = ", and a greedy one" if scoring.greedy else ""
+        observers.note(
+            f"{name}: {len(found.prompts)} prompts, {scoring.counting.num_samples} sampled answers each{greedy}"
+        )
+        answers = CountedAnswers(observers.evaluations.of_evaluation(name), counters)
+        evaluator = make_policy_evaluator(ready, running, found, answers)
+        evaluated = await replace(evaluator, progress=observers.progress).evaluate(name)
+        check_answered(name, evaluated)
+        policies[name] = evaluate_answers(found.prompts, evaluated, scoring, found.num_left_out)
+        rows += [
+            sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
+            for one in evaluated.rollouts
+            if one.sample == 0
+        ]
+        write_policies(run_dir, policies)
+    show_policies(policies, scoring, ready.config.data.labels.pass_score, run_dir)
 
 
 def scoring_of(ready: PreparedEvaluation) -> Scoring:
@@ -85,7 +77,7 @@ def scoring_of(ready: PreparedEvaluation) -> Scoring:
 
 
 def make_policy_evaluator(
-    ready: PreparedEvaluation, running: Serving, name: str, found: PromptSet, answers: AnswerLog
+    ready: PreparedEvaluation, running: Serving, found: PromptSet, answers: CountedAnswers
 ) -> Evaluator:
     evaluate, sampling = ready.config.evaluate, sampling_of(ready.config.evaluate, NUM_SAMPLES)
     judge = without_bounds(running.judge_for(ready.prepared))
@@ -93,7 +85,7 @@ def make_policy_evaluator(
         evaluator_on(found.prompts, ready.prepared, running, judge, sampling),
         judges_greedy=True,
         places=asyncio.Semaphore(evaluate.max_concurrency * (sampling.num_samples + evaluate.greedy)),
-        on_answer=functools.partial(answers.add, name),
+        journal=answers,
         episodes=answers.counters.envs,
     )
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from grmpipe.evaluation.comparison_files import metrics_of, show_comparison, write_comparison
-from grmpipe.evaluation.rejudged_groups import read_compared
 from grmpipe.evaluation.verdict_comparison import Comparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.judge_in_time import judge_in_time
@@ -21,6 +20,7 @@ from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.session import Run, Session
+from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import judging
 from grmpipe.run_dir.identity import run_id_of
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics

@@ -11,16 +11,18 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grmpipe.judge.kinds.labels import rule_of
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
-from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
 from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
@@ -119,15 +121,16 @@ class RetrainRun(Run[PreparedRetraining]):
         self._steps_done += 1
         self._busy_s += ended_s - read_s
         times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
-        self._record(groups, with_pace(learnt, ended_s - read_s) | times)
+        self._record(groups, learnt.advantages, with_pace(learnt.metrics, ended_s - read_s) | times)
 
-    def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
-        """Write the metrics of a step, and how its groups ended."""
+    def _record(self, groups: Sequence[JudgedGroup], advantages: Mapping[RolloutKey, float], metrics: Metrics) -> None:
+        """Write the metrics of a step, how its groups ended, and what was trained."""
         step = self._steps_done
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
-        group_metrics |= truth_metrics(groups, rule_of(self._config.truth))
-        self._observers.trackers.log(step, group_metrics | metrics)
+        right = check_truth(groups, rule_of(self._config.truth))
+        self._observers.recorder.trained(describe_trained(step, groups, advantages, right, times={}))
+        self._observers.trackers.log(step, group_metrics | truth_metrics(right) | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 
@@ -165,7 +168,8 @@ class RetrainRun(Run[PreparedRetraining]):
 
 
 def void_after(steps_done: int, run_dir: Path, metrics: JsonlSink) -> None:
-    """Void what a resume makes again: metrics and ends of groups after the step of its checkpoint."""
+    """Void what a resume makes again: metrics, ends of groups and trained rollouts after the step of its checkpoint."""
     metrics.truncate_after(steps_done if steps_done else -1)
-    if (groups := run_dir / "groups.jsonl").exists():
-        replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= steps_done])
+    for path in (run_dir / GROUPS, run_dir / TRAINED):
+        if path.exists():
+            replace_journal(path, [line for line in read_journal(path) if line["step"] <= steps_done])

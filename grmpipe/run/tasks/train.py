@@ -18,6 +18,7 @@ from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start
@@ -31,7 +32,7 @@ from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
-from grmpipe.run_dir.recovery import find_kept, void_group_ends
+from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup
@@ -173,7 +174,10 @@ class TrainingRun(Run[Prepared]):
         is_last = report.step == self._config.train.num_steps
         self._stats.learner_busy_s += report.learner_busy_s
         counts = pipeline.counters.close_step()
-        metrics = step_metrics(report, counts, pipeline.ledger, self._prepared.is_right, self._config.algorithm)
+        right = check_truth(report.groups, self._prepared.is_right)
+        trained = describe_trained(report.step, report.groups, report.advantages, right, report.times)
+        self._observers.recorder.trained(trained)
+        metrics = step_metrics(report, counts, pipeline.ledger, right, self._config.algorithm)
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
             metrics = metrics | await feature.after_step(end)
@@ -207,6 +211,8 @@ class TrainingRun(Run[Prepared]):
         is_resumed, counted = self._session.resumed is not None, self._state.counted_marks
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
+        void_steps_after(self._run_dir, pipeline_state.version, marks, run_id)
+        self._observers.evaluations.go_on(marks)
         self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
         self._observers.metrics.truncate_after(pipeline_state.version if is_resumed else -1)
         if is_resumed or kept:
@@ -227,7 +233,7 @@ class TrainingRun(Run[Prepared]):
         state = RunState(
             pipeline_state=pipeline.state(),
             # Taken at the same moment as the pipeline's state:
-            journal_marks=self._observers.recorder.marks(),
+            journal_marks=self._observers.recorder.marks() | self._observers.evaluations.marks,
             counted_marks=self._observers.recorder.ends(),
             totals=pipeline.counters.total.saved(),
             open_counts=pipeline.counters.step.saved(),

@@ -103,6 +103,17 @@ def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals
     )
 
 
+def mean_advantages(samples: Sequence[TrainingSample]) -> dict[tuple[str, int], float]:
+    """The mean advantage of each rollout over its trained tokens; none for a rollout without one."""
+    sums: dict[tuple[str, int], float] = {}
+    trained: dict[tuple[str, int], int] = {}
+    for sample in samples:
+        key = rollout_key(sample)
+        sums[key] = sums.get(key, 0.0) + sum(sample.advantages)
+        trained[key] = trained.get(key, 0) + sum(sample.loss_mask)
+    return {key: total / trained[key] for key, total in sums.items() if trained[key]}
+
+
 def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
     """Ids of the groups with a sample whose advantages aren't all finite, in order."""
     return sorted({sample.group_id for sample in samples if not np.isfinite(sample.advantages).all()})

@@ -8,9 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, rounds_of
-from grmpipe.train.batching.samples import count, judged_siblings, split_rollout, to_samples, without_finite_advantages
+from grmpipe.train.batching.samples import (
+    count,
+    judged_siblings,
+    mean_advantages,
+    split_rollout,
+    to_samples,
+    without_finite_advantages,
+)
 from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -61,7 +69,7 @@ class BatchTrainer:
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
         self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
-        self._samples: list[TrainingSample] = []  # of the groups taken; empty if training waits for the whole batch
+        self._samples: list[TrainingSample] = []  # of the groups taken, or of the whole batch
 
     @property
     def starts_early(self) -> bool:
@@ -95,14 +103,15 @@ class BatchTrainer:
             await self._learner.accumulate(round_)
         return bool(rounds)
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         """End the batch of the groups taken. Nothing of it is left, even if the learner refused it."""
         assert len(batch) == self._num_taken, (len(batch), self._num_taken)
         try:
             metrics = await self._learn([*self._replayed, *batch])
             self._replay.keep(batch)
-            replays = self._algorithm.replay_buffer.groups > 0
-            return metrics | ({"train/replayed_groups": float(len(self._replayed))} if replays else {})
+            if self._algorithm.replay_buffer.groups > 0:
+                metrics |= {"train/replayed_groups": float(len(self._replayed))}
+            return TrainedBatch(metrics=metrics, advantages=mean_advantages(self._samples))
         finally:
             self._forget()
 
@@ -120,11 +129,13 @@ class BatchTrainer:
 
     async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:
         """Make the policy's steps."""
-        samples = self._estimated(groups) if self._waits_for_batch else self._samples
+        if self._waits_for_batch:
+            self._samples = [*self._estimated(groups)]
         try:
-            return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+            return await (self._several_updates if self._updates > 1 else self._one_update)(groups, self._samples)
         except NonFiniteGradients as error:
-            raise NonFiniteGradients(error.norm, error.lr_key, tuple(without_finite_advantages(samples))) from None
+            found = tuple(without_finite_advantages(self._samples))
+            raise NonFiniteGradients(error.norm, error.lr_key, found) from None
 
     @property
     def _policy_rests(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import cast
 
-from grmpipe.pipeline.interfaces import Trainer
+from grmpipe.pipeline.interfaces import TrainedBatch, Trainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import JudgedGroup, Metrics
 from models.types import OnDevice
@@ -74,11 +75,12 @@ class TimeSharedTrainer:
     async def while_waiting(self) -> bool:
         return False  # as above
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         freed = await self._begin_learner_phase()
         for group in batch:
             await self._trainer.take(group)
-        return await self._trainer.step(batch) | freed
+        trained = await self._trainer.step(batch)
+        return replace(trained, metrics=trained.metrics | freed)
 
     async def discard(self) -> None:
         await self._trainer.discard()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
-from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask, mask_arguments, redact
+from grmpipe.config.keys.redact import (
+    REDACTED,
+    environment_secrets,
+    looks_secret,
+    mask,
+    mask_arguments,
+    masked_errors,
+    redact,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +83,22 @@ def test_a_command_line_is_shown_without_its_secrets() -> None:
         f"X-Api-Key: {REDACTED}", "-v",
     ]  # fmt: skip
     assert mask_arguments(shown) == shown
+
+
+PLANTED = "sk-planted-0123456789"
+
+
+class Opaque(Exception):
+    """An error whose text isn't in its arguments."""
+
+    def __str__(self) -> str:
+        return f"refused {PLANTED}"
+
+
+def test_an_error_that_cannot_be_masked_is_replaced_or_behind_another_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", PLANTED)
+    with pytest.raises(RuntimeError, match="^Opaque: refused <redacted>$"), masked_errors():
+        raise Opaque
+    with pytest.raises(OSError, match="^no answer: <redacted>$") as caught, masked_errors():
+        raise OSError(f"no answer: {PLANTED}") from Opaque()
+    assert PLANTED not in "".join(traceback.format_exception(caught.value))

@@ -57,7 +57,7 @@ def served(role: str, run: RunConfig) -> ServedRole:
 
 
 def find(role: str, run: RunConfig) -> Model:
-    return find_model(served(role, run), run, no_progress)
+    return find_model(served(role, run), run)
 
 
 def check(run: RunConfig) -> None:
@@ -66,10 +66,6 @@ def check(run: RunConfig) -> None:
 
 def check_here(run: RunConfig) -> None:
     check_installed(roles_of(run), run)
-
-
-def no_progress(what: str, share: float) -> None:
-    raise AssertionError("shipped")
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -267,7 +263,7 @@ def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_judge_outside_takes_no_place_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    prepared = prepare(config(grm=OUTSIDE, data={"num_prompts": 20}), no_progress)
+    prepared = prepare(config(grm=OUTSIDE, data={"num_prompts": 20}))
     assert (prepared.config.judged_by_model, prepared.grms) == (True, ())
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
@@ -276,7 +272,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     windows = {"openai": {"max_context_tokens": 200}}
     with pytest.raises(ConfigError, match=r"^judge\.max_new_tokens: 160 new tokens .* exceed the 200 tokens of grm"):
-        prepare(config(grm=OUTSIDE, engine=windows, data={"num_prompts": 20}), no_progress)
+        prepare(config(grm=OUTSIDE, engine=windows, data={"num_prompts": 20}))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +300,7 @@ def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch
         data={"num_prompts": 20},
     )
     with pytest.raises(ConfigError, match=r"^judge\.format\.structured: 5000 different scores"):
-        prepare(run, no_progress)
+        prepare(run)
 
 
 # -- tokenizers, resumes -------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
+import signal
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.journal import Journal, Mark, read_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
-from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_verdicts
+from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_trained, load_verdicts
 from grmpipe.types import (
     CascadeEvent,
     Criterion,
@@ -29,6 +31,7 @@ from grmpipe.types import (
     RewardSpan,
     Rollout,
     StopAudit,
+    TrainedRollout,
     Turn,
     Verdict,
 )
@@ -399,3 +402,30 @@ def test_recording_a_short_rollout_takes_well_under_a_fifth_of_a_millisecond(tmp
         times_s.append(time.perf_counter() - start_s)
     assert sorted(times_s)[20] < 0.2e-3  # the tenth percentile, because others share the machine
     print(f"median {sorted(times_s)[100] * 1e6:.0f} us")
+
+
+def test_what_was_trained_comes_back_and_leaves_out_what_is_not_known(tmp_path: Path) -> None:
+    whole = TrainedRollout(
+        group_id="g0", sibling=0, step=1, reward=0.5, advantage=-0.25, right=1.0, rollout_s=0.5, judging_s=2.0
+    )
+    lost = TrainedRollout(group_id="g0", sibling=1, step=1)
+    Recorder(tmp_path).trained([whole, lost])
+    assert list(load_trained(tmp_path / "trained.jsonl")) == [whole, lost]
+    assert list(read_journal(tmp_path / "trained.jsonl"))[1] == {"group_id": "g0", "sibling": 1, "step": 1}
+
+
+def test_a_step_that_does_not_fit_the_disk_leaves_no_line_of_what_it_trained(tmp_path: Path) -> None:
+    line = TrainedRollout(group_id="g0", sibling=0, step=1)
+    recorder = Recorder(tmp_path)
+    recorder.trained([line])
+    size = (tmp_path / "trained.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2 * 3, limits[1]))
+    try:
+        recorder.trained([line] * 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert recorder.failures == {"trained.jsonl": 1}
+    assert list(load_trained(tmp_path / "trained.jsonl")) == [line]

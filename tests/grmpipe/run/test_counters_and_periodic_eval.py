@@ -23,9 +23,12 @@ from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.all_trackers import AllTrackers
+from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
+from grmpipe.observe.journal import Mark
 from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import (
@@ -46,6 +49,7 @@ from models.types import Completion, EngineRefused, Message, VersionSpan
 from scheduler.clock import ActiveClock
 
 NOWHERE = Path("/nowhere")
+UNRECORDED = EvalRecorder(NOWHERE)
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 
 
@@ -119,9 +123,9 @@ def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() 
 
 
 def test_truth_needs_references() -> None:
-    assert truth_metrics([group(verdict(5), verdict(5))], is_right) == {}
+    assert truth_metrics(check_truth([group(verdict(5), verdict(5))], is_right)) == {}
     known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
-    assert truth_metrics([known], is_right) == {"train/true_accuracy": 1.0}
+    assert truth_metrics(check_truth([known], is_right)) == {"train/true_accuracy": 1.0}
 
 
 def end_of(step: int, *, is_last: bool) -> StepEnd:
@@ -238,7 +242,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
         evaluator(lambda rollout: verdict(8), ("0",) * num_prompts), play_sampled=refused, play_greedy=refused
     )
     alarm = RewardHackingDetector()
-    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=4, every=10)
+    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), UNRECORDED, NOWHERE, anchors=4, every=10)
 
     async def end() -> None:
         assert await periodic_eval.after_step(end_of(2, is_last=True)) == {}
@@ -252,7 +256,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
     )
 
 
-def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:
+def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing(tmp_path: Path) -> None:
     async def go() -> None:
         looker = dataclasses.replace(
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
@@ -261,6 +265,7 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
             looker,
             RewardHackingDetector(),
             AllTrackers({}),
+            recorder := EvalRecorder(tmp_path),
             NOWHERE,
             anchors=4,
             every=10,
@@ -269,6 +274,12 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         assert await periodic_eval.after_step(end_of(10, is_last=True)) == {}
         assert asyncio.get_running_loop().time() == pytest.approx(30.0)
         assert (periodic_eval.final, periodic_eval.rows) == ({}, [])
+        assert [line.sample for line in load_eval_rollouts(tmp_path / EVAL_ROLLOUTS)] == [0, None]
+        assert recorder.marks[EVAL_ROLLOUTS] == Mark(), "a resume makes it again, and removes these lines"
+        looker.play_sampled = looker.play_greedy = played
+        periodic_eval.interrupted = False
+        await periodic_eval.after_step(end_of(10, is_last=True))
+        assert recorder.marks[EVAL_ROLLOUTS].offset == (tmp_path / EVAL_ROLLOUTS).stat().st_size
 
     run_virtually(go)
 
@@ -355,7 +366,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         seed=0,
     )
     alarm = RewardHackingDetector()
-    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), NOWHERE, anchors=8, every=10)
+    periodic_eval = PeriodicEval(looker, alarm, AllTrackers({}), UNRECORDED, NOWHERE, anchors=8, every=10)
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
         asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(end_of(step * 10, is_last=False)))
@@ -367,6 +378,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
         looker,
         RewardHackingDetector(),
         AllTrackers({}),
+        UNRECORDED,
         NOWHERE,
         anchors=8,
         every=10,
@@ -413,7 +425,9 @@ def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_af
             play_sampled=play, play_greedy=play, judge=Pairs(), is_right=is_right, seed=0, compares=True,
         )  # fmt: skip
         alarm = RewardHackingDetector()
-        return PeriodicEval(looker, alarm, AllTrackers({}), tmp_path / "anchors.jsonl", anchors=8, every=10)
+        return PeriodicEval(
+            looker, alarm, AllTrackers({}), EvalRecorder(tmp_path), tmp_path / "anchors.jsonl", anchors=8, every=10
+        )
 
     begun = periodic()
     asyncio.run(begun.first(0))

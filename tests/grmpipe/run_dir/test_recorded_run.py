@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_recorded_run_is_refused_by_its_key(tmp_path: Path
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"), pytest.raises(ConfigError, match=told):
         config = build(compose("config", ["cluster=inprocess", *fitting, override]))
-        prepare_retraining(config, lambda what, share: None)
+        prepare_retraining(config)
 
 
 @pytest.mark.parametrize("placement", ["laptop", "time_shared", "elastic", "two_ranks"])

@@ -6,13 +6,16 @@ import dataclasses
 import math
 from pathlib import Path
 
+import pytest
+
 from grmpipe.data.stream import EndOfData
-from grmpipe.observe.journal import Mark
+from grmpipe.observe.eval_recorder import EvalRecorder
+from grmpipe.observe.journal import Mark, read_journal
 from grmpipe.observe.recorder import Recorder, load_group_ends
 from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
-from grmpipe.run_dir.recovery import BEGINNING, find_kept, void_group_ends
+from grmpipe.run_dir.recovery import BEGINNING, find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, TrainedRollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
@@ -220,3 +223,47 @@ def test_ends_beyond_the_cut_leave_the_record(tmp_path: Path) -> None:
     journal.close()
     void_group_ends(tmp_path, state().pipeline_state)
     assert [end.group_id for end in load_group_ends(tmp_path / "groups.jsonl")] == ["g000000"]
+
+
+def record_steps(run_dir: Path, *steps: int) -> dict[str, Mark]:
+    """Journals of these steps, each with an evaluation; their marks."""
+    recorder, evaluations = Recorder(run_dir, "ours"), EvalRecorder(run_dir, "ours")
+    for step in steps:
+        recorder.trained([TrainedRollout(group_id=f"g{step}", sibling=0, step=step)])
+        answers, answer = evaluations.of_evaluation("held_out", step), rollout(f"held-out-{step}-0", 0, step)
+        answers.rollout(PROMPT, answer, 0, None)
+        answers.judged(answer, JudgeReport(verdict=VERDICT))
+        evaluations.evaluation_ended()
+    return recorder.marks() | evaluations.marks
+
+
+def steps_on_file(run_dir: Path) -> list[list[int]]:
+    names = ("trained.jsonl", "eval_rollouts.jsonl", "eval_judgements.jsonl")
+    return [[line["step"] for line in read_journal(run_dir / name, run_id="ours")] for name in names]
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_steps_and_evaluations_after_the_checkpoint_are_removed_with_a_torn_tail(
+    tmp_path: Path, has_marks: bool
+) -> None:
+    marks = record_steps(tmp_path, 1, 2)
+    record_steps(tmp_path, 3, 4)
+    for name in ("trained.jsonl", "eval_rollouts.jsonl", "eval_judgements.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step":5,"torn')
+    void_steps_after(tmp_path, 2, marks if has_marks else {}, "ours")
+    assert steps_on_file(tmp_path) == [[1, 2]] * 3
+    record_steps(tmp_path, 3)
+    assert steps_on_file(tmp_path) == [[1, 2, 3]] * 3
+
+
+def test_a_run_without_a_checkpoint_begins_with_empty_journals_of_its_steps(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 1)
+    void_steps_after(tmp_path, 0, BEGINNING.journal_marks, "ours")
+    assert steps_on_file(tmp_path) == [[]] * 3
+
+
+def test_a_disk_that_refuses_fails_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "trained.jsonl").mkdir()
+    void_steps_after(tmp_path, 2, {})
+    assert "trained.jsonl keeps lines from after the checkpoint" in caplog.text

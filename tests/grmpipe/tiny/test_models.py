@@ -26,7 +26,7 @@ from grmpipe.tiny.judgements import ScoredText, make_judgements
 from grmpipe.tiny.malformed import malformed_text
 from grmpipe.tiny.problems import UNKNOWN_THINGS, Problem, is_right, make_problems, thing_of
 from grmpipe.tiny.quality import Judged, accuracy, agreement, judge_all, passed_by
-from grmpipe.tiny.recipes import META, RECIPES, REWARD_MODEL, Recipe, Shape
+from grmpipe.tiny.recipes import META, RECIPES, REWARD_MODEL, AnyRecipe, Recipe, Shape
 from grmpipe.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
 from grmpipe.tiny.scalar_models import answer_of, ask, passed_by_scores
 from grmpipe.tiny.solutions import invented, padded_solution
@@ -266,43 +266,50 @@ def test_shipped_models_need_no_build(empty_cache: Path) -> None:
     assert not list(empty_cache.iterdir())
 
 
-def test_a_model_is_built_once_and_then_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_built_once_and_then_found(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(RECIPES, "micro", MICRO)
-    calls: list[tuple[str, float]] = []
-    built = Path(resolve_model("tiny://micro", lambda name, done: calls.append((name, done))))
+    built = Path(resolve_model("tiny://micro"))
     assert built == empty_cache / "tiny" / MICRO.hash
-    assert {name for name, _ in calls} == {"micro_base", "micro"} and calls[-1] == ("micro", 1.0)
+    assert [record.args for record in caplog.records] == [("micro_base",), ("micro",)], "each is announced"
     assert {path.name for path in built.parent.iterdir()} == {MICRO.hash, MICRO_PARENT.hash}
-    calls.clear()
-    assert resolve_model("tiny://micro", lambda name, done: calls.append((name, done))) == str(built)
-    assert not calls
+    caplog.clear()
+    assert resolve_model("tiny://micro") == str(built)
+    assert not caplog.records
 
 
 def test_building_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for home in ("one", "two"):
         monkeypatch.setenv("GRMPIPE_CACHE", str(tmp_path / home))
-        weights.append((directory_of(MICRO, lambda name, done: None) / "model.safetensors").read_bytes())
+        weights.append((directory_of(MICRO) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
-def test_a_build_that_fails_leaves_nothing(empty_cache: Path) -> None:
-    def interrupt(name: str, done: float) -> None:
+def test_a_build_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(recipe: object, parent: object, directory: Path) -> None:
+        directory.mkdir()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(resolve, "make", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        directory_of(MICRO_PARENT, interrupt)
+        directory_of(MICRO_PARENT)
     assert not list((empty_cache / "tiny").iterdir())
 
 
-def test_of_two_builders_at_once_the_first_wins(empty_cache: Path) -> None:
-    def overtake(name: str, done: float) -> None:
+def test_of_two_builders_at_once_the_first_wins(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = resolve.make
+
+    def overtaken(recipe: AnyRecipe, parent: Path | None, directory: Path) -> None:
         if not rivals:
             rivals.append(None)
-            rivals[0] = directory_of(MICRO_PARENT, lambda name, done: None)
+            rivals[0] = directory_of(MICRO_PARENT)
+        make(recipe, parent, directory)
 
     rivals: list[Path | None] = []
-    assert directory_of(MICRO_PARENT, overtake) == rivals[0]
+    monkeypatch.setattr(resolve, "make", overtaken)
+    assert directory_of(MICRO_PARENT) == rivals[0]
     assert [path.name for path in (empty_cache / "tiny").iterdir()] == [MICRO_PARENT.hash]
 
 

@@ -25,7 +25,7 @@ def prepared(grm: dict[str, object], **judge: object) -> Prepared:
         }
     judge = {"thinking_tokens": 40, **judge}
     config = config_of({**values, "grm": {"path": "tiny://grm", **grm}, "judge": in_blocks(judge)})
-    return prepare(config, lambda what, share: None)
+    return prepare(config)
 
 
 def test_a_model_without_markers_has_no_budget() -> None:

@@ -45,10 +45,6 @@ def config(ranks: int, **parallel: int) -> RunConfig:
     )
 
 
-def no_progress(what: str, share: float) -> None:
-    raise AssertionError(f"{what} is shipped and needn't be built")
-
-
 def test_copies_and_shared_samples_must_divide_the_ranks() -> None:
     with pytest.raises(ConfigError, match=r"^train\.parallel\.dp_replicate: 2 copies .* there are 3"):
         seat_roles(config(3, dp_replicate=2))
@@ -62,7 +58,7 @@ def test_ranks_that_cannot_divide_the_query_heads_are_refused(check) -> None:
     """The shipped policy has three."""
     assert config(1).policy.path == "tiny://policy" and SHIPPED.is_dir()
     with pytest.raises(ConfigError, match=r"^train\.parallel\.cp: 2 ranks can't divide the 3 query heads .*cp=1$"):
-        check(config(2, cp=2), no_progress)
+        check(config(2, cp=2))
 
 
 def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> RunConfig:
@@ -91,9 +87,9 @@ def test_the_ranks_of_a_grm_in_training_are_grouped_as_its_own_section_says() ->
     with pytest.raises(
         ConfigError, match=r"^grm\.train\.parallel\.cp: 2 ranks can't divide the 3 query heads of grm\.path"
     ):
-        prepare(with_grm_learner(2, cp=2), no_progress)
+        prepare(with_grm_learner(2, cp=2))
     with pytest.raises(ConfigError, match=r"^grm\.train\.parallel\.ep: .* type 1$"):
-        prepare(with_grm_learner(2, ep=2), no_progress)
+        prepare(with_grm_learner(2, ep=2))
 
 
 def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> None:
@@ -114,7 +110,7 @@ def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Pat
 
 
 def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
-    assert survey_run(config(3, cp=3), no_progress).config.train.max_packed_tokens == 3 * 4096
+    assert survey_run(config(3, cp=3)).config.train.max_packed_tokens == 3 * 4096
 
 
 def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:

@@ -16,7 +16,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import read_data, stored_judging_tasks
-from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import check_objective, prepare
 from grmpipe.validate.sections import section
 from scheduler.placement import Placement
@@ -32,12 +32,8 @@ def config(**sections: object) -> RunConfig:
     return config_of({"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
 
 
-def no_progress(what: str, share: float) -> None:
-    raise AssertionError(f"{what} is shipped and needn't be built")
-
-
 def test_the_defaults_are_a_run_that_may_start() -> None:
-    prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}), no_progress)
+    prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}))
     assert (len(prepared.prompts), len(prepared.held_out)) == (20, 5)
     assert [grm.name for grm in prepared.grms] == ["grm"]
     assert prepared.policy.path == str(SHIPPED / "policy")
@@ -45,7 +41,7 @@ def test_the_defaults_are_a_run_that_may_start() -> None:
 
 
 def test_a_run_judged_by_a_rule_has_no_grm() -> None:
-    prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}), no_progress)
+    prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}))
     assert prepared.grms == ()
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
@@ -65,11 +61,11 @@ def test_a_judge_whose_format_has_no_system_message_is_refused_for_prompts_with_
     data = {"path": str(tmp_path / "prompts.jsonl")}
     train = {"groups_per_batch": 1}
     with pytest.raises(ConfigError, match=r"^judge\.template .*nemotron_genrm_json.*prompts.*role system.*leave such"):
-        prepare(config(judge={**PAIRS, **RANKING}, data=data, train=train), no_progress)
+        prepare(config(judge={**PAIRS, **RANKING}, data=data, train=train))
 
 
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
-    prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
+    prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}))
     assert [model.context_tokens for model in prepared.models] == [400, 400]
 
 
@@ -80,12 +76,12 @@ def test_a_judges_window_must_hold_an_episode_with_its_observations_unless_it_is
     tools = {"rollout": {"max_turns": 4, "max_new_tokens": 16}, "data": {"num_prompts": 20}}
     said = r"^judge\.max_new_tokens: .*env\.max_observation_chars.* exceed the 512 .*judge\.format\.truncation=middle$"
     with pytest.raises(ConfigError, match=said):
-        prepare(config(env=TOOLS, **tools), no_progress)
-    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools), no_progress)
-    prepare(config(env=TOOLS, judge={"format": {"truncation": "middle"}}, **tools), no_progress)
+        prepare(config(env=TOOLS, **tools))
+    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **tools))
+    prepare(config(env=TOOLS, judge={"format": {"truncation": "middle"}}, **tools))
     long = {"format": {"truncation": "middle"}, "max_new_tokens": 1000, "limits": {"min_tokens_per_s": 100.0}}
     with pytest.raises(ConfigError, match=r"without any of the response, .*; type judge\.max_new_tokens=\d+ or less$"):
-        prepare(config(env=TOOLS, judge=long, **tools), no_progress)
+        prepare(config(env=TOOLS, judge=long, **tools))
 
 
 def test_a_reward_models_window_must_hold_an_episode_with_its_observations() -> None:
@@ -97,8 +93,8 @@ def test_a_reward_models_window_must_hold_an_episode_with_its_observations() -> 
     }
     said = r"^rollout\.max_new_tokens: .* exceed the 512 tokens of grm; .*env\.max_observation_chars"
     with pytest.raises(ConfigError, match=said):
-        prepare(config(env=TOOLS, **scalar), no_progress)
-    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **scalar), no_progress)
+        prepare(config(env=TOOLS, **scalar))
+    prepare(config(env=TOOLS | {"max_observation_chars": 40}, **scalar))
 
 
 def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_window() -> None:
@@ -114,7 +110,7 @@ def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.Mon
     monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         run = config(policy={"path": "Some/Model"}, cluster=cluster)
-        found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run, no_progress)
+        found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run)
         assert found.path == path
 
 
@@ -189,7 +185,7 @@ def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
 def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grmpipe.judge.kinds.math_rule.is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install "grmpipe\[math\]"'):
-        prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
+        prepare(config(judge={"kind": "rule", "rule": "math_verify"}))
 
 
 def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
@@ -214,16 +210,16 @@ def hybrid(directory: Path) -> str:
 
 @pytest.mark.parametrize("check", [prepare, survey_run], ids=["train", "plan and simulate"])
 def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
-    tmp_path: Path, check: Callable[[RunConfig, Progress], object]
+    tmp_path: Path, check: Callable[[RunConfig], object]
 ) -> None:
     path = hybrid(tmp_path / "hybrid")
     data = {"num_prompts": 20, "num_eval_prompts": 5}
     with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
-        check(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
-    check(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
+        check(config(data=data, policy={"path": path}, judge={"kind": "rule"}))
+    check(config(data=data, grm={"path": path}))  # it judges, and doesn't learn
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
-        check(config(data=data, grm={"path": path, "train": learns}, placement=WITH_GRM_LEARNER), no_progress)
+        check(config(data=data, grm={"path": path, "train": learns}, placement=WITH_GRM_LEARNER))
 
 
 def routed(tmp_path: Path, **reward: object) -> RunConfig:

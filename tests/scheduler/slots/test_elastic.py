@@ -498,7 +498,7 @@ def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
 
 
 def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved() -> None:
-    path = resolve_model("tiny://policy", lambda what, share: None)
+    path = resolve_model("tiny://policy")
     renderer = Renderer.load(path, None)
     prompt = tuple(range(5, 25))
     params = SamplingParams(max_new_tokens=100, seed=11)

@@ -26,7 +26,7 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.counters import batch_metrics
-from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
+from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.features.cotrain.grm_settings import (
@@ -244,7 +244,7 @@ class LockstepTrainer:
     async def while_waiting(self) -> bool:
         return await self.trainer.while_waiting()
 
-    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         await self.pacer.until_policy_may_step()
         return await self.trainer.step(batch)
 

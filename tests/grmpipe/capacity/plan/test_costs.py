@@ -28,7 +28,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def surveyed(*overrides: str) -> Survey:
-    return survey_run(composed(*overrides), lambda what, share: None)
+    return survey_run(composed(*overrides))
 
 
 def learner(survey: Survey) -> LearnerSpeed:

@@ -83,7 +83,7 @@ def surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def surveyed(recipe: str, *overrides: str) -> Survey:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             config = build(compose("config", [f"+experiment={recipe}", f"data.path={prompts}", *overrides]))
-        return survey_run(config, lambda *_: None)
+        return survey_run(config)
 
     return surveyed
 

@@ -23,7 +23,7 @@ WEIGHTS_MB = footprint_of(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6
 def checked(*overrides: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = build(compose("config", list(overrides)))
-    check_memory(prepare(config, lambda what, share: None))
+    check_memory(prepare(config))
 
 
 def test_an_elastic_pool_holds_its_roles_at_once_where_engines_cannot_sleep() -> None:

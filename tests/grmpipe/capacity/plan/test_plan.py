@@ -29,7 +29,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def planned(*overrides: str) -> str:
-    return plan(composed(*overrides), lambda what, share: None)
+    return plan(composed(*overrides))
 
 
 @pytest.fixture
@@ -58,9 +58,7 @@ def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_refe
     """Rank 8 on all linear layers of the tiny policy; see test_footprint.py."""
 
     def held(role: str, *overrides: str) -> dict[str, float]:
-        survey = survey_run(
-            composed("+experiment=quickstart", "policy.lora.rank=8", *overrides), lambda what, share: None
-        )
+        survey = survey_run(composed("+experiment=quickstart", "policy.lora.rank=8", *overrides))
         return {part.what: part.num_bytes for part in memory_parts(survey, role)}
 
     footprint = footprint_of(str(SHIPPED / "policy"))
@@ -100,7 +98,7 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
 
 def test_each_copy_of_the_learner_holds_all_state(big_run: tuple[str, ...]) -> None:
     meshes = ("train.parallel.dp_replicate=2", "train.parallel.cp=2")
-    survey = survey_run(composed(*big_run, *meshes), lambda what, share: None)
+    survey = survey_run(composed(*big_run, *meshes))
     held = {part.what: part.num_bytes / 1e9 for part in memory_parts(survey, "learner")}
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
@@ -115,7 +113,7 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
     two_ranks = (f"+experiment={experiment}", "placement=two_ranks", f"placement.roles.{role}.replicas=2")
 
     def surveyed(*overrides: str) -> Survey:
-        return survey_run(composed(*two_ranks, *overrides), lambda what, share: None)
+        return survey_run(composed(*two_ranks, *overrides))
 
     def gradients(survey: Survey) -> str:
         (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("gradients"))
@@ -130,7 +128,7 @@ def test_a_micro_batch_holds_the_longest_answer_whatever_its_size() -> None:
     """It isn't divided, but for the ranks that share it."""
 
     def activations(role: str, *overrides: str) -> str:
-        survey = survey_run(composed("+experiment=ppo", *overrides), lambda what, share: None)
+        survey = survey_run(composed("+experiment=ppo", *overrides))
         (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("activations"))
         return part
 
@@ -238,7 +236,7 @@ def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monke
 
 def test_roles_that_crowd_one_gpu_are_distinct_overrides(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
-    survey = survey_run(config, lambda what, share: None)
+    survey = survey_run(config)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     warnings = overfull_slots(survey, parts)
     assert warnings
@@ -247,7 +245,7 @@ def test_roles_that_crowd_one_gpu_are_distinct_overrides(big_run: tuple[str, ...
 
 def held(*overrides: str) -> tuple[float, dict[str, float]]:
     """The most bytes on the only slot at any time, and of each of its processes."""
-    survey = survey_run(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides), lambda *_: None)
+    survey = survey_run(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides))
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     here = [seats[0] for seats in survey.placement.seats.values()]
     whole = {role: sum(part.num_bytes for part in some) for role, some in parts.items()}
@@ -286,7 +284,7 @@ def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[s
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
 def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str) -> None:
-    text = plan(composed(f"+experiment={experiment}"), lambda what, share: None)
+    text = plan(composed(f"+experiment={experiment}"))
     assert "judged by a rule" in text and "grm-0" not in text
 
 

@@ -42,7 +42,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def surveyed(*overrides: str) -> Survey:
-    return survey_run(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides), lambda *_: None)
+    return survey_run(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides))
 
 
 def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
@@ -78,13 +78,13 @@ def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_
     """Alone with a learner with large weights: 8 B in float32."""
     survey = survey_run(
         composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
-                 "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging"), lambda *_: None
+                 "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging")
     )  # fmt: skip
     assert shares_of(survey)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
 
 
 def test_roles_with_gpus_of_their_own_have_the_default() -> None:
-    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS), lambda *_: None)
+    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS))
     assert shares_of(survey) == {}
     engine = survey.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.memory_share == 0.85
@@ -100,7 +100,7 @@ def test_a_share_that_is_set_is_kept_and_the_other_engine_gets_the_rest() -> Non
 
 
 def test_models_that_leave_no_room_get_no_share() -> None:
-    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"), lambda *_: None)
+    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"))
     assert shares_of(survey) == {}
 
 
@@ -109,7 +109,7 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """As passed to vLLM; here with local models, on a described GPU."""
     monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)
     config = composed("+experiment=quickstart", "placement=one_gpu", "engine=vllm")
-    prepared = divide_gpus(prepare(config, lambda *_: None))
+    prepared = divide_gpus(prepare(config))
     engine = prepared.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
     spec = prepared.roles.served["policy"].engine_spec(prepared.policy.path, seed=0)
@@ -124,7 +124,7 @@ def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkey
         "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate",
         "evaluate.what=policy", "data.num_eval_prompts=2",
     )  # fmt: skip
-    prepared = prepare_evaluation(config, lambda *_: None).prepared
+    prepared = prepare_evaluation(config).prepared
     assert set(prepared.placement.seats) == {"policy", "grm"}
     served = prepared.roles.served
     options = [served[role].engine.options for role in ("policy", "grm")]

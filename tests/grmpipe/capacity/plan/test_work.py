@@ -38,7 +38,7 @@ LEARNS = "models.safety.train={enabled: true, prompts_per_batch: 4, group_size: 
 
 def surveyed(*overrides: str) -> Survey:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return survey_run(build(compose("config", [*JUDGES, *overrides])), lambda what, share: None)
+        return survey_run(build(compose("config", [*JUDGES, *overrides])))
 
 
 @pytest.fixture(scope="module")

@@ -354,7 +354,7 @@ SMALL = (
 def run_task(tmp_path: Path, *overrides: str) -> tuple[str, float]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = build(compose("config", [*SMALL, f"run_dir={tmp_path / 'simulated'}", *overrides]))
-    return run_simulation(config, lambda what, share: None)
+    return run_simulation(config)
 
 
 def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[
 def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp_path: Path) -> None:
     config = on_gpus("vllm", False, "weights", "cpu", dtype="bfloat16")
     _, roles = seat_roles(config)
-    policy, grm = (find_model(roles.served[role], config, lambda what, share: None) for role in ("policy", "grm"))
+    policy, grm = (find_model(roles.served[role], config) for role in ("policy", "grm"))
     with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type slots\.balance\.swap=auto"):
         check_swap(roles, (policy, grm))
     wider = shutil.copytree(grm.path, tmp_path / "wider")

@@ -295,7 +295,7 @@ def test_in_warm_up_the_critic_learns_and_the_policy_does_not_pass_at_all() -> N
         trainer = BatchTrainer(LearnerGroup(policy), TRAIN, GAE, 4, critic)
         for step in range(3):
             await trainer.take(group := judged(1, 0.25, 1.0))
-            metrics = await trainer.step([group])
+            metrics = (await trainer.step([group])).metrics
             assert ranks.calls.count("step") == critic.version == step + 1
             assert ("train/loss" in metrics) is (step == 2)
             assert policy.calls == (["accumulate", "step"] if step == 2 else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import pytest
 
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, ReplayBufferConfig, TrainConfig
+from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.bin_packing import work
 from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
@@ -18,7 +20,7 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
+from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
 
 ONE_ROLLOUT = TrainConfig(micro_batch_tokens=3)  # every rollout is longer: every take fills a round
@@ -258,13 +260,31 @@ def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> Non
             groups = [judged(number, 0.0, 1.0) for number in (first, first + 1)]
             for group in groups:
                 await trainer.take(group)
-            told.append((await trainer.step(groups))["train/replayed_groups"])
+            told.append((await trainer.step(groups)).metrics["train/replayed_groups"])
             seen.append([int(batch.token_ids_T[-1]) // 10 for batch in ranks.accumulated[::2]])
             ranks.accumulated.clear()
 
     asyncio.run(run())
     assert seen == [[1, 2], [1, 3, 4], [5, 6]]  # at version 2 those of version 0 are too old
     assert told == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
+def test_a_step_tells_the_mean_advantage_of_each_rollout_that_has_one(estimator: str) -> None:
+    group = judged(1, 0.0, 0.5, 1.0)
+    lost = Failed(stage="judge", cause="timeout", attempts=1)
+    group = dataclasses.replace(group, verdicts=(group.verdicts[0], lost, group.verdicts[2]))
+
+    async def run() -> TrainedBatch:
+        algorithm = AlgorithmConfig(estimator=estimator)
+        trainer = BatchTrainer(LearnerGroup(RecordingRanks()), ONE_ROLLOUT, algorithm, max_new_tokens=4)
+        await trainer.take(group)
+        return await trainer.step([group])
+
+    advantages = asyncio.run(run()).advantages
+    assert advantages.keys() == {(group.group_id, 0), (group.group_id, 2)}
+    low, high = advantages[group.group_id, 0], advantages[group.group_id, 2]
+    assert low < 0 < high == pytest.approx(-low)
 
 
 @pytest.mark.parametrize("proximal", ["interpolated", "sampler"])
@@ -284,7 +304,7 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
         await trainer.take(group := judged(1, *(0.0, 1.0) * 4))
-        metrics = await trainer.step([group])
+        metrics = (await trainer.step([group])).metrics
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
         assert metrics["train/packed_tokens"] == (28 if prefix_sharing else 32)
         assert metrics["train/unshared_tokens"] == 32
@@ -301,7 +321,7 @@ def test_several_updates_report_the_tokens_of_all_of_them() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(updates_per_batch=2), max_new_tokens=4)
         for group in (groups := [judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)]):
             await trainer.take(group)
-        return await trainer.step(groups)
+        return (await trainer.step(groups)).metrics
 
     metrics = asyncio.run(run())
     assert ranks.calls.count("step") == 2

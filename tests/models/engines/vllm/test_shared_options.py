@@ -27,7 +27,7 @@ def test_what_an_engine_is_compiled_for_is_compared_and_named(change: dict[str, 
 
 
 def test_the_tiny_policy_and_the_tiny_grm_differ_in_their_weights_alone() -> None:
-    paths = [resolve_model(f"tiny://{name}", lambda what, share: None) for name in ("policy", "grm")]
+    paths = [resolve_model(f"tiny://{name}") for name in ("policy", "grm")]
     assert different_shapes(*map(shape_of, paths)) == []
 
 

@@ -1,0 +1,126 @@
+"""Whole rollouts and judgements for a page, read from the journals at the places that the index knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from grmpipe.observe.journal import decode_line
+from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
+from grmpipe.observe.records import decode_report
+from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, said, score_of, shown_turns
+from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Rollout, Verdict
+from grmpipe.viewer.index import place_of_key
+from grmpipe.viewer.queries import RolloutRow
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sibling:
+    """A rollout with what was said of it. recorded: None if its line can't be read, as `problems` says."""
+
+    row: RolloutRow
+    recorded: RecordedRollout | None
+    report: JudgeReport | None
+    critiques: Sequence[Critique]
+    problems: Sequence[str]
+
+    @property
+    def rollout(self) -> Rollout | None:
+        return self.recorded.rollout if self.recorded is not None else None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.report.verdict if self.report is not None and isinstance(self.report.verdict, Verdict) else None
+
+    @property
+    def breakdown(self) -> Mapping[str, float]:
+        return self.verdict.breakdown if self.verdict is not None else {}
+
+    @property
+    def is_episode(self) -> bool:
+        turns = self.rollout.turns if self.rollout is not None else ()
+        return len(turns) > 1 or any(turn.replies or turn.tool_calls for turn in turns)
+
+    @property
+    def opening(self) -> list[ShownMessage]:
+        return [said(message) for message in self.rollout.opening] if self.rollout is not None else []
+
+    @property
+    def turns(self) -> list[ShownTurn]:
+        return [*shown_turns(self.rollout.turns, self.verdict)] if self.rollout is not None else []
+
+    def critiques_on(self, turn: int | None) -> list[Critique]:
+        """turn: from 1; None: those on the whole rollout."""
+        return [critique for critique in self.critiques if critique.turn == turn]
+
+
+def read_siblings(run_dir: Path, rows: Sequence[RolloutRow]) -> list[Sibling]:
+    """The siblings of a group. A judgement of several at once is shown with each of them."""
+    problems: dict[int, list[str]] = {row.sibling: [] for row in rows}
+    recorded = {row.sibling: read_at(run_dir, row.line, decode_recorded, problems[row.sibling]) for row in rows}
+    reports = {row.sibling: read_at(run_dir, row.report, decode_reported, problems[row.sibling]) for row in rows}
+    return [
+        Sibling(
+            row=row,
+            recorded=recorded[row.sibling],
+            report=reports[row.sibling],
+            critiques=[*critiques_of_sibling(row.sibling, reports)],
+            problems=problems[row.sibling],
+        )
+        for row in rows
+    ]
+
+
+def read_at(run_dir: Path, key: int | None, decode: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
+    """The line of a key; None, and words among the problems, if it can't be read."""
+    if key is None:
+        return None
+    name, offset = place_of_key(key)
+    try:
+        with (run_dir / name).open("rb") as file:
+            file.seek(offset)
+            return decode(decode_line(file.readline(), f"{name}, at byte {offset}"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        problems.append(f"{name}, at byte {offset}: {error}" if name not in str(error) else str(error))
+        return None
+
+
+def decode_reported(record: dict[str, Any]) -> JudgeReport:
+    return decode_judged(record)[1] if "turns" not in record else decode_report(record)
+
+
+def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]) -> Iterator[Critique]:
+    """The failed verdicts on it, then the judgements, then those that failed."""
+    own = reports[sibling]
+    if own is not None:
+        for name, part in {"": own, **own.by_judge}.items():
+            if isinstance(part.verdict, Failed):
+                yield Critique(text=f"no verdict: {words(part.verdict)}", score=None, judge=name)
+        if own.principles is not None:
+            yield Critique(text=own.principles.text, score=None, judge="principles of the group")
+    for other, report in reports.items():
+        for name, part in (report.own_reports if report is not None else {}).items():
+            yield from (shown(one, sibling, name) for one in part.judgements if sibling in one.siblings)
+            if other == sibling:
+                yield from (shown_failure(failure, name) for failure in part.failures)
+
+
+def shown(one: Judgement, sibling: int, judge: str) -> Critique:
+    turn = None if one.turn is None else one.turn + 1
+    return Critique(text=one.completion.text, score=score_of(one, sibling), judge=judge, turn=turn)
+
+
+def shown_failure(failure: Failed, judge: str) -> Critique:
+    text = f"\n\n{failure.completion.text}" if isinstance(failure, FailedJudgement) else ""
+    turn = None if failure.turn is None else failure.turn + 1
+    return Critique(text=f"failed: {words(failure)}{text}", score=None, judge=judge, turn=turn)
+
+
+def words(failed: Failed) -> str:
+    return " ".join(filter(None, (failed.cause, failed.detail)))

@@ -1,0 +1,198 @@
+"""Lines of a run's journals, as far as the index needs them. Pure; unknown fields are skipped unread, so that token ids
+and log-probs cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from grmpipe.viewer.snippets import snippet
+
+
+class Line(msgspec.Struct, frozen=True):
+    """run: that wrote the line. step: of an evaluation, the step after which it was; else of training."""
+
+    run: str = ""
+    step: int | None = None
+
+
+class Span(msgspec.Struct, frozen=True):
+    version: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class RewardLine(msgspec.Struct, frozen=True):
+    value: float = 0.0
+
+
+class MessageLine(msgspec.Struct, frozen=True):
+    role: str = ""
+    content: str = ""
+
+
+class CallLine(msgspec.Struct, frozen=True):
+    name: str = ""
+    arguments: Any = None
+
+
+class PromptLine(msgspec.Struct, frozen=True):
+    prompt_id: str = ""
+    messages: list[MessageLine] = []
+    source: str = ""
+    reference: str | None = None
+
+
+class CompletionLine(msgspec.Struct, frozen=True):
+    text: str = ""
+    versions: list[Span] = []
+    unseen_tokens: int = 0
+    thought_chars: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return max((span.end for span in self.versions), default=0) or self.unseen_tokens
+
+
+class TurnLine(CompletionLine, frozen=True):
+    replies: list[MessageLine] = []
+    faults: list[str] = []
+    tool_calls: list[CallLine] = []
+
+
+class RolloutLine(Line, frozen=True, kw_only=True):
+    group_id: str
+    sibling: int
+    turns: list[TurnLine]
+    prompt: PromptLine = PromptLine()
+    status: str = ""
+    reason: str = ""
+    opening: list[MessageLine] = []
+    took_s: float | None = None
+
+    @property
+    def version(self) -> int | None:
+        return min((span.version for turn in self.turns for span in turn.versions), default=None)
+
+    @property
+    def question(self) -> str:
+        return self.prompt.messages[-1].content if self.prompt.messages else ""
+
+    @property
+    def answer(self) -> str:
+        return self.turns[-1].text[self.turns[-1].thought_chars :] if self.turns else ""
+
+    def texts(self) -> Iterator[str]:
+        """What a search for words finds."""
+        yield from (message.content for message in (*self.prompt.messages, *self.opening))
+        yield self.prompt.reference or ""
+        for turn in self.turns:
+            yield turn.text
+            yield from (f"{call.name} {json.dumps(call.arguments)}" for call in turn.tool_calls)
+            yield from (message.content for message in turn.replies)
+
+    def row(self) -> dict[str, object]:
+        faults = sorted({fault for turn in self.turns for fault in turn.faults})
+        return {
+            "prompt_id": self.prompt.prompt_id,
+            "source": self.prompt.source,
+            "question": snippet(self.question),
+            "answer": snippet(self.answer, from_end=True),
+            "status": self.reason or self.status,
+            "version": self.version,
+            "tokens": sum(turn.num_tokens for turn in self.turns),
+            "turns": len(self.turns),
+            "faults": " ".join(faults),
+            "took_s": self.took_s,
+        }
+
+
+class VerdictLine(msgspec.Struct, frozen=True):
+    rewards: list[RewardLine] = []
+    score: float | None = None
+    score_std: float | None = None
+    num_judgements: int = 0
+
+    def row(self) -> dict[str, object]:
+        reward = sum(span.value for span in self.rewards) if self.rewards else None
+        return {"score": self.score, "reward": reward, "spread": self.score_std, "votes": self.num_judgements}
+
+
+class FailedLine(msgspec.Struct, frozen=True):
+    stage: str = ""
+    cause: str = ""
+    detail: str = ""
+    judge: str = ""
+    text: str = ""
+    completion: CompletionLine | None = None
+
+
+class JudgementLine(msgspec.Struct, frozen=True):
+    completion: CompletionLine = CompletionLine()
+
+
+class OwnLine(msgspec.Struct, frozen=True):
+    """The report of one of several judges."""
+
+    verdict: VerdictLine | None = None
+    failed: FailedLine | None = None
+
+    def outcome(self) -> dict[str, object]:
+        """Of a failed verdict there is no number, only its cause."""
+        numbers = (self.verdict or VerdictLine()).row()
+        return {**numbers, "failure": self.failed.cause if self.failed is not None else ""}
+
+
+class ReportLine(Line, frozen=True, kw_only=True):
+    group_id: str
+    sibling: int
+    verdict: VerdictLine | None = None
+    failed: FailedLine | None = None
+    judgements: list[JudgementLine] = []
+    failures: list[FailedLine] = []
+    by_judge: dict[str, OwnLine] = {}
+    principles: CompletionLine | None = None
+
+    @property
+    def is_report(self) -> bool:
+        return self.verdict is not None or self.failed is not None
+
+    def outcomes(self) -> Mapping[str, dict[str, object]]:
+        """The outcome of all judges under the name "", and that of each of several under its own."""
+        of_all = OwnLine(verdict=self.verdict, failed=self.failed)
+        return {name: own.outcome() for name, own in {"": of_all, **self.by_judge}.items()}
+
+    def texts(self) -> Iterator[str]:
+        if self.principles is not None:
+            yield self.principles.text
+        yield from (one.completion.text for one in self.judgements)
+        for failed in self.failures:
+            yield failed.detail
+            if failed.completion is not None:
+                yield failed.completion.text
+
+    def causes(self) -> Iterator[tuple[str, str]]:
+        """Judge and cause of each single judgement that failed."""
+        yield from ((failed.judge, failed.cause) for failed in self.failures)
+
+
+class GroupLine(Line, frozen=True, kw_only=True):
+    group_id: str
+    outcome: str = ""
+    cause: str | None = None
+
+
+class TrainedLine(Line, frozen=True, kw_only=True):
+    group_id: str
+    sibling: int
+    advantage: float | None = None
+    right: float | None = None
+    truth: float | None = None
+
+    def row(self) -> dict[str, object]:
+        truth = self.right if self.truth is None else self.truth
+        return {"step": self.step, "advantage": self.advantage, "truth": truth}

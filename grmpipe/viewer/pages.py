@@ -1,0 +1,228 @@
+"""The pages of the viewer as HTML. A page is a function of the run and the query of its URL, and a line in PAGES.
+
+Everything that a run's files hold is shown as text: the templates escape it, and the pages' policy forbids foreign
+scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+from grmpipe.observe.charts import Chart, Point, Series, chart, short
+from grmpipe.observe.console import readable
+from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.report import REWARDS, SCORES, percent
+from grmpipe.viewer import queries
+from grmpipe.viewer.details import read_siblings
+from grmpipe.viewer.queries import SORTS, Filter, Means
+from grmpipe.viewer.runs import RunState, ViewedRun, config_differences
+
+MAX_CHARS = 200_000  # of one text; what is longer loses its middle
+SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES = 30, 8, 30
+Query = Mapping[str, str]
+CURVES = {  # title -> title of a curve -> its metric
+    "Reward": REWARDS,
+    "True accuracy": {"batches": "train/true_accuracy", "held-out": "eval/true_accuracy"},
+    "Score": SCORES,
+    "Spread of a vote": {"mean of a batch": "judge/score_std"},
+    "Length": {"mean": "response_length/mean", "longest": "response_length/max"},
+}
+
+
+class NotThere(Exception):
+    """What the URL names isn't in the run, or not any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Curves of two runs over each other, and what differs."""
+
+    charts: Sequence[Chart]
+    differences: Sequence[tuple[str, str | None, str | None]]
+    prompts: Sequence[tuple[str, str]]
+
+
+def make_environment() -> Environment:
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader("grmpipe.viewer"), PackageLoader("grmpipe.observe")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"shown": shown_text, "short": known, "percent": percent}
+    environment.globals |= {"link": link, "means_rows": MEANS_ROWS}
+    return environment
+
+
+def shown_text(text: object) -> str:
+    """Text that control characters can't hide or reorder."""
+    whole = str(text)
+    if len(whole) > MAX_CHARS:
+        half, left_out = MAX_CHARS // 2, len(whole) - MAX_CHARS
+        whole = f"{whole[:half]}\n\n[… {left_out:,} characters left out …]\n\n{whole[-half:]}"
+    return readable(whole)
+
+
+def known(value: float | None) -> str:
+    return "–" if value is None else short(value)
+
+
+def link(page: str, run: str = "", query: str = "", **more: object) -> str:
+    """The URL of a page, which can be sent to a colleague at this machine."""
+    path = "/" + "/".join(filter(None, (page, quote(run))))
+    whole = "&".join(
+        filter(None, (query, urlencode({name: one for name, one in more.items() if one not in ("", None)})))
+    )
+    return f"{path}?{whole}" if whole else path
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
+    state = run.state()
+    since = queries.parse_number("since", query["since"], int) if query.get("since") else None
+    with contextlib.closing(run.index.read()) as connection:
+        by_step = queries.means_by_step(connection)
+        return {
+            "state": state,
+            "charts": present(*curves_of(run), *curves_of_steps(by_step)),
+            "by_step": by_step,
+            "around": queries.means_around(connection, int(since)) if since is not None else {},
+            "since": since,
+            "bins": queries.truth_by_reward(connection),
+            "counts": [*queries.counts(connection)],
+        }
+
+
+def curves_of(run: ViewedRun) -> list[Chart | None]:
+    """Charts of metrics.jsonl."""
+    charts = []
+    for title, curves in CURVES.items():
+        series = [
+            Series(name=name, points=run.series(metric), quiet=name == "batches") for name, metric in curves.items()
+        ]
+        charts.append(chart(title, series))
+    causes: dict[str, list[Point]] = {}
+    for line in run.metrics:
+        for cause, count in failures_by_cause(line).items():
+            causes.setdefault(cause, []).append((line["step"], float(count)))
+    failed = [Series(name=cause, points=points) for cause, points in causes.items()]
+    return [*charts, chart("Failed judgements", failed, note="of a step, by cause")]
+
+
+def curves_of_steps(by_step: Mapping[int, Means]) -> list[Chart | None]:
+    """Charts of the rollouts that a step trained."""
+
+    def series(name: str, value: Callable[[Means], float | None]) -> Series:
+        found = ((float(step), value(means)) for step, means in by_step.items())
+        return Series(name=name, points=[(step, one) for step, one in found if one is not None])
+
+    judge_and_truth = [series("reward", lambda means: means.reward), series("truth", lambda means: means.truth)]
+    return [
+        chart("Judge and truth", judge_and_truth, note="of trained rollouts") if judge_and_truth[1].points else None,
+        chart("Tokens", [series("mean", lambda means: means.tokens)], note="of trained rollouts"),
+    ]
+
+
+def present(*charts: Chart | None) -> list[Chart]:
+    return [one for one in charts if one is not None]
+
+
+def rollouts_page(run: ViewedRun, query: Query) -> dict[str, object]:
+    wanted = Filter.parse(query)
+    with contextlib.closing(run.index.read()) as connection:
+        return {
+            "wanted": wanted,
+            "found": queries.find_rollouts(connection, wanted),
+            "choices": queries.choices(connection),
+            "sorts": [*SORTS],
+        }
+
+
+def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
+    """The siblings side by side; one of them alone if the query has a `sibling`."""
+    with contextlib.closing(run.index.read()) as connection:
+        rows = queries.read_group(
+            connection,
+            query.get("group", ""),
+            held_out=query.get("held_out") == "1",
+            round_=int(queries.parse_number("round", query.get("round", "0"), int)),
+        )
+    if not rows:
+        raise NotThere(f"no group {query.get('group', '')!r} in this run")
+    siblings = read_siblings(run.run_dir, rows)
+    prompt = next((one.recorded.prompt for one in siblings if one.recorded is not None), None)
+    if "sibling" in query:
+        wanted = queries.parse_number("sibling", query["sibling"], int)
+        siblings = [one for one in siblings if one.row.sibling == wanted]
+        if not siblings:
+            raise NotThere(f"no sibling {query['sibling']} in group {query.get('group', '')!r}")
+    return {"rows": rows, "siblings": siblings, "prompt": prompt, "alone": "sibling" in query}
+
+
+def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
+    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "held_out") if name in query})
+    with contextlib.closing(run.index.read()) as connection:
+        found = queries.find_rollouts(connection, wanted) if wanted.cause else None
+        rows = found.rows[:SHOWN_FAILURES] if found is not None else ()
+        return {
+            "by_judge": queries.failures_by_judge(connection),
+            "verdicts": queries.verdict_failures(connection),
+            "wanted": wanted,
+            "total": found.total if found is not None else 0,
+            "siblings": [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])],
+        }
+
+
+PAGES: Mapping[str, Callable[[ViewedRun, Query], dict[str, object]]] = {
+    "run": run_page,
+    "rollouts": rollouts_page,
+    "group": group_page,
+    "failures": failures_page,
+}
+MEANS_ROWS = {  # title -> field of Means
+    "rollouts": "rollouts",
+    "reward": "reward",
+    "truth": "truth",
+    "reward minus truth": "gap",
+    "score": "score",
+    "spread of votes": "spread",
+    "tokens": "tokens",
+    "share without verdict": "failed",
+    "share truncated": "truncated",
+}
+
+
+# -- several runs ------------------------------------------------------------------------------------------------------
+
+
+def states(runs: Mapping[str, ViewedRun]) -> dict[str, RunState]:
+    return {name: run.state() for name, run in runs.items()}
+
+
+def compare(a: ViewedRun, b: ViewedRun) -> Comparison:
+    charts = []
+    for title, curves in CURVES.items():
+        series = [
+            Series(name=f"{letter} {name}", points=run.series(metric), quiet=name == "batches")
+            for letter, run in (("A", a), ("B", b))
+            for name, metric in curves.items()
+        ]
+        charts.append(chart(title, series))
+    with contextlib.closing(a.index.read()) as of_a, contextlib.closing(b.index.read()) as of_b:
+        prompts = queries.shared_prompts(of_a, of_b, SHOWN_PROMPTS)
+    return Comparison(charts=present(*charts), differences=config_differences(a, b), prompts=prompts)
+
+
+def answers_to(run: ViewedRun, prompt_id: str) -> list[object]:
+    """The last answers of a run to a prompt, with their judgements."""
+    with contextlib.closing(run.index.read()) as connection:
+        rows = queries.read_prompt(connection, prompt_id, SHOWN_ANSWERS)
+    return [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])]

@@ -1,0 +1,165 @@
+"""The runs in a folder, and what their small files say: status, metrics, configuration. Writes nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.changes import changes_of
+from grmpipe.observe.charts import Point
+from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.run_files import (
+    NEVER_ENDED,
+    config_text,
+    listed,
+    masked,
+    number,
+    numbers_of,
+    read_bytes,
+    read_object,
+    title_of,
+)
+from grmpipe.run_dir.directory import holds_run
+from grmpipe.types import Metrics
+from grmpipe.viewer.index import JOURNALS, RunIndex
+
+MAX_DEPTH = 4  # of runs below the folder: runs/<experiment>/<date>, runs/sweeps/<date>/<number>
+NOT_RUNS = {"checkpoints", "policy", "grm", "policy_versions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewedRun:
+    """A run by its name: the path below the folder that is viewed."""
+
+    name: str
+    run_dir: Path
+    index: RunIndex = field(repr=False)
+
+    @property
+    def config(self) -> str:
+        """config.yaml without secrets."""
+        return config_text(read_bytes(self.run_dir / "config.yaml"), environment_secrets())
+
+    @property
+    def metrics(self) -> Sequence[Metrics]:
+        """The lines of metrics.jsonl, in their order."""
+        path = self.run_dir / "metrics.jsonl"
+        try:
+            found = path.stat()
+        except OSError:
+            return ()
+        return read_metrics(path, found.st_size, found.st_mtime_ns)
+
+    def series(self, name: str) -> list[Point]:
+        return [(line["step"], line[name]) for line in self.metrics if name in line]
+
+    def state(self) -> RunState:
+        secrets, summary, metrics = environment_secrets(), read_object(self.run_dir / "summary.json"), self.metrics
+        return RunState(
+            title=title_of(self.run_dir, self.config),
+            status=str(summary.get("status", NEVER_ENDED)),
+            failure=masked(summary.get("failure"), secrets),
+            alarms=[mask(str(alarm), secrets) for alarm in listed(summary, "alarms")],
+            changes=[mask(change, secrets) for change in changes_of(self.run_dir)],
+            steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """How a run stands."""
+
+    title: str
+    status: str
+    failure: str | None
+    alarms: Sequence[str]
+    changes: Sequence[str]
+    steps: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.status == NEVER_ENDED
+
+
+@functools.lru_cache(maxsize=8)
+def read_metrics(path: Path, size: int, changed_ns: int) -> tuple[Metrics, ...]:
+    """size, changed_ns: of the file, to read it again once it grew."""
+    return tuple(line for line in map(numbers_of, read_what_can_be(path)) if "step" in line)
+
+
+def find_runs(folder: Path) -> dict[str, ViewedRun]:
+    """The runs by name: the folder itself, or those below it. Raises ConfigError if there is none."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"run_dir: {folder} is no folder; type run_dir=runs/<experiment_name>/latest, or run_dir=runs"
+        )
+    found = [folder.resolve()] if is_run(folder) else [*runs_below(folder.resolve(), MAX_DEPTH)]
+    if not found:
+        raise ConfigError(
+            f"run_dir: {folder} holds no run; type run_dir=runs/<experiment_name>/latest, or run_dir=runs"
+        )
+    base = found[0].parent if is_run(folder) else folder.resolve()
+    names = {path: path.relative_to(base).as_posix() for path in found}
+    return {name: ViewedRun(name=name, run_dir=path, index=RunIndex(path)) for path, name in names.items()}
+
+
+def runs_below(folder: Path, depth: int) -> list[Path]:
+    try:
+        inside = sorted(Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+    found: list[Path] = []
+    for path in inside:
+        if is_run(path):
+            found.append(path)
+        elif depth > 1 and path.name not in NOT_RUNS:
+            found += runs_below(path, depth - 1)
+    return found
+
+
+def is_run(path: Path) -> bool:
+    return holds_run(path) or any((path / name).exists() for name in (*JOURNALS, "metrics.jsonl"))
+
+
+def check_readable(runs: Mapping[str, ViewedRun]) -> None:
+    """Raises ConfigError, with words, for a journal that can't be opened."""
+    for run in runs.values():
+        for name in (*JOURNALS, "metrics.jsonl"):
+            path = run.run_dir / name
+            try:
+                if path.exists():
+                    path.open("rb").close()
+            except OSError as error:
+                reason = error.strerror or error
+                raise ConfigError(f"run_dir: {path} can't be read ({reason}); give the right to read it") from error
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def flat_config(run: ViewedRun) -> dict[str, str]:
+    """Dotted key -> value as text. Empty if config.yaml isn't there or no YAML."""
+    try:
+        return dict(flattened("", yaml.safe_load(run.config) or {}))
+    except yaml.YAMLError:
+        return {}
+
+
+def flattened(prefix: str, value: object) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [one for key, own in value.items() for one in flattened(f"{prefix}.{key}" if prefix else str(key), own)]
+    return [(prefix, "null" if value is None else str(value))]
+
+
+def config_differences(a: ViewedRun, b: ViewedRun) -> list[tuple[str, str | None, str | None]]:
+    """Key, value in a, value in b; None: the key isn't there."""
+    of_a, of_b = flat_config(a), flat_config(b)
+    keys = sorted(of_a.keys() | of_b.keys())
+    return [(key, of_a.get(key), of_b.get(key)) for key in keys if of_a.get(key) != of_b.get(key)]

@@ -1,0 +1,167 @@
+"""The server of the viewer: on this machine only, and only for those who have its token.
+
+GET /                    the runs of the folder, or the only one
+GET /<page>/<run>?..     a page of a run, by its name: see PAGES
+GET /compare?a=..&b=..   two runs; with a prompt, their answers to it
+GET /state/<run>         how far its index is, as JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sqlite3
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from grmpipe.viewer import pages
+from grmpipe.viewer.access import make_guard
+from grmpipe.viewer.indexer import Indexer
+from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PORT = 8707  # if it is free: a tunnel to it keeps working
+STATIC = {"style.css": "text/css", "follow.js": "text/javascript"}
+
+
+def view(folder: Path, port: int = PORT) -> None:
+    """Serve the runs of a folder until a signal ends it. Raises ConfigError."""
+    runs = find_runs(folder)
+    check_readable(runs)
+    asyncio.run(serve(Viewer(folder, runs), port))
+
+
+async def serve(viewer: Viewer, port: int) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    runner = web.AppRunner(viewer.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        taken = await listen(runner, port)
+        print(f"grmpipe: http://{LOOPBACK}:{taken}/?token={viewer.token}", flush=True)
+        viewer.indexer.start()
+        await ended.wait()
+    finally:
+        viewer.indexer.stop()
+        await runner.cleanup()
+
+
+async def listen(runner: web.AppRunner, port: int) -> int:
+    """The port: the wanted one if it is free, else any."""
+    try:
+        await web.TCPSite(runner, LOOPBACK, port).start()
+    except OSError:
+        await web.TCPSite(runner, LOOPBACK, 0).start()
+    return int(runner.addresses[0][1])
+
+
+class Viewer:
+    """The runs of a folder, and their pages."""
+
+    def __init__(self, folder: Path, runs: Mapping[str, ViewedRun]) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self.indexer = Indexer()
+        self._folder = folder
+        self._runs = dict(runs)
+        self._environment = pages.make_environment()
+        self._static = {name: (files("grmpipe.viewer") / "static" / name).read_bytes() for name in STATIC}
+        if len(self._runs) == 1:
+            self.indexer.watch(next(iter(self._runs.values())))
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[make_guard(self.token), self._explain])
+        app.router.add_get("/", self._runs_page)
+        app.router.add_get("/static/{name}", self._static_file)
+        app.router.add_get("/compare", self._compare_page)
+        app.router.add_get("/state/{run:.+}", self._state)
+        app.router.add_get("/{page:" + "|".join(pages.PAGES) + "}/{run:.+}", self._run_page)
+        return app
+
+    @web.middleware
+    async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors of what the URL asks for, in words."""
+        try:
+            return await handler(request)
+        except pages.NotThere as error:
+            return self._message(404, str(error))
+        except ValueError as error:  # of a query that was typed
+            return self._message(400, str(error))
+        except sqlite3.OperationalError as error:
+            return self._message(503, f"The index isn't ready; reload in a moment. ({error})")
+
+    # -- pages ---------------------------------------------------------------------------------------------------------
+
+    async def _run_page(self, request: web.Request) -> web.StreamResponse:
+        run, page = self._run(request.match_info["run"]), request.match_info["page"]
+        if not run.index.path.exists():
+            return self._page("waiting", 200, run=run, page=page)
+        found = await asyncio.to_thread(pages.PAGES[page], run, request.query)
+        return self._page(page, 200, run=run, page=page, **found)
+
+    async def _runs_page(self, request: web.Request) -> web.StreamResponse:
+        if len(self._runs) == 1:
+            raise web.HTTPSeeOther(pages.link("run", next(iter(self._runs))))
+        self._runs = {**await asyncio.to_thread(find_runs, self._folder)}
+        states = await asyncio.to_thread(pages.states, self._runs)
+        return self._page("runs", 200, folder=str(self._folder), states=states)
+
+    async def _compare_page(self, request: web.Request) -> web.StreamResponse:
+        a, b = (self._run(request.query.get(name, "")) for name in ("a", "b"))
+        if not (a.index.path.exists() and b.index.path.exists()):
+            return self._page("waiting", 200, run=a, page="compare")
+        prompt = request.query.get("prompt")
+        if prompt is not None:
+            answers = [(letter, run, await asyncio.to_thread(pages.answers_to, run, prompt))
+                       for letter, run in (("A", a), ("B", b))]  # fmt: skip
+            return self._page("answers", 200, a=a, b=b, prompt_id=prompt, answers=answers)
+        comparison = await asyncio.to_thread(pages.compare, a, b)
+        return self._page("compare", 200, a=a, b=b, comparison=comparison)
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        """What follow.js asks for, again and again."""
+        run = self._run(request.match_info["run"])
+        return web.json_response({"words": self._progress(run), "done": self._done(run)})
+
+    async def _static_file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in STATIC:
+            raise web.HTTPNotFound
+        return web.Response(body=self._static[name], content_type=STATIC[name], charset="utf-8")
+
+    def _run(self, name: str) -> ViewedRun:
+        if name not in self._runs:
+            raise pages.NotThere(f"no run {name!r} here")
+        self.indexer.watch(self._runs[name])
+        return self._runs[name]
+
+    def _progress(self, run: ViewedRun) -> str:
+        """The state of the index in words."""
+        progress = self.indexer.progress.get(run.name)
+        problem = self.indexer.problems.get(run.name, "")
+        unreadable = f"; {progress.unreadable} lines can't be read" if progress and progress.unreadable else ""
+        share = f"index {progress.share:.0%}" if progress is not None else "index: waiting"
+        return problem or f"{share}{unreadable}"
+
+    def _done(self, run: ViewedRun) -> int:
+        progress = self.indexer.progress.get(run.name)
+        return progress.done if progress is not None else 0
+
+    def _page(self, name: str, status: int, **values: object) -> web.Response:
+        run = values.get("run")
+        state = (self._progress(run), self._done(run)) if isinstance(run, ViewedRun) else ("", 0)
+        several = len(self._runs) > 1
+        values = {"page": name, "run": None, "several": several, "progress": state[0], "done": state[1], **values}
+        text = self._environment.get_template(f"{name}.html.jinja").render(**values)
+        return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
+
+    def _message(self, status: int, message: str) -> web.Response:
+        return self._page("message", status, message=message)

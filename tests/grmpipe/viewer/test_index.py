@@ -1,0 +1,240 @@
+"""The index of a run: what it takes from the journals, how it grows, and when it starts over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from viewed_run import SCRIPT, answer, by_judges, report, write_run
+
+from grmpipe.observe.recorder import Recorder
+from grmpipe.types import Prompt
+from grmpipe.viewer.index import IndexProgress, RunIndex
+from grmpipe.viewer.queries import (
+    Filter,
+    RolloutRow,
+    choices,
+    failures_by_judge,
+    find_rollouts,
+    means_around,
+    truth_by_reward,
+)
+from models.types import Message
+
+PROMPT = Prompt(prompt_id="p9", messages=(Message(role="user", content="More?"),))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def follow(index: RunIndex) -> IndexProgress:
+    return [*index.follow()][-1]
+
+
+def found(index: RunIndex, **wanted: object) -> list[tuple[str, int]]:
+    return [(row.group_id, row.sibling) for row in rows(index, **wanted)]
+
+
+def rows(index: RunIndex, **wanted: object) -> list[RolloutRow]:
+    with contextlib.closing(index.read()) as connection:
+        return [*find_rollouts(connection, Filter(**wanted)).rows]
+
+
+def add_rollout(run_dir: Path, text: str, group_id: str = "g3") -> None:
+    recorder = Recorder(run_dir)
+    recorder.rollout(2, PROMPT, answer(group_id, 0, text))
+    recorder.close()
+
+
+def test_a_rollout_has_what_all_journals_say_of_it(tmp_path: Path) -> None:
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    fooled = next(row for row in rows(index, sort="oldest"))
+    assert (fooled.score, fooled.reward, fooled.spread, fooled.votes) == (8.0, 0.8, 2.5, 1)
+    assert (fooled.step, fooled.outcome, fooled.advantage, fooled.truth) == (1, "trained", 1.0, 0.0)
+    assert (fooled.tokens, fooled.version, fooled.source, fooled.prompt_id) == (10, 0, "math", "p1")
+    unjudged = rows(index)[0]
+    assert (unjudged.failure, unjudged.score, unjudged.reward, unjudged.faults) == ("timeout", None, None, "arguments")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"truth": "fooled"}, [("g1", 0)]),
+        ({"truth": "missed"}, [("g1", 1)]),
+        ({"score_from": 5.0}, [("g1", 0)]),
+        ({"spread_from": 1.0}, [("g1", 0)]),
+        ({"tokens_from": 15}, [("g1", 1)]),
+        ({"source": "tools"}, [("g2", 0)]),
+        ({"step_from": 1, "step_to": 1, "sort": "oldest"}, [("g1", 0), ("g1", 1)]),
+        ({"step_from": 2}, []),
+        ({"failure": "any"}, [("g2", 0)]),
+        ({"failure": "unparseable"}, []),
+        ({"cause": "unparseable"}, [("g1", 1)]),
+        ({"fault": "arguments"}, [("g2", 0)]),
+        ({"fault": "argument"}, []),
+        ({"sort": "score, lowest"}, [("g1", 1), ("g1", 0), ("g2", 0)]),
+        ({"sort": "judge above truth", "truth": "fooled"}, [("g1", 0)]),
+        ({"words": "convincing"}, [("g1", 0)]),
+        ({"words": "oslo rain"}, [("g2", 0)]),
+        ({"words": '"too short"'}, [("g1", 1)]),
+        ({"words": '"short too"'}, []),
+        ({"words": "6 -trust", "sort": "oldest"}, [("g1", 1)]),
+        ({"words": "convinc*"}, [("g1", 0)]),
+        ({"words": 'lookup OR " AND ('}, []),
+        ({"held_out": True}, []),
+    ],
+)
+def test_filters(tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]) -> None:
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    assert found(index, **wanted) == expected
+
+
+def test_a_filter_is_its_url() -> None:
+    wanted = Filter(words="a b", step_from=3, score_to=2.5, held_out=True, page=2)
+    query = dict(part.split("=") for part in wanted.url(page=2).replace("+", " ").split("&"))
+    assert Filter.parse(query) == wanted
+    with pytest.raises(ValueError, match="step_from: 'x' is no whole number"):
+        Filter.parse({"step_from": "x"})
+
+
+def test_the_index_grows_with_the_run_and_waits_for_a_torn_line(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    index = RunIndex(run_dir)
+    follow(index)
+    add_rollout(run_dir, "fresh words")
+    path = run_dir / "rollouts.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert follow(index).share < 1
+    assert found(index, words="fresh") == []
+    with path.open("ab") as file:
+        file.write(whole[-20:])
+    assert follow(index).share == 1
+    assert found(index, words="fresh") == [("g3", 0)]
+
+
+def test_a_line_that_cannot_be_read_is_counted_and_the_next_ones_are_there(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    with (run_dir / "rollouts.jsonl").open("ab") as file:
+        file.write(b'{"group_id": 7}\n\xff\n')
+    add_rollout(run_dir, "after it")
+    index = RunIndex(run_dir)
+    assert follow(index).unreadable == 2
+    assert found(index, words="after") == [("g3", 0)]
+
+
+def test_a_journal_that_was_cut_and_went_on_differently_is_read_anew(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    index, path = RunIndex(run_dir), run_dir / "rollouts.jsonl"
+    before = path.read_bytes()
+    add_rollout(run_dir, "void words")
+    follow(index)
+    with path.open("r+b") as file:
+        file.truncate(len(before))
+    add_rollout(run_dir, "valid words, and more of them", group_id="g4")
+    follow(index)
+    assert found(index, words="void") == []
+    assert found(index, words="valid") == [("g4", 0)]
+    assert len(found(index)) == 4
+
+
+def test_another_run_in_the_same_directory_gets_another_index(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    index = RunIndex(run_dir)
+    follow(index)
+    (run_dir / "run.json").write_text('{"run_id": "0123", "inputs": {}}')
+    (run_dir / "rollouts.jsonl").write_bytes(b"")
+    follow(index)
+    assert found(index) == []
+
+
+def test_lines_of_another_run_are_left_out(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "run.json").write_text('{"run_id": "0123", "inputs": {}}')
+    recorder = Recorder(run_dir, "4567")
+    recorder.rollout(2, PROMPT, answer("g3", 0, "foreign"))
+    recorder.close()
+    index = RunIndex(run_dir)
+    follow(index)
+    assert found(index, words="foreign") == []
+
+
+def test_a_rollout_judged_again_has_its_last_verdict_and_words(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    recorder = Recorder(run_dir)
+    recorder.judged(answer("g1", 0, ""), report(2.0))
+    recorder.close()
+    index = RunIndex(run_dir)
+    follow(index)
+    assert [row.score for row in rows(index, words="trust")] == [2.0]
+    assert found(index, words="convincing") == []
+
+
+def test_of_several_judges_each_can_be_asked_for_by_name(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    recorder = Recorder(run_dir)
+    recorder.judged(answer("g1", 0, ""), by_judges(strict=report(2.0), kind=report(9.0)))
+    recorder.close()
+    index = RunIndex(run_dir)
+    follow(index)
+    assert [row.score for row in rows(index, judge="kind")] == [9.0]
+    assert found(index, judge="kind", score_from=8.0) == [("g1", 0)]
+    assert found(index, judge="strict", score_from=8.0) == []
+    with contextlib.closing(index.read()) as connection:
+        assert choices(connection)["judge"] == ["kind", "strict"]
+
+
+def test_held_out_rollouts_of_two_evaluations_are_kept_apart(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    line = json.loads((run_dir / "rollouts.jsonl").read_text().splitlines()[0])
+    verdict = {"rewards": [{"value": 0.5}], "score": 5.0, "score_std": 0.0, "num_judgements": 1}
+    lines = [{**line, "step": step, "verdict": verdict, "judgements": [], "failures": []} for step in (0, 10)]
+    (run_dir / "eval_rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index = RunIndex(run_dir)
+    follow(index)
+    assert [(row.round, row.score) for row in rows(index, held_out=True)] == [(10, 5.0), (0, 5.0)]
+    assert len(rows(index)) == 3
+
+
+def test_figures_of_judge_and_truth(tmp_path: Path) -> None:
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    with contextlib.closing(index.read()) as connection:
+        assert truth_by_reward(connection) == [(0.2, 0.4, 1, 1.0), (0.8, 1.0, 1, 0.0)]
+        assert failures_by_judge(connection) == [("", "unparseable", 1)]
+        since = means_around(connection, 1)["math"]
+    assert (since[True].reward, since[True].truth, since[True].tokens) == (0.55, 0.5, 15.0)
+    assert False not in since
+
+
+def test_an_old_run_without_trained_jsonl_has_steps_and_no_truth(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "trained.jsonl").unlink()
+    index = RunIndex(run_dir)
+    follow(index)
+    assert [(row.step, row.truth) for row in rows(index, sort="oldest")] == [(1, None), (1, None), (None, None)]
+
+
+def test_nothing_is_written_into_the_run_and_the_index_is_the_users_alone(tmp_path: Path, cache: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    before = {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()}
+    index = RunIndex(run_dir)
+    follow(index)
+    assert {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()} == before
+    assert index.path.is_relative_to(cache)
+    assert index.path.stat().st_mode & 0o077 == 0
+
+
+def test_texts_are_not_kept_twice(tmp_path: Path) -> None:
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    with contextlib.closing(index.read()) as connection:
+        assert [row[0] for row in connection.execute("SELECT text FROM words")] == [None] * 6
+    assert SCRIPT in rows(index, sort="oldest")[0].answer

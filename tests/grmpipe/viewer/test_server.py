@@ -1,0 +1,340 @@
+"""The viewer's server: who may see its pages, what each shows, and that a run's texts stay texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from http.cookies import SimpleCookie
+from pathlib import Path
+
+import pytest
+from configs import run_config
+from viewed_run import SCRIPT, judge_jointly, write_run
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.run.tasks.view_task import view_runs
+from grmpipe.viewer.runs import find_runs
+
+aiohttp = pytest.importorskip("aiohttp")
+from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
+from yarl import URL  # noqa: E402
+
+from grmpipe.viewer.server import Viewer  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, *, admitted: bool = True) -> AsyncIterator[tuple[TestClient, Viewer]]:
+    """A client of a viewer whose indexes are made."""
+    runs = find_runs(folder)
+    for run in runs.values():
+        assert list(run.index.follow())
+    viewer = Viewer(folder, runs)
+    async with TestClient(TestServer(viewer.app(), host="127.0.0.1")) as client:
+        if admitted:
+            await client.get("/", params={"token": viewer.token})
+        yield client, viewer
+
+
+def fetch(folder: Path, *paths: str, status: int = 200) -> list[str]:
+    async def run() -> list[str]:
+        async with opened(folder) as (client, _):
+            texts = []
+            for path in paths:
+                answer = await client.get(path)
+                assert answer.status == status, await answer.text()
+                texts.append(await answer.text())
+            return texts
+
+    return asyncio.run(run())
+
+
+def visible(page: str) -> str:
+    """The page without tags, in one line."""
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+# -- access ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_there_is_nothing_and_with_it_a_cookie_that_scripts_cannot_read(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+
+    async def run() -> None:
+        async with opened(run_dir, admitted=False) as (client, viewer):
+            for path in ("/", "/rollouts/run", "/static/style.css", "/state/run", "/?token=wrong", "/nothing"):
+                assert (await client.get(path)).status == 401, path
+            first = await client.get(
+                "/rollouts/run", params={"token": viewer.token, "sort": "oldest"}, allow_redirects=False
+            )
+            assert (first.status, first.headers["Location"]) == (303, "/rollouts/run?sort=oldest")
+            cookie = next(iter(SimpleCookie(first.headers["Set-Cookie"]).values()))
+            assert (cookie["httponly"], cookie["samesite"]) == (True, "Strict")
+            page = await client.get("/rollouts/run")
+            assert page.status == 200
+            assert viewer.token not in await page.text()
+
+    asyncio.run(run())
+
+
+def test_a_page_of_another_name_may_not_ask(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+
+    async def run() -> None:
+        async with opened(run_dir) as (client, viewer):
+            for host in ("evil.example:8707", "127.0.0.1.evil.example"):
+                answer = await client.get("/", params={"token": viewer.token}, headers={"Host": host})
+                assert answer.status == 403
+            assert (await client.get("/", headers={"Host": "localhost:9000"})).status == 200  # through a tunnel
+
+    asyncio.run(run())
+
+
+def test_a_redirection_stays_on_this_server(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+
+    async def run() -> None:
+        async with opened(run_dir) as (client, viewer):
+            url = URL(f"{client.make_url('/')!s}/evil.example/?token={viewer.token}", encoded=True)
+            answer = await client.session.get(url, allow_redirects=False)
+            assert answer.headers["Location"] == "/evil.example/"
+
+    asyncio.run(run())
+
+
+def test_every_answer_has_the_policy_that_forbids_foreign_scripts(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+
+    async def run() -> None:
+        async with opened(run_dir) as (client, _):
+            for path in ("/run/run", "/rollouts/run", "/static/follow.js", "/nothing", "/run/other"):
+                answer = await client.get(path)
+                assert (
+                    "default-src 'none'; style-src 'self'; script-src 'self'"
+                    in answer.headers["Content-Security-Policy"]
+                )
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+    asyncio.run(run())
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: Path) -> None:
+    (page,) = fetch(write_run(tmp_path / "run"), "/run/run?since=1")
+    text = visible(page)
+    assert "mine, run no end recorded" in text
+    for title in ("Reward", "True accuracy", "Failed judgements", "Judge and truth", "Tokens"):
+        assert f'aria-label="{title}"' in page
+    assert "0.8 to 1 1 0" in text
+    assert "before step 1 since step 1" in text
+    assert "reward minus truth – 0.05" in text
+
+
+def test_the_table_names_what_its_url_asks_for(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    everything, fooled = fetch(run_dir, "/rollouts/run", "/rollouts/run?truth=fooled")
+    assert "3 rollouts, page 1 of 1" in visible(everything)
+    assert "1 rollouts, page 1 of 1" in visible(fooled)
+    assert 'href="/group/run?group=g1"' in fooled
+    assert '<option value="fooled" selected>' in fooled
+    assert "no verdict: timeout" in everything
+
+
+def test_a_group_has_its_siblings_side_by_side_with_their_critiques(tmp_path: Path) -> None:
+    (page,) = fetch(write_run(tmp_path / "run"), "/group/run?group=g1")
+    text = visible(page)
+    assert page.count("<article") == 2
+    assert "trained by step 1" in text
+    assert "reference 42" in text
+    first, second = text.split("g1/1")
+    assert "score 8 reward 0.8 spread 2.5 truth 0 advantage 1 tokens 10 step 1" in first
+    assert "judge: 8 Convincing" in first
+    assert "judge: 3 Too short" in second
+    assert "failed: unparseable no mark" in second
+
+
+def test_an_episode_is_a_conversation_with_calls_faults_and_branches(tmp_path: Path) -> None:
+    (page,) = fetch(write_run(tmp_path / "run"), "/group/run?group=g2&sibling=0")
+    text = visible(page)
+    for words in (
+        "turn 1: the policy fault: arguments I look it up",
+        "calls lookup({&#34;city&#34;: &#34;Oslo&#34;})",
+        "before the branch: tool lookup rain",
+        "turn 2: the policy a branch: it doesn&#39;t continue the turn before points 0.5",
+        "no verdict: timeout",
+    ):
+        assert words in text, words
+
+
+def test_failed_judgements_are_counted_by_cause_and_shown(tmp_path: Path) -> None:
+    (page,) = fetch(write_run(tmp_path / "run"), "/failures/run?cause=unparseable")
+    text = visible(page)
+    assert "judge unparseable 1" in text
+    assert "timeout 1" in text
+    assert "unparseable: 1 rollouts" in text
+    assert "no mark" in text
+
+
+def test_two_runs_are_compared_by_configuration_curves_and_answers(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "x" / "first")
+    write_run(tmp_path / "runs" / "x" / "second", lr=3e-4)
+    folder, comparison, answers = fetch(
+        tmp_path / "runs", "/", "/compare?a=x/first&b=x/second", "/compare?a=x/first&b=x/second&prompt=p1"
+    )
+    assert "x/first" in visible(folder)
+    assert "x/second" in visible(folder)
+    assert "train.lr 0.0001 0.0003" in visible(comparison)
+    assert 'aria-label="Reward"' in comparison
+    assert answers.count("<article") == 4
+    assert "B: x/second" in visible(answers)
+
+
+def test_a_joint_judgement_is_beside_each_answer_that_it_judges(tmp_path: Path) -> None:
+    run_dir = judge_jointly(write_run(tmp_path / "run"), "first is better")
+    (page,) = fetch(run_dir, "/group/run?group=g1")
+    assert visible(page).count("first is better") == 2
+
+
+def test_what_a_url_asks_for_wrongly_gets_words(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    assert "score_from: &#39;x&#39; is no number" in fetch(run_dir, "/rollouts/run?score_from=x", status=400)[0]
+    assert "no group &#39;g9&#39; in this run" in fetch(run_dir, "/group/run?group=g9", status=404)[0]
+    assert "no run &#39;other&#39; here" in fetch(run_dir, "/run/other", status=404)[0]
+
+
+def test_a_line_that_was_damaged_is_said_where_it_would_be(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    path = run_dir / "judgements.jsonl"
+    path.write_text(path.read_text().replace("Convincing", "Konvincing"))
+    (page,) = fetch(run_dir, "/group/run?group=g1")
+    assert "judgements.jsonl, at byte 0: it is damaged" in visible(page)
+    assert "It is 42" in visible(page)
+
+
+EVERY_PAGE = (
+    "/",
+    "/run/{0}",
+    "/rollouts/{0}?words=script",
+    "/rollouts/{0}?words=<script>1</script>",
+    '/rollouts/{0}?prompt=<script>1</script>&source="><script>1</script>',
+    "/group/{0}?group=g1",
+    "/group/{0}?group=g2",
+    "/failures/{0}",
+    "/compare?a={0}&b={0}",
+    "/compare?a={0}&b={0}&prompt=p1",
+)
+
+
+def test_a_planted_script_is_text_on_every_page(tmp_path: Path) -> None:
+    name = "<script>1<"  # a slash can't be in a name
+    run_dir = write_run(tmp_path / "runs" / name, experiment=SCRIPT)
+    (run_dir / "summary.json").write_text('{"status": "<script>", "failure": "<script>", "alarms": ["<script>"]}')
+    write_run(tmp_path / "runs" / "other")
+    for page in fetch(tmp_path / "runs", *(path.format(name) for path in EVERY_PAGE)):
+        assert page.count("<script") == 1, page  # our own
+        assert '<script src="/static/follow.js" defer></script>' in page
+        assert not re.search(r"\son\w+=|javascript:|\sstyle=", page)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "words"), [(False, "is no folder"), (True, "holds no run")])
+def test_a_wrong_folder_is_refused_with_what_to_type(tmp_path: Path, make: bool, words: str) -> None:
+    folder = tmp_path / "empty"
+    if make:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match=rf"^run_dir: .*{words}; type run_dir="):
+        view_runs(run_config(run_dir=str(folder), task="view"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_journal_without_the_right_to_read_it_is_refused(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "rollouts.jsonl").chmod(0)
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl can't be read \(Permission denied\)"):
+        view_runs(run_config(run_dir=str(run_dir), task="view"))
+
+
+def test_a_journal_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "groups.jsonl").unlink()
+    (run_dir / "groups.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"groups\.jsonl can't be read \(Is a directory\)"):
+        view_runs(run_config(run_dir=str(run_dir), task="view"))
+
+
+@contextlib.contextmanager
+def served(run_dir: Path, cache: Path) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """The server of a run in a process of its own: its address, its token and its process."""
+    script = "import sys; from pathlib import Path; from grmpipe.viewer.server import view; view(Path(sys.argv[1]), 0)"
+    command = [sys.executable, "-c", script, str(run_dir)]
+    environ = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        found = re.fullmatch(r"grmpipe: (http://127\.0\.0\.1:\d+)/\?token=(\S+)\n", line)
+        assert found, line
+        yield found[1], found[2], process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_command_says_one_line_serves_a_read_only_run_and_ends_well(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    for path in run_dir.iterdir():
+        path.chmod(0o444)
+    run_dir.chmod(0o555)
+    with served(run_dir, tmp_path / "cache") as (address, token, process):
+        ask_until(f"{address}/rollouts/run?token={token}", "3 rollouts")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout.read() == ""
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted(
+        ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl", "trained.jsonl")
+    )
+
+
+def ask_until(url: str, words: str) -> str:
+    """The page once it has these words: the index is made meanwhile."""
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    for _ in range(1000):
+        with contextlib.suppress(urllib.error.HTTPError):
+            page = opener.open(url, timeout=60).read().decode()
+            if words in page:
+                return page
+        time.sleep(0.05)
+    raise AssertionError(f"{url} never had {words!r}")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser_a_planted_script_does_not_run(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", experiment=SCRIPT)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=360,800"]
+    with served(run_dir, tmp_path / "cache") as (address, token, _):
+        ask_until(f"{address}/state/run?token={token}", "100%")
+        url = f"{address}/group/run?group=g1&token={token}"
+        command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert "<title>Group g1 of run</title>" in done.stdout, done.stderr
+    assert "Trust me, it is 41 &lt;script&gt;" in done.stdout

@@ -1,0 +1,101 @@
+"""A small run for the tests of the viewer, written by the recorder itself: two groups, one of them an episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from grmpipe.observe.recorder import Recorder
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    GroupEnd,
+    Judgement,
+    JudgeReport,
+    Prompt,
+    RewardSpan,
+    Rollout,
+    Turn,
+    Verdict,
+)
+from models.types import Completion, Message, ToolCall, VersionSpan
+
+SCRIPT = "<script>document.title='owned'</script>"
+
+
+def completion(text: str, version: int = 0, tokens: int = 3) -> Completion:
+    spans = (VersionSpan(model="policy", version=version, start=0, end=tokens),)
+    ids, logprobs = tuple(range(tokens)), (-0.5,) * tokens
+    return Completion(token_ids=ids, logprobs=logprobs, text=text, finish_reason="stop", versions=spans)
+
+
+def rollout(group_id: str, sibling: int, *turns: Turn) -> Rollout:
+    return Rollout(group_id=group_id, sibling=sibling, turns=turns, status="finished")
+
+
+def answer(group_id: str, sibling: int, text: str, tokens: int = 3) -> Rollout:
+    return rollout(group_id, sibling, Turn(new_ids=(1, 2), completion=completion(text, tokens=tokens)))
+
+
+def judgement(group_id: str, siblings: tuple[int, ...], scores: tuple[float, ...], text: str) -> Judgement:
+    return Judgement(group_id=group_id, siblings=siblings, scores=scores, prompt_ids=(1,), completion=completion(text),
+                     grm="grm", version=0)  # fmt: skip
+
+
+def report(score: float, *judgements: Judgement, spread: float = 0.0, failures: tuple[Failed, ...] = ()) -> JudgeReport:
+    span = RewardSpan(turn=0, start=0, end=3, value=score / 10)
+    verdict = Verdict(rewards=(span,), score=score, breakdown={}, score_std=spread, num_judgements=len(judgements))
+    return JudgeReport(verdict=verdict, judgements=judgements, failures=failures)
+
+
+def by_judges(**reports: JudgeReport) -> JudgeReport:
+    """A report of several judges, whose first one has the say."""
+    first = next(iter(reports.values()))
+    return JudgeReport(verdict=first.verdict, by_judge=reports)
+
+
+def episode(group_id: str, sibling: int) -> Rollout:
+    call = ToolCall(name="lookup", arguments={"city": "Oslo"})
+    reply = Message(role="tool", name="lookup", content=f"rain {SCRIPT}")
+    first = Turn(new_ids=(1,), completion=completion("I look it up"), tool_calls=(call,), replies=(reply,),
+                 faults=("arguments",))  # fmt: skip
+    branch = Turn(new_ids=(1, 2), completion=completion("It rains in Oslo"), rewritten=True, rewards={"points": 0.5})
+    return rollout(group_id, sibling, first, branch)
+
+
+def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> Path:
+    """Step 1 trained g1: sibling 0 fools the judge, sibling 1 is right. g2 is an episode without a verdict."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(f"experiment_name: {experiment}\ntrain:\n  lr: {lr}\n")
+    metrics = {"step": 1, "train/reward": 0.55, "train/true_accuracy": 0.5, "judge/failed_unparseable": 1}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    recorder = Recorder(run_dir)
+    question = Message(role="user", content=f"What is 6 * 7? {SCRIPT}")
+    prompt = Prompt(prompt_id="p1", messages=(question,), source="math", reference="42")
+    for sibling, text in enumerate((f"Trust me, it is 41 {SCRIPT}", "It is 42")):
+        recorder.rollout(0, prompt, answer("g1", sibling, text, tokens=10 * (sibling + 1)))
+    recorder.judged(answer("g1", 0, ""), report(8.0, judgement("g1", (0,), (8.0,), f"Convincing {SCRIPT}"), spread=2.5))
+    bad = FailedJudgement(
+        stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion("no mark")
+    )
+    recorder.judged(answer("g1", 1, ""), report(3.0, judgement("g1", (1,), (3.0,), "Too short"), failures=(bad,)))
+    recorder.group_ended(GroupEnd(group_id="g1", prompt_index=0, prompt_id="p1", outcome="trained", step=1, version=0))
+    weather = Prompt(prompt_id="p2", messages=(Message(role="user", content="Weather in Oslo?"),), source="tools")
+    recorder.rollout(1, weather, episode("g2", 0))
+    recorder.judged(episode("g2", 0), JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=3)))
+    recorder.close()
+    trained = [
+        {"group_id": "g1", "sibling": sibling, "step": 1, "reward": reward, "advantage": advantage, "right": right}
+        for sibling, (reward, advantage, right) in enumerate(((0.8, 1.0, 0.0), (0.3, -1.0, 1.0)))
+    ]
+    (run_dir / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trained))
+    return run_dir
+
+
+def judge_jointly(run_dir: Path, text: str) -> Path:
+    """Judge g1 again, both siblings in one judgement."""
+    recorder = Recorder(run_dir)
+    recorder.judged(answer("g1", 0, ""), report(8.0, judgement("g1", (0, 1), (8.0, 3.0), text)))
+    recorder.judged(answer("g1", 1, ""), report(3.0))
+    recorder.close()
+    return run_dir
