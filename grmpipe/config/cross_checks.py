@@ -17,7 +17,13 @@ from grmpipe.config.reward_checks import (
     check_watchers,
 )
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.train import check_interpolated, check_pass_k, check_replay_buffer, check_spread
+from grmpipe.config.train import (
+    check_interpolated,
+    check_pass_k,
+    check_replay_buffer,
+    check_router_replay,
+    check_spread,
+)
 from scheduler.processes.call_limits import WORK_FACTOR
 
 TASKS = (
@@ -73,6 +79,7 @@ def check_algorithm(config: RunConfig) -> None:
     check_pass_k(config.algorithm, config.train.group_size)
     check_replay_buffer(config.algorithm, config.train.max_staleness)
     check_interpolated(config.algorithm, config.train.max_staleness)
+    check_router_replay(config.algorithm, config.train.groups_per_batch)
     for judge in config.judging.generative.values():
         check_spread(config.algorithm, judge.num_judgements)
     check_critic(config.critic, config.algorithm, config.train)
@@ -332,8 +339,4 @@ def check_critic_alone(config: RunConfig) -> None:
         raise ValueError(
             "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
             f"type critic=none algorithm.estimator=grpo, or {model.key}.train.enabled=false"
-        )
-    if config.data.retrain_from is not None:
-        raise ValueError(
-            "critic.enabled: data.retrain_from trains only the policy; type critic=none algorithm.estimator=grpo"
         )

@@ -78,10 +78,6 @@ def encode_some(value: object, names: Sequence[str]) -> Record:
     return {name: encode(own) for name in names if (own := getattr(value, name))}
 
 
-def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
-    return msgspec.convert(records, tuple[Message, ...])
-
-
 def encode_completion(completion: Completion) -> Record:
     return {
         "text": completion.text,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.train import FSDP2, check_router_replay
+from grmpipe.config.train import FSDP2
 from grmpipe.validate.sections import section
+from models.engines.installed import peft_missing
 from models.lm.footprint import Heads, heads_of
-from models.lm.installed_peft import peft_missing
 from models.lm.packable_configs import is_known_to_pack
 from scheduler.placement import Placement
 
@@ -115,10 +115,6 @@ def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
     """Check that the policy has experts to replay, and that its engines can record them. role: the policy's."""
     if config.algorithm.router_replay == "none":
         return
-    try:
-        check_router_replay(config.algorithm, config.train.groups_per_batch)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if config.algorithm.router_replay == "rollout":
         check_records_experts(role)
     from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need

@@ -1,4 +1,4 @@
-"""Checks whether vLLM and SGLang are installed, and what to type if not. Imports neither."""
+"""Checks whether vLLM, SGLang and peft are installed, and what to type if not. Imports none of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from models.settings import INSTALL_PEFT
 
 SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
 NCCL_BUILDS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -53,6 +55,11 @@ def _has_sglang(python: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return probe.returncode == 0
+
+
+def peft_missing() -> str | None:
+    """What to type if peft isn't installed. None if it is."""
+    return None if _version("peft") is not None else f"peft is not installed; type `{INSTALL_PEFT}`"
 
 
 def nccl_version(python: str = "") -> str:

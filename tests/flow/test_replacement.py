@@ -87,7 +87,7 @@ def check_samples(run: Any) -> None:
             ((1, "grm-0"),),
             ONE_VLLM_ENGINE,
             id="the only engine of both, vLLM",
-            marks=[pytest.mark.vllm, pytest.mark.long],  # test_vllm_deaths.py kills vLLM's core in the gate
+            marks=[pytest.mark.vllm, pytest.mark.long],  # test_vllm_engine_deaths.py kills vLLM's core in the gate
         ),
     ],
 )

@@ -24,7 +24,7 @@ from grmpipe.train.learner.offload import OffloadingLearner
 from grmpipe.train.optimizer import moments_of
 from models.lm import causal_lm
 
-SCRIPT = Path(__file__).with_name("lora_rank_process.py")  # it runs any learner
+SCRIPT = Path(__file__).parent / "learner" / "lora_rank_process.py"  # it runs any learner
 SMALL = ("bfloat16", "int8")
 
 

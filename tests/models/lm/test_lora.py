@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint import export_hf
-from models.lm.installed_peft import peft_missing
 from models.lm.lora import adapters, add_adapters, check_targets, outgoing, without_adapters
 from models.settings import LoraConfig
 from models.types import WeightBucket
@@ -180,16 +178,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="known: none"):
         check_targets(str(tmp_path), lora())
-
-
-def test_without_peft_one_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peft_missing() is None
-
-    def missing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr("importlib.metadata.version", missing)
-    assert peft_missing() == 'peft is not installed; type `pip install "grmpipe[lora]"`'
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Bytes that the learner holds on one of its ranks, counted in fake tensors: no weights, no GPU. Run by
-test_learner_memory.py: reads cases as JSON from the command line, writes a line of JSON for each.
+test_memory.py: reads cases as JSON from the command line, writes a line of JSON for each.
 
 The learner is the real one: its model is sharded by FSDP2 over a fake process group, with the attention of GPUs.
 Integers (token ids, places, lengths) are real, because control flow depends on them; all else is fake.

@@ -1,20 +1,17 @@
-"""Canaries don't drift if the judge doesn't, adversarial replies are counted, limits work, the fit finds its peak."""
+"""Canaries don't drift if the judge doesn't; adversarial replies are counted, also by judge."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 
 import pytest
 
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_canaries, with_first
-from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
@@ -137,63 +134,3 @@ def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same(
     assert asked == ["canary-0/0", "canary-1/0"]
     assert sure.asked == ["canary-0/0", "canary-1/0"] * 2, "who was asked isn't asked again"
     assert (found["judge"].mean, found["late"].mean, found[""].mean) == (0.0, 2.0, 0.0)
-
-
-# -- limits --------------------------------------------------------------------------------------------------------
-
-
-def test_a_limit_is_new_once_until_the_metric_is_back() -> None:
-    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5)})
-    new = [
-        [one.new for one in limits.read(step, {"judge/x": value})]
-        for step, value in enumerate((0.5, 0.6, 0.7, 0.1, 0.9))
-    ]
-    assert new == [[], [True], [False], [], [True]]
-    assert limits.metrics() == {"alarm/long": 1.0}
-
-
-def test_a_step_without_the_metric_leaves_the_limit_as_it_was() -> None:
-    limits = Limits({"low": LimitConfig(metric="judge/x", below=0.2, action="stop")})
-    (told,) = limits.read(4, {"judge/x": 0.1})
-    assert (told.action, told.text) == ("stop", "judge_monitor.limits.low: at step 4 judge/x is 0.1, below 0.2")
-    assert limits.read(5, {"other": 1.0}) == []
-    assert limits.metrics() == {"alarm/low": 1.0}
-
-
-def test_a_resumed_limit_knows_that_it_was_exceeded() -> None:
-    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5)}, exceeded=["long", "of before"])
-    assert [one.new for one in limits.read(7, {"judge/x": 0.9})] == [False]
-
-
-def test_a_limit_whose_metric_was_never_there_has_no_alarm() -> None:
-    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5), "low": LimitConfig(metric="judge/y", below=0.5)})
-    limits.read(1, {"judge/x": 0.1})
-    assert limits.metrics() == {"alarm/long": 0.0}
-    resumed = Limits({"low": LimitConfig(metric="judge/y", below=0.5)}, read_before=["low"])
-    assert (resumed.metrics(), resumed.never_read(checks=True)) == ({"alarm/low": 0.0}, [])
-
-
-def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> None:
-    limits = Limits({"long": LimitConfig(metric="judge/length_correlation", above=0.5)})
-    limits.read(1, {"judge/score_length_correlation": 0.1})
-    (told,) = limits.never_read(checks=True)
-    assert "no step reported the metric judge/length_correlation; did you mean judge/score_length_correlation?" in told
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"above": 1.0}, "metric: missing"),
-        ({"metric": "x"}, "above: give a finite number for above, below or both"),
-        ({"metric": "x", "below": math.nan}, "above: give a finite"),
-        ({"metric": "x", "above": 1.0, "action": "shout"}, "action: unknown value 'shout'; known: warn, pause, stop"),
-    ],
-)
-def test_a_limit_that_makes_no_sense_is_refused(values: dict, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        LimitConfig(**values)
-
-
-def test_counts_of_watching_are_no_less_than_none() -> None:
-    with pytest.raises(ValueError, match="canaries: must be 0"):
-        JudgeMonitorConfig(canaries=-1)

@@ -140,7 +140,7 @@ def cassette(request: pytest.FixtureRequest, kind: Kind) -> Iterator[None]:
     """The answers of a real SGLang server in this test: replayed, or recorded."""
     path = sglang_replay.cassette_of(request.node.name)
     if kind is KINDS["sglang"] and "sender_that_hangs" in request.node.name:
-        pytest.skip("SGLang waits for torch's own half an hour; the engine then counts as dead (test_sglang_client.py)")
+        pytest.skip("SGLang waits for torch's own half an hour; the engine then counts as dead (test_sglang_engine.py)")
     if kind is KINDS["sglang_replayed"]:
         if not path.exists():
             pytest.skip("only a real server can answer this one")

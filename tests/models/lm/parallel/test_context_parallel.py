@@ -1,4 +1,4 @@
-"""Slices of tokens and shares of heads, without processes. test_parallel_ranks.py exchanges them between ranks."""
+"""Slices of tokens and shares of heads, without processes. Ranks exchange them in test_learner_parallel_ranks.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""The comparison with TRL: its report on both sides' runs. Needs no TRL, measures nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import against_trl  # noqa: E402
+
+OURS = {"policy": 0.1, "grm": 0.2, "learner": 0.3, "sync": 0.01, "learner waits": 0.02}
+TRLS = {"generate": 1.0, "reward": 2.0, "forward": 0.25, "backward": 0.5, "other": 0.125}
+
+
+def run(step_s: float, stages_s: dict[str, float]) -> against_trl.Run:
+    looks = {step: 0.3 + step / 200 for step in range(0, against_trl.STEPS + 1, against_trl.LOOK_EVERY)}
+    first = [9.0] * against_trl.SETTLED  # a slow start, in no mean
+    return against_trl.Run(
+        step_s=[*first, *[step_s] * (against_trl.STEPS - len(first))], looks=looks, final=0.75, final_greedy=0.875,
+        stages_s=stages_s, busy_share=0.02,
+    )  # fmt: skip
+
+
+def test_seconds_to_an_accuracy_are_those_of_the_steps_before_the_first_look_that_has_it() -> None:
+    one = run(0.5, OURS)
+    assert one.mean_s == 0.5
+    assert one.seconds_to(0.4) == pytest.approx(against_trl.SETTLED * 9.0 + 15 * 0.5)  # at step 20
+    assert one.seconds_to(0.3) == 0.0
+    assert one.seconds_to(0.9) is None
+
+
+def test_what_trl_spends_adds_up_to_its_step() -> None:
+    step = {"step": 4.0, "training_step": 3.75, "generate": 1.0, "reward": 2.0, "forward": 0.25}
+    told = against_trl.stages_of_trl([step])
+    assert told == {"generate": 1.0, "reward": 2.0, "forward": 0.25, "backward": 0.5, "other": 0.25}
+    assert sum(told.values()) == step["step"]
+
+
+def test_sides_take_turns_and_a_finished_part_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    settings = {"1 thread": 2.0, "2 threads": 1.0}
+
+    def trl(folder: Path, python: str, seed: int, setting: str) -> against_trl.Run:
+        asked.append(f"trl-{seed} with {setting}")
+        return run(2.0, TRLS)
+
+    def ours(folder: Path, seed: int) -> against_trl.Run:
+        asked.append(f"grmpipe-{seed}")
+        return run(0.5, OURS)
+
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "trl-1.json").write_text(json.dumps(asdict(run(4.0, TRLS))))
+    (tmp_path / "stages.json").write_text(
+        json.dumps({"step": 0.7, "rollouts": 0.1, "judgements": 0.2, "micro-batches and step": 0.3, "weight sync": 0.1})
+    )
+    monkeypatch.setattr(against_trl, "run_trl", trl)
+    monkeypatch.setattr(against_trl, "run_ours", ours)
+    monkeypatch.setattr(against_trl, "REPORT", tmp_path / "against_trl.md")
+    monkeypatch.setattr(sys, "argv", ["against_trl.py", str(tmp_path), "--trl", "python", "--only", "grmpipe-0"])
+    against_trl.main()
+    assert asked == ["grmpipe-0"] and not against_trl.REPORT.exists()
+    monkeypatch.setattr(sys, "argv", sys.argv[:-2])
+    against_trl.main()
+    assert asked == ["grmpipe-0", "trl-0 with 2 threads", "grmpipe-1"]
+    text = against_trl.REPORT.read_text(encoding="utf-8")
+    assert "takes 4.0 and 8.0 times as long as ours" in text
+    assert "| one step (mean), s | 0.500 | 0.500 | 2.000 | 4.000 |" in text
+    assert "| forward, backward, optimizer | 0.875 | 0.300 | 0.300 |" in text
+    (tmp_path / "stages.json").unlink()
+    assert "| forward, backward, optimizer | 0.875 | 0.300 |" in against_trl.report(tmp_path)
+    assert "| 80 | 0.700 | 0.700 | 0.700 | 0.700 |" in text
+    assert str(tmp_path) not in text

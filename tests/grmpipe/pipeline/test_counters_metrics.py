@@ -1,0 +1,100 @@
+"""Metrics of steps and batches: failures enter no mean, unknown values are left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.judge.kinds.rule import is_right
+from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.pipeline.trained_rollouts import check_truth
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    JudgedGroup,
+    Judgement,
+    JudgeReport,
+    Prompt,
+    RewardSpan,
+    Rollout,
+    Turn,
+    Verdict,
+)
+from models.types import Completion, Message, VersionSpan
+
+LOST = Failed(stage="judge", cause="timeout", attempts=1)
+
+
+def completion(num_tokens: int, version: int = 0, text: str = "") -> Completion:
+    span = VersionSpan(model="policy", version=version, start=0, end=num_tokens)
+    return Completion(
+        token_ids=(1,) * num_tokens, logprobs=(0.0,) * num_tokens, text=text, finish_reason="stop", versions=(span,)
+    )
+
+
+def rollout(sibling: int, num_tokens: int = 4, version: int = 0, text: str = "", status: str = "finished") -> Rollout:
+    turn = Turn(new_ids=(1,), completion=completion(num_tokens, version, text))
+    return Rollout(group_id="g", sibling=sibling, turns=(turn,), status=status)  # type: ignore[arg-type]
+
+
+def verdict(score: float, **breakdown: float) -> Verdict:
+    span = RewardSpan(turn=0, start=0, end=1, value=(score - 1) / 9)
+    return Verdict(rewards=(span,), score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
+
+
+def prompt(reference: str | None = None) -> Prompt:
+    return Prompt(prompt_id="p", messages=(Message(role="user", content="?"),), reference=reference)
+
+
+def group(*verdicts: Verdict | Failed, version: int = 0, reference: str | None = None, text: str = "") -> JudgedGroup:
+    rollouts = tuple(rollout(sibling, 4 + sibling, version, text) for sibling in range(len(verdicts)))
+    return JudgedGroup(group_id="g", prompt=prompt(reference), rollouts=rollouts, verdicts=verdicts)
+
+
+def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> None:
+    counters = FlowCounters()
+    judgement = Judgement(
+        group_id="g", siblings=(0,), scores=(5,), prompt_ids=(1,), completion=completion(7), grm="grm", version=0
+    )
+    unparseable = FailedJudgement(
+        stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion(3)
+    )
+    counters.step.rollout(rollout(0, 4))
+    counters.step.rollout(rollout(1, 6, status="truncated"))
+    counters.step.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
+    step = counters.close_step()
+    assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
+    assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
+    assert step.judging.failed == {"unparseable": 1, "timeout": 1}
+    restored = FlowCounters()
+    restored.restore(counters.total.saved(), {})
+    restored.step.rollout(rollout(2, 5))
+    assert restored.total_so_far().policy_tokens == 15
+    assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5
+    assert flow_metrics(Counters(), 1.0)["rollout/truncated_share"] == 0
+
+
+def test_failed_siblings_are_in_no_mean() -> None:
+    metrics = batch_metrics(
+        [group(verdict(10, rule=1.0), LOST, verdict(4, rule=0.0), version=3)], version=4, algorithm=AlgorithmConfig()
+    )
+    assert metrics["train/grm_score"] == 7
+    assert metrics["train/siblings_without_verdict"] == 1
+    assert metrics["reward/rule_mean"] == 0.5
+    assert metrics["staleness/max"] == 1
+    assert metrics["judge/score_length_correlation"] == pytest.approx(-1)
+    lengths = [metrics[f"response_length/{name}"] for name in ("min", "mean", "max")]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[2]
+    assert metrics["prompt_length/min"] >= 1
+
+
+def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() -> None:
+    metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0, algorithm=AlgorithmConfig())
+    assert metrics["train/zero_advantage_share"] == 1
+    assert "judge/score_length_correlation" not in metrics
+
+
+def test_truth_needs_references() -> None:
+    assert truth_metrics(check_truth([group(verdict(5), verdict(5))], is_right)) == {}
+    known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
+    assert truth_metrics(check_truth([known], is_right)) == {"train/true_accuracy": 1.0}
