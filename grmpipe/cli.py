@@ -4,6 +4,7 @@ grmpipe +experiment=quickstart                          # train
 grmpipe -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 grmpipe +experiment=quickstart task=plan                # placement and costs; starts nothing
 grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
+grmpipe task=rejudge run_dir=runs/x/latest judge=rule   # the stored rollouts of a run, judged again
 grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
 grmpipe task=view run_dir=runs                          # pages of runs, for a browser on this machine
 grmpipe task=doctor                                     # what is installed and missing, and what to type
@@ -36,6 +37,7 @@ from hydra.types import RunMode
 
 from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
+from grmpipe.config.io.rejudged_config import rejudged_config
 from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
@@ -131,9 +133,11 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    if config.task != "evaluate":
+    if config.task not in ("evaluate", "rejudge"):
         return build(config)
     overrides = OverridesParser.create().parse_overrides(list(typed))
+    if config.task == "rejudge":
+        return rejudged_config(config, [one.package or one.key_or_group for one in overrides])
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,

@@ -23,10 +23,12 @@ from scheduler.event_loop import run_to_end
 if TYPE_CHECKING:
     from grmpipe.validate.evaluation import PreparedEvaluation
     from grmpipe.validate.meta_rm_training import MetaRmTraining
+    from grmpipe.validate.rejudging import PreparedRejudging
     from grmpipe.validate.retraining import PreparedRetraining
 
 
 P = TypeVar("P", bound=HasConfig)
+AS_BEFORE = "type the same command with resume=auto"  # how judging again is continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,13 @@ def evaluation() -> RunTask[PreparedEvaluation]:
     )
 
 
+def rejudging() -> RunTask[PreparedRejudging]:
+    from grmpipe.run.tasks.rejudge import RejudgeRun
+    from grmpipe.validate.rejudging import PreparedRejudging, prepare_rejudging
+
+    return RunTask(prepare=prepare_rejudging, make_run=RejudgeRun, notes=PreparedRejudging.notes, continued=AS_BEFORE)
+
+
 # -- tasks that show -------------------------------------------------------------------------------------------------
 
 
@@ -171,12 +180,18 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
+    "rejudge": rejudging,
 }
 
 
 def notes(prepared: Prepared) -> list[str]:
     """Notes on settings that are allowed but may not be meant."""
     config, objective, said = prepared.config, prepared.config.objective, []
+    for name in config.rewards.weightless():
+        said.append(
+            f"reward.mix.{name}: has weight 0, and a verdict that it fails to give fails the reward's; to let {name} "
+            f"only watch, leave it out and type 'judge_monitor.watch={{{name}: 1}}'"
+        )
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):

@@ -12,6 +12,7 @@ import runpy
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -20,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from shown_commands import BLOCK, ROOT, SHELLS, pages, shown_commands, split
 
 from grmpipe.cli import compose
+from grmpipe.config.io.yaml_io import to_yaml
 from grmpipe.validate.machines import SEATING_TASKS, seats_of
 from models.engines.embedded.embedded_kind import EmbeddedKind
 
@@ -63,15 +65,21 @@ def runs_of(typed: tuple[str, ...]) -> list[list[str]]:
     return [list(run) for batch in BasicSweeper.split_arguments(swept, None) for run in batch]
 
 
+def of_recorded_run(typed: list[str], run_dir: Path) -> list[str]:
+    """The overrides of judging a run again, of a run that is there: its config.yaml is all that they need."""
+    (run_dir / "config.yaml").write_text(to_yaml(compose("reward_hacking")), encoding="utf-8")
+    return [f"run_dir={run_dir}" if word.startswith("run_dir=") else word for word in typed]
+
+
 @pytest.mark.parametrize("typed", LAUNCHES, ids=shlex.join)
 def test_a_shown_command_composes_and_its_roles_are_placed(
-    typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if {"+experiment=mine", "+experiment=game"} & set(typed):  # of a project that task=new writes
         monkeypatch.chdir(PROJECT)
     monkeypatch.setitem(sys.modules, "my_package.my_module", OF_A_USER)
     for run in runs_of(typed):
-        config = compose(None, run)
+        config = compose(None, of_recorded_run(run, tmp_path) if "task=rejudge" in run else run)
         if config.task in SEATING_TASKS and config.data.retrain_from is None:
             seats_of(config)
 

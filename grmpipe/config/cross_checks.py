@@ -14,6 +14,7 @@ from grmpipe.config.reward_checks import (
     check_rewards,
     check_rewards_used,
     check_scales,
+    check_watchers,
 )
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import (
@@ -25,7 +26,10 @@ from grmpipe.config.train import (
 )
 from scheduler.processes.call_limits import WORK_FACTOR
 
-TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "view", "doctor", "new")
+TASKS = (
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",
+    "new",
+)  # fmt: skip
 RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
 MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
@@ -123,12 +127,16 @@ def check_reward(config: RunConfig) -> None:
     kind = config.algorithm.estimator_kind
     check_rewards(config.rewards, config.judges, group_baseline=kind.has_zero_groups)
     check_normalised_units(config.rewards, config.algorithm)
-    check_doubts(config.rewards, config.judges)
-    check_scales(config.rewards, config.judges)
-    check_judging(config.judging)
-    if config.task != "evaluate":  # which measures any one of them
-        check_all_used(config.judging, config.judges)
-        check_rewards_used(config.rewards)
+    check_watchers(config.watchers, config.rewards, config.judges)
+    watching = [config.rewards.below(name) for name in config.watchers if name in config.rewards.entries]
+    for tree in (config.rewards, *watching):
+        check_doubts(tree, config.judges)
+        check_scales(tree, config.judges)
+    check_judging(config.asked)
+    if config.trains:  # others measure any one of them
+        watch = config.judge_monitor.watchers
+        check_all_used(config.judging_with(watch), config.judges)
+        check_rewards_used(config.rewards, watch)
     for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
         if judge.kind == "label":
             raise ValueError(f"{judge.key}.kind: label is for a judge in training, alone; type reward=single")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from models.bounds import Bounded, at_least
 
@@ -57,3 +59,19 @@ class JudgeMonitorConfig(Bounded):
         0, 2
     )  # [prompts] Prompts whose ten replies without content are judged at each check.
     limits: dict[str, LimitConfig] = field(default_factory=dict)
+    # Judges or compositions that only watch, as in {gold: 0.2}: by name, the share of the trained groups that each
+    # judges, drawn by seed, at the lowest priority; nothing is trained on their verdicts. Null: none.
+    watch: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.watch is not None and not isinstance(self.watch, Mapping):
+            raise ValueError(f"watch: give names and shares, as in {{gold: 0.2}}, got {self.watch!r}")
+        for name, share in self.watchers.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ValueError(f"watch.{name}: is a share of the groups, above 0 and at most 1, got {share!r}")
+
+    @property
+    def watchers(self) -> Mapping[str, float]:
+        """Judge or composition that only watches -> its share of the groups."""
+        return self.watch or {}

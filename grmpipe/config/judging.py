@@ -121,7 +121,7 @@ def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
         if name not in judging.judges and name != JUDGE:
             raise ValueError(
                 f"{judge.key}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
-                f"or reward.judge={name}"
+                f"or reward.judge={name}, or, to let it only watch, 'judge_monitor.watch={{{name}: 0.2}}'"
             )
     for role, model in judging.models.items():
         if role not in (*judging.asked_roles, POLICY, GRM):

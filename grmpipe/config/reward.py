@@ -24,7 +24,7 @@ class RewardConfig:
     kind: str = "single"
     judge: str | None = None  # For single: name of the judge; null: the first one.
     # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised. A component of weight 0
-    # is shown and doesn't count; if its verdict fails, so does that of the mix.
+    # is shown and doesn't count; if its verdict fails, so does that of the mix: type judge_monitor.watch instead.
     mix: Any = None
     # For mix: what is done to a component's rewards before they are weighted: nothing (none), or they lose their
     # group's mean and are divided by its standard deviation (group_std: GDPO, arXiv 2601.05242).
@@ -275,6 +275,10 @@ class RewardTree:
                     found[name] = self.entries[name]
                     waiting.append(self.entries[name])
         return list(found.values())
+
+    def weightless(self) -> list[str]:
+        """The components of mixes in use that have weight 0."""
+        return [name for one in self.in_use() if one.kind == "mix" for name, weight in one.mix.items() if not weight]
 
     def below(self, name: str) -> RewardTree:
         """The tree of one of its compositions."""

@@ -43,9 +43,26 @@ def check_rewards(tree: RewardTree, judges: Collection[str], *, group_baseline: 
     _check_normalised(tree)
 
 
-def check_rewards_used(tree: RewardTree) -> None:
-    """Raises ValueError if a further composition is named by none."""
-    used = {one.name for one in tree.in_use()}
+def check_watchers(watch: Collection[str], tree: RewardTree, judges: Collection[str]) -> None:
+    """Raises ValueError if a judge that is to watch doesn't exist, or makes the reward already."""
+    for name in watch:
+        if name not in judges and name not in tree.entries:
+            known = ", ".join((*judges, *(one for one in tree.entries if one != tree.root)))
+            raise ValueError(
+                f"judge_monitor.watch.{name}: there is no judge or composition of this name; known: {known}; for "
+                f"another judge type +judge@judges.{name}=pointwise"
+            )
+        if name in tree.judges() or name in {one.name for one in tree.in_use()}:
+            raise ValueError(
+                f"judge_monitor.watch.{name}: the reward uses it already, so its verdicts are in the metrics and in "
+                "judgements.jsonl; leave it out"
+            )
+
+
+def check_rewards_used(tree: RewardTree, watch: Collection[str] = ()) -> None:
+    """Raises ValueError if a further composition is named by none, and doesn't watch."""
+    watching = [one for name in watch if name in tree.entries for one in tree.below(name).in_use()]
+    used = {one.name for one in (*tree.in_use(), *watching)}
     for name, one in tree.entries.items():
         if name not in used:
             raise ValueError(

@@ -197,7 +197,7 @@ def resolve_other(name: str, config: RunConfig, placement: Placement) -> Resolve
     """The resolved role of a learner, a critic, a meta-RM or a scalar reward model."""
     own = dict.fromkeys(("learner", "critic"), config.train.dtype)
     keys = dict.fromkeys(own, "train.dtype")
-    for role in config.judging.scorer_roles:
+    for role in config.asked.scorer_roles:
         own[role], keys[role] = config.models[role].dtype, f"{config.models[role].key}.dtype"
     return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 

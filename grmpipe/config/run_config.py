@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.grm import GrmTrainConfig, ModelEntry
@@ -42,6 +42,22 @@ class RunConfig(SharedSections, RunKeys):
         """The judges that the reward uses, and the models that they may ask."""
         return Judging({name: self.judges[name] for name in self.rewards.judges()}, self.models)
 
+    @functools.cached_property
+    def asked(self) -> Judging:
+        """The judges that a run asks: those that the reward uses, then those that only watch."""
+        return self.judging_with(self.watchers)
+
+    def judging_with(self, watchers: Collection[str]) -> Judging:
+        """The judges that the reward uses, then those of these watchers."""
+        watching = (name for watcher in watchers for name in self.rewards.judges_of(watcher))
+        return Judging({name: self.judges[name] for name in (*self.judging.judges, *watching)}, self.models)
+
+    @property
+    def watchers(self) -> Mapping[str, float]:
+        """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some."""
+        watches = self.task in ("train", "plan", "simulate") and self.data.retrain_from is None
+        return self.judge_monitor.watchers if watches else {}
+
     @property
     def main_judge(self) -> JudgeConfig:
         """The judge on whose scale labels and the scores of all judges together are."""
@@ -64,12 +80,12 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def served(self) -> tuple[str, ...]:
         """Roles that engines serve in this run, here or remote."""
-        return (POLICY, *self.judging.roles)
+        return (POLICY, *self.asked.roles)
 
     @property
     def learners(self) -> dict[str, str]:
         """Role whose weights are trained -> role that trains it. Nothing learns in an evaluation."""
-        if self.task == "evaluate":
+        if not self.trains:
             return {}
         return {role: self.models[role].learner for role in (POLICY, *self.trained_grms)}
 
@@ -93,15 +109,20 @@ class RunConfig(SharedSections, RunKeys):
         return self.judging.engine_kind_of(role)
 
     @property
+    def trains(self) -> bool:
+        """Whether the task trains a model."""
+        return self.task not in ("evaluate", "rejudge")
+
+    @property
     def uses_meta_rm(self) -> bool:
         """Whether the vote uses a meta-RM. One in training weights no vote."""
         weights_no_vote = self.task == "train_meta_rm" or self.data.retrain_from is not None
-        return bool(self.judging.weighted) and not weights_no_vote
+        return bool(self.asked.weighted) and not weights_no_vote
 
     @property
     def plays(self) -> bool:
-        """Whether the policy plays: an evaluation of a judge alone plays nothing."""
-        return self.task != "evaluate" or self.evaluate.what != "judge"
+        """Whether the policy plays: an evaluation of a judge alone, or judging again, plays nothing."""
+        return self.trains or (self.task == "evaluate" and self.evaluate.what != "judge")
 
     @property
     def places_envs(self) -> bool:
@@ -113,8 +134,8 @@ class RunConfig(SharedSections, RunKeys):
         """Roles that need a place."""
         if self.data.retrain_from is not None:
             return ("learner",)
-        asks_critic = self.critic.enabled and self.task != "evaluate"
+        asks_critic = self.critic.enabled and self.trains
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
-        judging = (*self.judging.local_roles, *self.judging.scorer_roles)
+        judging = (*self.asked.local_roles, *self.asked.scorer_roles)
         return (POLICY, "learner", *judging, *learners, *more)

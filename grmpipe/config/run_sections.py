@@ -11,6 +11,7 @@ from grmpipe.config.grm import GrmConfig
 from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
+from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, SimulateConfig
 from grmpipe.config.tracking import TrackingConfig
@@ -34,8 +35,9 @@ class NewConfig:
 class RunKeys:
     """The keys of a run outside all sections."""
 
-    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
-    # the run, write a run's report, show runs in a browser, check what is installed, or write a new project.
+    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, judge a run's
+    # rollouts again, plan or simulate the run, write a run's report, show runs in a browser, check what is installed,
+    # or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
@@ -92,6 +94,7 @@ class SharedSections:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    rejudge: RejudgeConfig = field(default_factory=RejudgeConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     new: NewConfig = field(default_factory=NewConfig)

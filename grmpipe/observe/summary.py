@@ -94,6 +94,19 @@ class HeldOutEpisodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSummary:
+    """What a judge that only watches has found. The figures are None without a verdict."""
+
+    groups: int = 0  # judged
+    dropped_groups: int = 0  # its queue was full
+    unfinished_groups: int = 0  # still waiting at the end of the run, or of a process that was killed
+    failed: Mapping[str, int] = field(default_factory=dict)  # rollouts, by cause
+    reward: float | None = None  # mean
+    rank_correlation: float | None = None  # with the trained reward, within groups
+    flips: float | None = None  # share of sibling pairs that both order, in opposite ways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSummary:
     """Episodes of the whole run; all zero in a run of single turns. Those that train, but for `opened`, `closed`,
     `killed` and `held_out`.
@@ -152,6 +165,7 @@ class Summary:
     eval: EvalSummary = field(default_factory=EvalSummary)
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s
     judging: JudgingSummary = field(default_factory=JudgingSummary)
+    watching: Mapping[str, WatchSummary] = field(default_factory=dict)  # by judge that only watches
     envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)

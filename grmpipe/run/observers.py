@@ -40,6 +40,8 @@ FILES = {
     "summary.json": "the result of the run",
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
+    "watched.jsonl": "the verdicts of judges that only watch",
+    "comparison.json": "the new verdicts next to the run's own, step by step",
     "figures.txt": "the tables of an evaluation",
     "eval_rollouts.jsonl": "every answer to held-out prompts",
     "eval_judgements.jsonl": "every judgement of them, with its critique",

@@ -41,7 +41,7 @@ def locate_run(config: RunConfig) -> RunLocation:
     if (run_dir := run_to_resume(config)) is not None:
         return resumed(run_dir, config)
     if config.resume == "never" and named is not None and holds_run(Path(named)):
-        raise refusal(Path(named))
+        raise refusal(Path(named), config.task)
     home = HOME / config.experiment_name
     kind = "replay" if is_replay(config) else f"run with task={config.task}"
     notes = (f"resume: {named or home} holds no {kind}; a new one starts",) * (config.resume == "auto")
@@ -84,12 +84,17 @@ def is_replay(config: RunConfig) -> bool:
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
     """Whether a run did all its steps. It is incomplete again when more steps are wanted."""
-    if status_of(run_dir)[0] != "completed":
+    if status_of(run_dir)[0] != "completed" or config.task == "rejudge":  # the run may have more rollouts by now
         return False
     return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
 
 
-def refusal(run_dir: Path) -> ConfigError:
+def refusal(run_dir: Path, task: str = "train") -> ConfigError:
+    if task == "rejudge":
+        return ConfigError(
+            f"rejudge.name: {run_dir} already holds verdicts; type resume=auto to continue them, or another "
+            "rejudge.name"
+        )
     return ConfigError(f"run_dir: {run_dir} already holds a run; type resume=auto to continue it, or another run_dir")
 
 
@@ -119,7 +124,13 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
             f"{' and more' if lacking[3:] else ''}; restore a complete one, or {NEW_RUN}"
         )
     old = read_yaml(written)
-    if changed := changed_keys(old, config):
+    changed = changed_keys(old, config)
+    if changed and config.task == "rejudge":
+        raise ConfigError(
+            f"rejudge.name: {run_dir} holds the verdicts of another judge, or on other rollouts: {'; '.join(changed)}; "
+            "undo it, or type another rejudge.name"
+        )
+    if changed:
         raise ConfigError(
             f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; undo it, or {NEW_RUN}"
             + (f" (policy.path={policy} goes on from its policy)" if (policy := run_dir / "policy").is_dir() else "")
@@ -163,7 +174,7 @@ def point_latest(run_dir: Path, config: RunConfig) -> None:
     replays leave it at the run whose model they use.
     """
     home = HOME / config.experiment_name
-    if run_dir.resolve().parent != home.resolve() or config.task == "evaluate" or is_replay(config):
+    if run_dir.resolve().parent != home.resolve() or not config.trains or is_replay(config):
         return
     draft = home / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)

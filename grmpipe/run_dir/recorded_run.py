@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from grmpipe.config.io.rejudged_config import REJUDGED
 from grmpipe.observe.journal import decode_line
-from grmpipe.observe.recorder import decode_recorded, load_group_ends
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, Verdict
 
@@ -22,19 +23,51 @@ Places = dict[str, dict[int, int]]  # group_id -> sibling -> offset of its line 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """The journals of a run; open it with `open_recorded`. Lines are read by their offsets: journals exceed the
+class RecordedGroups:
+    """Recorded groups with the verdicts of one file of judgements. Lines are read by their offsets: journals exceed the
     memory.
     """
 
     rollouts: Path
-    steps: tuple[tuple[GroupEnd, ...], ...]  # whole batches only
+    judgements: Path
     rollout_places: Places
     verdict_places: Places
 
+    def group(self, group_id: str) -> JudgedGroup:
+        """A group with its verdicts. ValueError names the line that can't be read."""
+        rollouts = self.rollout_places[group_id]
+        recorded = [read(self.rollouts, rollouts[sibling], decode_recorded) for sibling in sorted(rollouts)]
+        places = self.verdict_places.get(group_id, {})
+        reports = {sibling: read(self.judgements, place, decode_report) for sibling, place in places.items()}
+        verdicts = {sibling: report.verdict for sibling, report in reports.items()}
+        # A GRM in training may judge a group again: verdicts of its older version were void when the group ended.
+        newest = max((verdict.grm_version for verdict in verdicts.values() if isinstance(verdict, Verdict)), default=0)
+        return JudgedGroup(
+            group_id=group_id,
+            prompt=recorded[0].prompt,
+            rollouts=tuple(line.rollout for line in recorded),
+            verdicts=tuple(in_time(verdicts.get(line.rollout.sibling), newest) for line in recorded),
+        )
+
+    def are_judged(self, group_id: str) -> bool:
+        """Whether all rollouts of a group have a verdict."""
+        return self.rollout_places[group_id].keys() <= self.verdict_places.get(group_id, {}).keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """The journals of a run; open it with `open_recorded`."""
+
+    groups: RecordedGroups
+    steps: tuple[tuple[GroupEnd, ...], ...]  # whole batches only
+
+    @property
+    def rollouts(self) -> Path:
+        return self.groups.rollouts
+
     @property
     def group_size(self) -> int:
-        return len(self.rollout_places[self.steps[0][0].group_id])
+        return len(self.groups.rollout_places[self.steps[0][0].group_id])
 
     @property
     def groups_per_batch(self) -> int:
@@ -47,43 +80,32 @@ class RecordedRun:
 
     def batch(self, step: int) -> tuple[JudgedGroup, ...]:
         """The batch that made version `step`. ValueError names the line that can't be read."""
-        return tuple(self._group(end.group_id) for end in self.steps[step - 1])
-
-    def _group(self, group_id: str) -> JudgedGroup:
-        rollouts = self.rollout_places[group_id]
-        recorded = [read(self.rollouts, rollouts[sibling], decode_recorded) for sibling in sorted(rollouts)]
-        judgements, places = judgements_beside(self.rollouts), self.verdict_places.get(group_id, {})
-        reports = {sibling: read(judgements, place, decode_report) for sibling, place in places.items()}
-        verdicts = {sibling: report.verdict for sibling, report in reports.items()}
-        # A GRM in training may judge a group again: verdicts of its older version were void when the group ended.
-        newest = max((verdict.grm_version for verdict in verdicts.values() if isinstance(verdict, Verdict)), default=0)
-        return JudgedGroup(
-            group_id=group_id,
-            prompt=recorded[0].prompt,
-            rollouts=tuple(line.rollout for line in recorded),
-            verdicts=tuple(in_time(verdicts.get(line.rollout.sibling), newest) for line in recorded),
-        )
+        return tuple(self.groups.group(end.group_id) for end in self.steps[step - 1])
 
 
 def open_recorded(rollouts: Path) -> RecordedRun:
-    """Open a run by its rollouts.jsonl or its directory. Torn last lines and an incomplete last batch are ignored, so a
-    crashed run opens too. ValueError says what is missing.
+    """Open a run by its rollouts.jsonl or its directory, or by a folder of task=rejudge: then with the verdicts there.
+    Torn last lines and an incomplete last batch are ignored, so a crashed run opens too. ValueError says what is
+    missing.
     """
-    rollouts = rollouts / "rollouts.jsonl" if rollouts.is_dir() else rollouts
-    for needed in (rollouts, judgements_beside(rollouts), rollouts.with_name("groups.jsonl")):
+    rollouts, judgements = journals_at(rollouts)
+    for needed in (rollouts, judgements, rollouts.with_name("groups.jsonl")):
         if not needed.exists():
             raise ValueError(
                 f"there is no {needed}; give the rollouts.jsonl of a run, with its journals in the same folder"
             )
     steps = trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
-    run = RecordedRun(
+    groups = RecordedGroups(
         rollouts=rollouts,
-        steps=steps,
+        judgements=judgements,
         rollout_places=places_in(rollouts, trained),
-        verdict_places=places_in(judgements_beside(rollouts), trained),
+        verdict_places=places_in(judgements, trained),
     )
+    run = RecordedRun(groups=groups, steps=steps)
     check_whole(run)
+    if judgements.parent != rollouts.parent:
+        check_all_judged(run)
     return run
 
 
@@ -103,8 +125,18 @@ def trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
     return tuple(steps)
 
 
-def places_in(path: Path, wanted: Collection[str]) -> Places:
-    """The offsets of the wanted lines. Of two lines for the same rollout the later counts."""
+def journals_at(path: Path) -> tuple[Path, Path]:
+    """The rollouts and the judgements of a run, given by its rollouts.jsonl or its directory; of a folder of
+    task=rejudge, the rollouts of its run.
+    """
+    if path.absolute().parent.name == REJUDGED and path.is_dir():
+        return path.absolute().parent.parent / ROLLOUTS, path / JUDGEMENTS
+    rollouts = path / ROLLOUTS if path.is_dir() else path
+    return rollouts, rollouts.with_name(JUDGEMENTS)
+
+
+def places_in(path: Path, wanted: Collection[str] | None = None) -> Places:
+    """The offsets of the wanted lines, by default of all. Of two lines for the same rollout the later counts."""
     places: Places = {}
     begin = 0
     with path.open("rb") as file:
@@ -114,7 +146,7 @@ def places_in(path: Path, wanted: Collection[str]) -> Places:
                 group_id, sibling = record.get("group_id"), record.get("sibling")
                 if not isinstance(group_id, str) or not isinstance(sibling, int):
                     raise ValueError(f"{path}:{number}: has no group_id and sibling; is it the journal of a run?")
-                if group_id in wanted:
+                if wanted is None or group_id in wanted:
                     places.setdefault(group_id, {})[sibling] = begin
             begin += len(line)
     return places
@@ -122,10 +154,10 @@ def places_in(path: Path, wanted: Collection[str]) -> Places:
 
 def check_whole(run: RecordedRun) -> None:
     """Raise ValueError if a trained group lacks a sibling."""
-    siblings: Sequence[int] = range(len(run.rollout_places.get(run.steps[0][0].group_id, ())))
+    siblings: Sequence[int] = range(len(run.groups.rollout_places.get(run.steps[0][0].group_id, ())))
     for number, ends in enumerate(run.steps, start=1):
         for end in ends:
-            held = sorted(run.rollout_places.get(end.group_id, ()))
+            held = sorted(run.groups.rollout_places.get(end.group_id, ()))
             if not held or held != list(siblings):
                 raise ValueError(
                     f"{run.rollouts} lacks rollouts of group {end.group_id}, which was trained in step {number}: it "
@@ -133,8 +165,15 @@ def check_whole(run: RecordedRun) -> None:
                 )
 
 
-def judgements_beside(rollouts: Path) -> Path:
-    return rollouts.with_name("judgements.jsonl")
+def check_all_judged(run: RecordedRun) -> None:
+    """Raise ValueError if a trained group has no new verdicts."""
+    trained = [end.group_id for ends in run.steps for end in ends]
+    judged = sum(run.groups.are_judged(group_id) for group_id in trained)
+    if judged < len(trained):
+        raise ValueError(
+            f"{run.groups.judgements} has the verdicts of {judged} of {len(trained)} trained groups; judge all of "
+            "them, without rejudge.sample and rejudge.steps"
+        )
 
 
 def in_time(verdict: Verdict | Failed | None, grm_version: int) -> Verdict | Failed:

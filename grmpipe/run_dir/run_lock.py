@@ -100,7 +100,7 @@ class RunLock(ExitStack):
                 f"run_dir: {run_dir} holds checkpoints without their config.yaml; type another run_dir, or remove them"
             )
         if holds_run(run_dir):  # another process began it since `locate_run`
-            raise refusal(run_dir)
+            raise refusal(run_dir, self._config.task)
         write_config(run_dir, self._config)
 
 

@@ -74,7 +74,7 @@ def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], dat
     """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
     known = {model.name: model for model in models}
     response_tokens = longest_response(config, known[POLICY].context_tokens if POLICY in known else 0)
-    for judge in config.judging.generative.values():
+    for judge in config.asked.generative.values():
         role = roles.served[judge.model]
         if role.name in known or role.engine.outside:
             check_judge(config, judge, role, known.get(role.name), data, response_tokens)
@@ -141,7 +141,7 @@ def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], 
     """Check that each reward model can read the prompts with a full answer or episode."""
     models = {one.model.name: one.model for one in found}
     response_tokens = longest_response(config, policy.context_tokens)
-    for judge in config.judging.scalar.values():
+    for judge in config.asked.scalar.values():
         check_scalar_judge(config, judge, models[judge.model], data, response_tokens)
 
 

@@ -67,10 +67,11 @@ def read_data(config: RunConfig) -> Data:
                 f"{key}.{source}: no prompt of {config.data.path} has this source; known: "
                 f"{', '.join(sorted(sources)[:8])}; leave it out"
             )
-    for name, judge in config.judging.judges.items():
+    for name, judge in config.asked.judges.items():
         if judge.kind == "rule":
+            shown = judged_by(config, name, train) if name in config.judging.judges else train
             with section("data.path: "):
-                check_references(judge, config.data.path, judged_by(config, name, train))
+                check_references(judge, config.data.path, shown)
         if judge.kind == "function":
             columns = {column for prompt in judged_by(config, name, train) for column in prompt.columns}
             with section(f"{judge.key}."):

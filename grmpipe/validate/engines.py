@@ -26,7 +26,7 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
     for role in roles.served.values():
         check_joined(role)
         if role.engine.endpoint is not None:
-            for judge in config.judging.asking(role.name).values():
+            for judge in config.asked.asking(role.name).values():
                 check_limits(role, role.engine.endpoint, judge)
     for name in placement.seats:
         check_slots(roles[name])

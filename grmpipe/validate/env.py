@@ -37,7 +37,7 @@ def check_env(config: RunConfig) -> None:
             check_isolation(env.isolation)
     if env.env_kind.is_single:
         return
-    if env.capacity < train.group_size and config.task != "evaluate":  # whose answers come one by one
+    if env.capacity < train.group_size and config.trains:  # whose answers come one by one
         raise ConfigError(
             f"env.capacity: {env.capacity} episodes at once are fewer than the {train.group_size} of a group, which "
             f"begin together; type env.capacity={train.group_size} or more"

@@ -101,12 +101,34 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     what = config.evaluate.what
     under, (items, num_unread) = (measured(config), labelled_items(config)) if what != "policy" else (config, ((), 0))
     prompt_sets = find_prompts(config) if config.plays else {}
-    check_rule_installed(config)
     if config.plays:
         check_scoring(config)
         check_env(config)
-    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
-    weighted = config.uses_meta_rm or (what != "policy" and bool(here) and config.meta_rm.path is not None)
+    prompts = [prompt for found in prompt_sets.values() for prompt in found.prompts]
+    prepared = find_judges(
+        config,
+        [*prompts, *(item.prompt for item in items)],
+        weighted=what != "policy" and bool(judging_here(config)) and config.meta_rm.path is not None,
+    )
+    if config.plays:
+        check_playing(prepared, Data(train=tuple(prompts), held_out=()))
+    return PreparedEvaluation(
+        prepared=prepared, measured=under, items=items, num_unread=num_unread, prompt_sets=prompt_sets
+    )
+
+
+def judging_here(config: RunConfig) -> tuple[str, ...]:
+    """Roles of the models that judge and that engines serve here."""
+    return ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
+
+
+def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False) -> Prepared:
+    """Find the models that judge, and assign their slots. Nothing learns.
+
+    weighted: whether a meta-RM is needed even if no vote uses it.
+    """
+    check_rule_installed(config)
+    here, weighted = judging_here(config), weighted or config.uses_meta_rm
     placement, roles = seated(config, here, weighted)
     check_machine(config, placement)
     check_installed(roles, config)
@@ -116,22 +138,16 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
         check_thinking_budget(asking, roles.served[asking.model], known.get(asking.model))
     with section("meta_rm."):
         meta_rm = find_meta_rm(config, grms) if weighted else None
-    prompts = [prompt for found in prompt_sets.values() for prompt in found.prompts]
-    prepared = Prepared(
+    return Prepared(
         config=config,
         policy=known.get(POLICY) or find_model(roles.served[POLICY], config, weights=config.plays),
         grms=grms,
         scalars=find_scalar_models(config),
         meta_rm=meta_rm,
-        prompts=PromptStream([*prompts, *(item.prompt for item in items)]),
+        prompts=PromptStream(prompts),
         held_out=(),
         placement=placement,
         roles=roles,
-    )
-    if config.plays:
-        check_playing(prepared, Data(train=tuple(prompts), held_out=()))
-    return PreparedEvaluation(
-        prepared=prepared, measured=under, items=items, num_unread=num_unread, prompt_sets=prompt_sets
     )
 
 

@@ -74,7 +74,7 @@ class FoundScalarModel:
 def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
     """Find the reward models that scalar judges ask. Raises ConfigError, which begins with the model's section."""
     found = []
-    for role in config.judging.scalar_roles:
+    for role in config.asked.scalar_roles:
         options, engine = config.models[role], resolve_engine(role, config)
         with section(f"{options.key}."):
             if engine.endpoint is None:

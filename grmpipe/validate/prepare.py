@@ -96,7 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_objective(config)
     check_env(config)
     policy = find_model(roles.served[POLICY], config)
-    grms = tuple(find_model(roles.served[role], config) for role in config.judging.local_roles)
+    grms = tuple(find_model(roles.served[role], config) for role in config.asked.local_roles)
     prepared = Prepared(
         config=config,
         policy=policy,
@@ -125,7 +125,7 @@ def meta_rm_model(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel | Non
     """The meta-RM, if a vote uses one: it reads the judgements of the GRMs whose votes it weights."""
     if "meta_rm" not in config.roles:
         return None
-    read = {judge.model for judge in config.judging.weighted.values()}
+    read = {judge.model for judge in config.asked.weighted.values()}
     with section("meta_rm."):
         return find_meta_rm(config, [grm for grm in grms if grm.name in read])
 
@@ -144,7 +144,7 @@ def check_models(prepared: Prepared) -> None:
     config, roles = prepared.config, prepared.roles
     for model in prepared.models:
         role = roles.served[model.name]
-        if role.learner is not None and config.task != "evaluate":
+        if role.learner is not None and config.trains:
             check_learns(model, role.key)
             check_divides(config, role.learner, role.key, model.path)
         check_lora_targets(model, config)
@@ -157,7 +157,7 @@ def check_models(prepared: Prepared) -> None:
 
 def check_judges_without_model(config: RunConfig) -> None:
     """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
-    for judge in config.judging.judges.values():
+    for judge in config.asked.judges.values():
         if judge.kind == "env" and config.env.env_kind.is_single:
             raise ConfigError(
                 f"{judge.key}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "

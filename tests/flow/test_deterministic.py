@@ -66,6 +66,18 @@ def test_two_runs_are_equal_bit_for_bit_though_the_second_has_other_rows_side_by
     assert order == sorted(order)
 
 
+def test_a_rule_that_watches_changes_no_bit_and_no_step(first_run: Path, run_once: Callable[..., Any]) -> None:
+    watched = run_once(*RUN, "+judge@judges.gold=rule", "judge_monitor.watch={gold: 0.5}", run_dir="watched")
+    check_equal(first_run, watched.run_dir)
+    found, lines = watched.summary["watching"]["gold"], watched.lines("watched")
+    assert found["groups"] >= 3 and found["groups"] + found["unfinished_groups"] < 4 * STEPS, "half of them"
+    assert len(lines) == 4 * found["groups"] and {line["watcher"] for line in lines} == {"gold"}
+    assert watched.summary["judging"]["by_judge"] == {} and found["failed"] == {}
+    assert found["rank_correlation"] is not None
+    later = [key for step in watched.steps() for key in step]
+    assert "watch/gold/rank_correlation" in later and "watch/gold/reward" in later
+
+
 def test_a_run_that_was_killed_ends_as_the_one_that_was_not(first_run: Path, run_once: Callable[..., Any]) -> None:
     """Killed between its last step and the end: the journals have samples of later versions, which are void."""
     killed = first_run.with_name("killed")

@@ -179,7 +179,7 @@ def size_critic(config: RunConfig, policy: Sized) -> Sized:
 
 def scorer_dtypes(config: RunConfig) -> dict[str, str]:
     """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
-    found = {role: config.models[role].dtype for role in config.judging.scorer_roles}
+    found = {role: config.models[role].dtype for role in config.asked.scorer_roles}
     return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
 
 

@@ -48,7 +48,7 @@ def step_work(facts: RunFacts) -> StepWork:
     played = policy_lengths(facts)
     own = played.work(rollouts, sharers(POLICY, train.group_size, facts))
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
-    judging = {role: judging_work(role, facts) for role in (POLICY, *config.judging.local_roles)}
+    judging = {role: judging_work(role, facts) for role in (POLICY, *config.asked.local_roles)}
     return StepWork(
         engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
         learner_tokens=learner_tokens,
@@ -143,20 +143,20 @@ def policy_lengths(facts: RunFacts) -> Lengths:
 
 def judging_work(role: str, facts: RunFacts) -> list[RoleWork]:
     """The judgements of a model in a step: for every judge that asks it, and for its learner."""
-    asked = [judge_work(name, facts) for name in facts.config.judging.asking(role)]
+    asked = [judge_work(name, facts) for name in facts.config.asked.asking(role)]
     return [*asked, training_requests(role, facts)] if role in facts.config.trained_grms else asked
 
 
 def judge_work(name: str, facts: RunFacts) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    judge = facts.config.judging.judges[name]
+    judge = facts.config.asked.judges[name]
     shared_by = sharers(judge.model, judge.num_judgements, facts)
     return judge_lengths(name, facts).work(judgements_of(name, facts), shared_by)
 
 
 def judgements_of(name: str, facts: RunFacts) -> int:
     """The judgements of one judge in a step, at most."""
-    train, judge = facts.config.train, facts.config.judging.judges[name]
+    train, judge = facts.config.train, facts.config.asked.judges[name]
     whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
     return math.ceil(whole * shares_asked(facts)[name] - 1e-9)
 
@@ -165,7 +165,12 @@ def shares_asked(facts: RunFacts) -> dict[str, float]:
     """Judge -> the largest share of the rollouts that it judges, by the sources of the prompts."""
     prompts = facts.data.train
     sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
-    return facts.config.rewards.asked_shares(sources)
+    config, watching = facts.config, dict[str, float]()
+    for watcher, share in config.watchers.items():
+        for name in config.rewards.judges_of(watcher):
+            watching[name] = watching.get(name, 0.0) + share
+    asked = config.rewards.asked_shares(sources)
+    return {name: asked.get(name, 0.0) + watching.get(name, 0.0) for name in config.asked.judges}
 
 
 def prompts_judged(name: str, facts: RunFacts) -> list[Prompt]:
@@ -180,7 +185,7 @@ def prompts_judged(name: str, facts: RunFacts) -> list[Prompt]:
 def judge_lengths(name: str, facts: RunFacts) -> Lengths:
     """The mean lengths of a judge's prompts and judgements."""
     config = facts.config
-    judge = config.judging.judges[name]
+    judge = config.asked.judges[name]
     shown = judge.responses_shown(config.train.group_size) * policy_lengths(facts).new_tokens
     return Lengths(
         prompt_tokens=judge_prompt_tokens(name, facts) + shown,
@@ -190,7 +195,7 @@ def judge_lengths(name: str, facts: RunFacts) -> Lengths:
 
 def judge_prompt_tokens(name: str, facts: RunFacts) -> float:
     """The mean tokens of a judge's prompt without the judged answer."""
-    judge = facts.config.judging.judges[name]
+    judge = facts.config.asked.judges[name]
     asked = judge_questions(judge, prompts_judged(name, facts))
     return fmean(num_tokens(facts.models[judge.model], messages) for messages in asked)
 
@@ -215,12 +220,12 @@ def scorer_tokens(facts: RunFacts) -> dict[str, float]:
     """
     config, shares = facts.config, shares_asked(facts)
     rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(facts)
-    found = dict.fromkeys(config.judging.scorer_roles, 0.0)
-    for name, judge in config.judging.scalar.items():
+    found = dict.fromkeys(config.asked.scorer_roles, 0.0)
+    for name, judge in config.asked.scalar.items():
         if judge.model in found:
             found[judge.model] += shares[name] * rollouts * (played.prompt_tokens + played.new_tokens)
     if config.uses_meta_rm:
-        works = [judge_work(name, facts) for name in config.judging.weighted]
+        works = [judge_work(name, facts) for name in config.asked.weighted]
         found[META_RM] = sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
     return found
 

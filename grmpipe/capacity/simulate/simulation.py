@@ -77,7 +77,7 @@ def chars_per_token(role: str, facts: RunFacts) -> float:
 def sample_conversations(role: str, facts: RunFacts) -> list[tuple[Message, ...]]:
     if role == POLICY:
         return [prompt.messages for prompt in facts.data.train[:SAMPLED_PROMPTS]]
-    judges = facts.config.judging.asking(role)
+    judges = facts.config.asked.asking(role)
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, facts))]
 
 

@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
@@ -110,13 +110,41 @@ def to_yaml(config: RunConfig) -> str:
 def read_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml. A value from a variable that isn't set here stays as typed."""
     try:
-        text = ENVIRONMENT.sub(
-            lambda found: found[0] if found[1] in os.environ else "\\" + found[0],
-            path.read_text("utf-8").replace(NO_FAULTS, ""),
-        )
-        return build(typing.cast(DictConfig, OmegaConf.create(text)))
+        return build(_sections_of(path))
     except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
+
+
+def read_yaml_with(path: Path, composed: DictConfig, changed: Sequence[str]) -> RunConfig:
+    """A run's config.yaml with the values of some composed keys or whole sections. Raises ConfigError that names the
+    key.
+    """
+    sections, values = _sections_of(path), OmegaConf.to_container(composed)
+    for key in changed:
+        OmegaConf.update(sections, key, _at(values, key), merge=False, force_add=True)
+    return build(sections)
+
+
+def differs(path: Path, composed: DictConfig, key: str) -> bool:
+    """Whether a composed value or section isn't that of a run's config.yaml."""
+    return _at(OmegaConf.to_container(_sections_of(path), resolve=True), key) != _at(
+        OmegaConf.to_container(composed, resolve=True), key
+    )
+
+
+def _sections_of(path: Path) -> DictConfig:
+    text = ENVIRONMENT.sub(
+        lambda found: found[0] if found[1] in os.environ else "\\" + found[0],
+        path.read_text("utf-8").replace(NO_FAULTS, ""),
+    )
+    return typing.cast(DictConfig, OmegaConf.create(text))
+
+
+def _at(values: object, key: str) -> object:
+    """The value at a dotted key; None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
 def torn_off(path: Path) -> list[str]:

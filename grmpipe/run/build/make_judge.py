@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardTree
+from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
@@ -38,9 +40,27 @@ class JudgeParts:
 def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config = parts.prepared.config
-    judges = {name: JUDGES[judge.kind](parts, judge) for name, judge in config.judging.judges.items()}
+    return composed(config, config.rewards, make_judges(parts, config.judging.judges))
+
+
+def make_watchers(parts: JudgeParts) -> dict[str, Judge]:
+    """The judges and compositions that only watch, by name."""
+    config, found = parts.prepared.config, dict[str, Judge]()
+    for name in config.watchers:
+        judges = make_judges(parts, {one: config.judges[one] for one in config.rewards.judges_of(name)})
+        found[name] = (
+            composed(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
+        )
+    return found
+
+
+def make_judges(parts: JudgeParts, judges: Mapping[str, JudgeConfig]) -> dict[str, Judge]:
+    return {name: JUDGES[judge.kind](parts, judge) for name, judge in judges.items()}
+
+
+def composed(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
     return compose_judge(
-        config.rewards,
+        rewards,
         judges,
         config.judges,
         config.seed,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.judge.composition.composed_judge import members_of, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.judge_health import JudgeHealth
@@ -24,6 +24,7 @@ from grmpipe.run.features.journal_limit import JournalLimit
 from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
+from grmpipe.run.features.watching_judges import STEPS_WAITING, Watcher, WatchingJudges
 from grmpipe.run.observers import Observers
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.validate.prepare import Prepared
@@ -85,11 +86,31 @@ def make_features(
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
             JournalLimit(run_dir, config.journals.max_gb),
+            WatchingJudges(make_watchers(prepared, running), run_dir, config.seed),
             judge_monitor,  # the last: its limits are on any metric
         ),
         periodic_eval=periodic_eval,
         judge_monitor=judge_monitor,
     )
+
+
+def make_watchers(prepared: Prepared, running: RunComponents) -> list[Watcher]:
+    """The judges that only watch."""
+    config, judges = prepared.config, running.watchers_for(prepared)
+    group_size, num_queued = config.train.group_size, STEPS_WAITING * config.train.groups_per_batch
+    judges_of, limits = config.rewards.judges_of, {name: judge.limits for name, judge in config.judges.items()}
+    concurrency = {name: sum(limits[one].max_concurrency for one in judges_of(name)) for name in judges}
+    return [
+        Watcher(
+            name=name,
+            judge=without_bounds(judge),
+            share=config.watchers[name],
+            num_queued=num_queued,
+            at_once=min(num_queued, max(1, concurrency[name] // group_size)),
+            deadline_s=config.rollout.group_deadline_s,
+        )
+        for name, judge in judges.items()
+    ]
 
 
 def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:

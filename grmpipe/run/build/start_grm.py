@@ -52,7 +52,7 @@ def find_grms(
 ) -> dict[str, Grm]:
     """Role -> the GRM that generative judges ask. local: routers by role. remote: clients by role."""
     grms: dict[str, Grm] = {role: remote_grm(prepared.roles, role, client, events) for role, client in remote.items()}
-    for role in {judge.model for judge in prepared.config.judging.generative.values()} - grms.keys():
+    for role in {judge.model for judge in prepared.config.asked.generative.values()} - grms.keys():
         model, answering = prepared.model[role], ActiveClock()
         if stops is not None:
             stops(answering, role)

@@ -102,7 +102,7 @@ async def start_scalar_models(
 def scorer_role(one: FoundScalarModel, prepared: Prepared) -> ScorerRole:
     """The role of a reward model with scorers here. Of several judges that ask it the largest batch counts."""
     config, name = prepared.config, one.model.name
-    asking = [judge for judge in config.judging.scalar.values() if judge.model == name]
+    asking = [judge for judge in config.asked.scalar.values() if judge.model == name]
     return ScorerRole(
         name=name,
         path=one.model.path,

@@ -32,6 +32,7 @@ from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.periodic_eval import PeriodicEval
+from grmpipe.run.features.watching_judges import WatchingJudges, summaries
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Metrics
 
@@ -45,7 +46,7 @@ class RunStats:
         self.cotrainings = CoTrainings()  # set once they are started
         self._running: RunComponents | None = None
         self._config = config
-        self._grms = config.judging.roles
+        self._grms = config.asked.roles
         self._before = before
 
     def watch(self, running: RunComponents) -> None:
@@ -119,6 +120,7 @@ class RunStats:
             eval=EvalSummary(initial=evaluation.get("initial", {}), final=eval_final),
             busy_s=self.busy_s(pipeline),
             judging=judging(total),
+            watching=summaries(features.get(WatchingJudges.name, {})),
             envs=self._with_counts(env_summary(total.envs), EnvCounts.restored(evaluation.get("episodes", {}))),
             groups=groups_summary(state, self._config.train.groups_per_batch),
             voided_by_resumes=voided_work(total),

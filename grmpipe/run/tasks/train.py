@@ -82,6 +82,8 @@ class TrainingRun(Run[Prepared]):
 
     async def close(self) -> None:
         await self._writer.close(wait=False)
+        for feature in self._features.each if self._features is not None else ():
+            await feature.close()
         if self._running is not None:
             await self._running.close()
 

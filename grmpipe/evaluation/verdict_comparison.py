@@ -1,0 +1,230 @@
+"""A run's own verdicts next to those of another judge on the same rollouts: agreement, truth, advantages. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from grmpipe.evaluation.intervals import Estimate, clustered
+
+MIN_SEGMENT = 5  # steps on each side of the step from which two series part
+SURE = 5.0  # standard errors of the difference of both sides; the best split of pure noise stays below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRollout:
+    """A rollout that both judged.
+
+    old, new: its reward by the run's verdict and by the new one; None: that verdict failed.
+    right:    how right it is by the rule; None without a reference.
+    old_advantage, new_advantage: mean over its tokens; None if its group has none, or the estimator needs a critic.
+    """
+
+    old: float | None
+    new: float | None
+    right: float | None = None
+    old_advantage: float | None = None
+    new_advantage: float | None = None
+
+    @property
+    def changes_sign(self) -> bool | None:
+        """Whether the new verdicts turn the sign of its advantage; None unless both are known and one isn't zero."""
+        old, new = self.old_advantage, self.new_advantage
+        if old is None or new is None or old == new == 0:
+            return None
+        return old * new < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedGroup:
+    """The rollouts of one group. step: that trained it; None: none did."""
+
+    group_id: str
+    step: int | None
+    rollouts: tuple[ComparedRollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How the new verdicts agree with the run's own, and both with the truth.
+
+    rank_correlation: Spearman's, within groups: over the groups where both judges tell siblings apart.
+    flips:            pairs of siblings that both judges order, and each in another way.
+    old_accuracy, new_accuracy: pairs of a right and a less right sibling that the judge orders so; a tie counts half.
+    sign_changes:     rollouts whose advantage has the other sign under the new verdicts.
+    """
+
+    num_groups: int
+    rank_correlation: Estimate
+    flips: Estimate
+    old_accuracy: Estimate
+    new_accuracy: Estimate
+    sign_changes: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """A step of the run. Means over its rollouts, NaN over none."""
+
+    step: int
+    old_reward: float
+    new_reward: float
+    right: float
+    agreement: Agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Both judges on all groups, and step by step.
+
+    parts_from_truth:     the step from which the run's reward and the truth part (see `parting_step`).
+    parts_from_new_judge: the step from which it parts with the reward of the new judge.
+    """
+
+    num_rollouts: int
+    num_compared: int  # of these, rollouts with a verdict of both
+    overall: Agreement
+    steps: tuple[StepComparison, ...]
+    parts_from_truth: int | None
+    parts_from_new_judge: int | None
+
+
+def compare(groups: Sequence[ComparedGroup]) -> Comparison:
+    by_step: defaultdict[int, list[ComparedGroup]] = defaultdict(list)
+    for group in groups:
+        if group.step is not None:
+            by_step[group.step].append(group)
+    steps = tuple(compare_step(step, by_step[step]) for step in sorted(by_step))
+    numbers, old = [one.step for one in steps], [one.old_reward for one in steps]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return Comparison(
+        num_rollouts=len(rollouts),
+        num_compared=sum(one.old is not None and one.new is not None for one in rollouts),
+        overall=agreement(groups),
+        steps=steps,
+        parts_from_truth=parting_step(numbers, old, [one.right for one in steps]),
+        parts_from_new_judge=parting_step(numbers, old, [one.new_reward for one in steps]),
+    )
+
+
+def compare_step(step: int, groups: Sequence[ComparedGroup]) -> StepComparison:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return StepComparison(
+        step=step,
+        old_reward=mean(one.old for one in rollouts),
+        new_reward=mean(one.new for one in rollouts),
+        right=mean(one.right for one in rollouts),
+        agreement=agreement(groups),
+    )
+
+
+def agreement(groups: Sequence[ComparedGroup]) -> Agreement:
+    def over_groups(values_in: Callable[[ComparedGroup], Sequence[float]]) -> Estimate:
+        return clustered({group.group_id: values for group in groups if (values := values_in(group))})
+
+    return Agreement(
+        num_groups=len(groups),
+        rank_correlation=over_groups(rank_correlation),
+        flips=over_groups(flips),
+        old_accuracy=over_groups(lambda group: right_orders(group, [one.old for one in group.rollouts])),
+        new_accuracy=over_groups(lambda group: right_orders(group, [one.new for one in group.rollouts])),
+        sign_changes=over_groups(
+            lambda group: [float(one.changes_sign) for one in group.rollouts if one.changes_sign is not None]
+        ),
+    )
+
+
+# -- of a group ------------------------------------------------------------------------------------------------------
+
+
+def judged_by_both(group: ComparedGroup) -> list[tuple[float, float]]:
+    """(old, new) rewards."""
+    return [(one.old, one.new) for one in group.rollouts if one.old is not None and one.new is not None]
+
+
+def rank_correlation(group: ComparedGroup) -> Sequence[float]:
+    """Spearman's rank correlation of the siblings' rewards, ties with their mean rank; none if a judge sees no
+    difference.
+    """
+    old, new = zip(*judged_by_both(group), strict=True) if judged_by_both(group) else ((), ())
+    if len(set(old)) < 2 or len(set(new)) < 2:
+        return ()
+    return (statistics.correlation(ranks(old), ranks(new)),)
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value, from 1; equal ones have the mean of theirs."""
+    return [1 + sum(one < value for one in values) + (values.count(value) - 1) / 2 for value in values]
+
+
+def flips(group: ComparedGroup) -> list[float]:
+    """For each pair of siblings that both judges order: 1 if they disagree, else 0."""
+    pairs = itertools.combinations(judged_by_both(group), 2)
+    products = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in pairs]
+    return [float(product < 0) for product in products if product != 0]
+
+
+def right_orders(group: ComparedGroup, rewards: Sequence[float | None]) -> list[float]:
+    """For each pair of a right and a less right sibling: 1 if the rewards order them so, 1/2 if they are equal."""
+    known = [
+        (one.right, reward)
+        for one, reward in zip(group.rollouts, rewards, strict=True)
+        if one.right is not None and reward is not None
+    ]
+    signs = [
+        (right - other_right) * (reward - other_reward)
+        for (right, reward), (other_right, other_reward) in itertools.combinations(known, 2)
+        if right != other_right
+    ]
+    return [0.5 if sign == 0 else float(sign > 0) for sign in signs]
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """The mean of what is known; NaN of nothing."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else math.nan
+
+
+# -- where two series part -------------------------------------------------------------------------------------------
+
+
+def parting_step(steps: Sequence[int], reward: Sequence[float], reference: Sequence[float]) -> int | None:
+    """The step from which a reward rises and its reference doesn't; None if there is none.
+
+    Both series are in standard deviations, so that their scales don't matter. The step is the split that explains most
+    of the variance of their difference by two levels (least squares). It counts if the later level is above the
+    earlier one by SURE standard errors, and the reference has not risen.
+    """
+    known = [
+        (step, one, other)
+        for step, one, other in zip(steps, reward, reference, strict=True)
+        if math.isfinite(one) and math.isfinite(other)
+    ]
+    if len(known) < 2 * MIN_SEGMENT:
+        return None
+    numbers, rewards, references = zip(*known, strict=True)
+    gaps = [one - other for one, other in zip(standardized(rewards), standardized(references), strict=True)]
+    split = min(range(MIN_SEGMENT, len(gaps) - MIN_SEGMENT + 1), key=lambda at: scatter(gaps[:at]) + scatter(gaps[at:]))
+    rises = statistics.fmean(rewards[split:]) > statistics.fmean(rewards[:split])
+    follows = statistics.fmean(references[split:]) > statistics.fmean(references[:split])
+    return numbers[split] if rises and not follows and is_sure(gaps[:split], gaps[split:]) else None
+
+
+def standardized(values: Sequence[float]) -> list[float]:
+    spread = statistics.pstdev(values) or 1.0
+    return [(value - statistics.fmean(values)) / spread for value in values]
+
+
+def scatter(values: Sequence[float]) -> float:
+    """The sum of squared distances from the mean."""
+    return statistics.pvariance(values) * len(values)
+
+
+def is_sure(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether the mean has risen by more than SURE standard errors."""
+    square_error = statistics.variance(before) / len(before) + statistics.variance(after) / len(after)
+    return statistics.fmean(after) - statistics.fmean(before) > SURE * math.sqrt(square_error)

@@ -1,0 +1,41 @@
+"""Judges a whole group outside the pipeline, until a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from grmpipe.judge.verdict import failed, only_finite, unjudged
+from grmpipe.types import Judge, JudgeReport, JudgeTask, Prompt, Rollout
+from scheduler.supervise import raise_first_failure
+
+LATE = unjudged(failed("timeout", "group deadline", attempts=1))
+
+
+async def judge_in_time(
+    judge: Judge,
+    prompt: Prompt,
+    rollouts: Sequence[Rollout],
+    limit: AbstractAsyncContextManager[object],
+    priority: int = 0,
+) -> tuple[JudgeReport, ...]:
+    """The reports on all siblings, in their order: when the limit raises TimeoutError, those that are missing have
+    timed out. The lowest priority goes first.
+    """
+    session = judge.open(prompt, rollouts[0].group_id, len(rollouts))
+    judge_tasks = [*session.begin()]
+    for rollout in rollouts:
+        judge_tasks += session.add(rollout)
+    reports: dict[int, JudgeReport] = {}
+
+    async def do(judge_task: JudgeTask) -> None:
+        for sibling, report in (await session.judge(judge_task, priority)).items():
+            reports[sibling] = only_finite(report)
+
+    try:
+        async with limit, raise_first_failure() as tasks:
+            for judge_task in judge_tasks:
+                tasks.create_task(do(judge_task))
+    except TimeoutError:
+        pass
+    return tuple(reports.get(rollout.sibling, LATE) for rollout in rollouts)

@@ -1,0 +1,127 @@
+"""task=rejudge: judges the stored rollouts of a run again, and compares the new verdicts with the run's own.
+
+rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups of both -> comparison.json, a table
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from grmpipe.evaluation.comparison_files import metrics_of, show_comparison, write_comparison
+from grmpipe.evaluation.verdict_comparison import Comparison, compare
+from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.judge.judge_in_time import judge_in_time
+from grmpipe.judge.purpose import asking_for
+from grmpipe.observe.recorder import JUDGEMENTS, load_verdicts
+from grmpipe.observe.summary import EvalSummary, Status, Summary
+from grmpipe.pipeline.counters import Counters
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.run.build.compose_pipeline import compose_health
+from grmpipe.run.build.start_serving import Serving, start_evaluation
+from grmpipe.run.run_context import Run, RunContext
+from grmpipe.run.tasks.rejudged_groups import read_compared
+from grmpipe.run.tasks.stats import judging
+from grmpipe.run_dir.identity import run_id_of
+from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
+from grmpipe.validate.rejudging import PreparedRejudging
+from scheduler.clock import ActiveClock
+from scheduler.supervise import raise_first_failure, run_until
+
+
+class GroupJudging:
+    """Judges groups one after the other, with the breaker and the deadline of a run."""
+
+    def __init__(
+        self, prepared: PreparedRejudging, judge: Judge, done: Callable[[JudgedGroup, Sequence[JudgeReport]], None]
+    ) -> None:
+        """done: gets each group with its reports."""
+        self._stored = prepared.stored
+        self._deadline_s = prepared.config.rollout.group_deadline_s
+        self._guard = JudgeHealth(compose_health(prepared.config))
+        self._clock = ActiveClock()
+        self._judge = judge
+        self._done = done
+
+    async def judge_each(self, in_order: Iterator[tuple[int, str]]) -> None:
+        """in_order: the priority and the id of each group; several callers may share it. Raises Unfit."""
+        for priority, group_id in in_order:
+            await self._guard.until_fit(self._clock)
+            group = self._stored.run.group(group_id)
+            limit = self._clock.timeout(self._deadline_s)
+            reports = await judge_in_time(self._judge, group.prompt, group.rollouts, limit, priority)
+            self._done(group, reports)
+            for report in reports:
+                self._guard.verdict(report)
+
+
+class RejudgeRun(Run[PreparedRejudging]):
+    """Judges what has no new verdict, then compares all."""
+
+    is_policy_run = False
+
+    def __init__(self, prepared: PreparedRejudging, session: RunContext) -> None:
+        super().__init__(prepared, session)
+        self._running: Serving | None = None
+        self._counters = Counters()
+        self._metrics: Metrics = {}
+
+    async def run(self) -> Status:
+        stored = self._prepared.stored
+        again = stored.judged_again(self._run_dir)
+        missing = [group_id for group_id in stored.steps if not again.are_judged(group_id)]
+        self._observers.note(
+            f"{len(missing)} of {len(stored.steps)} groups ({stored.num_rollouts} rollouts) of "
+            f"{self._prepared.source} are judged again; files in {self._run_dir}"
+        )
+        if missing:
+            self._running = running = await start_evaluation(self._prepared.serving, self._observers, self._run_dir)
+            await run_until(self._judge(running, missing), **running.background())
+        self._compare()
+        return "completed"
+
+    async def _judge(self, running: Serving, missing: list[str]) -> None:
+        """Judge groups, the first steps first, as many at once as the judges have requests in flight."""
+        rejudging = GroupJudging(self._prepared, without_bounds(running.judge_for(self._prepared.prepared)), self._done)
+        in_order = iter(list(enumerate(missing)))
+        at_once = max(1, self._config.judging.max_concurrency // self._config.train.group_size)
+        with asking_for("evaluation"):
+            async with raise_first_failure() as tasks:
+                for _ in range(min(at_once, len(missing))):
+                    tasks.create_task(rejudging.judge_each(in_order))
+
+    def _done(self, group: JudgedGroup, reports: Sequence[JudgeReport]) -> None:
+        for rollout, report in zip(group.rollouts, reports, strict=True):
+            self._observers.recorder.judged(rollout, report)
+
+    def _compare(self) -> None:
+        stored, failures = self._prepared.stored, Counter[str]()
+        reports = dict(load_verdicts(self._run_dir / JUDGEMENTS, run_id=run_id_of(self._run_dir)))
+        for report in reports.values():
+            self._counters.report(report)
+            if isinstance(report.verdict, Failed):
+                failures[report.verdict.cause] += 1
+        again = stored.judged_again(self._run_dir)
+        result: Comparison = compare(list(read_compared(stored, again, self._config)))
+        self._metrics = metrics_of(result)
+        write_comparison(self._run_dir, result)
+        show_comparison(self._run_dir, result, failures, self._cost)
+        self._observers.metrics.truncate_after(-1)  # of a comparison here before
+        self._observers.trackers.log(0, {f"eval/{name}": value for name, value in self._metrics.items()})
+
+    @property
+    def _cost(self) -> str:
+        counts = self._counters.judging
+        return f"judgements: {counts.asked}, with {counts.judge_tokens} sampled tokens; {self.wall_s:.0f} s"
+
+    async def close(self) -> None:
+        if self._running is not None:
+            await self._running.close()
+
+    def results(self) -> Summary:
+        return Summary(
+            steps=0,
+            versions=dict.fromkeys(self._config.judging.roles, 0),
+            eval=EvalSummary(final=self._metrics),
+            judging=judging(self._counters),
+        )

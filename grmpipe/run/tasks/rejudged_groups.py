@@ -1,0 +1,69 @@
+"""A run's groups with the verdicts of both judges, and the advantages that the run's estimator gives to each. Reads
+only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
+from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.pipeline.interfaces import RolloutKey
+from grmpipe.pipeline.trained_rollouts import check_truth
+from grmpipe.run_dir.recorded_run import RecordedGroups
+from grmpipe.run_dir.stored_groups import StoredGroups
+from grmpipe.train.batching.samples import judged_siblings, mean_advantages, to_samples
+from grmpipe.types import Failed, JudgedGroup, Verdict
+
+Advantages = Mapping[RolloutKey, float]  # mean over the trained tokens
+
+
+def read_compared(stored: StoredGroups, again: RecordedGroups, config: RunConfig) -> Iterator[ComparedGroup]:
+    """The groups that were judged again, step by step: a batch is in memory at a time."""
+    judged = [group_id for group_id in stored.steps if group_id in again.verdict_places]
+    for step, group_ids in itertools.groupby(judged, key=stored.steps.__getitem__):
+        if step is not None:
+            yield from compare_batch(step, stored.run, again, list(group_ids), config)
+            continue
+        for group_id in group_ids:
+            yield from compare_batch(None, stored.run, again, [group_id], config)
+
+
+def compare_batch(
+    step: int | None, run: RecordedGroups, again: RecordedGroups, group_ids: Sequence[str], config: RunConfig
+) -> Iterator[ComparedGroup]:
+    """The groups of a step. Those that no step trained have no advantages."""
+    old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
+    before, after = ({}, {}) if step is None else (advantages_of(old, config), advantages_of(new, config))
+    right = check_truth(old, rule_of(config.truth))
+    for one, other in zip(old, new, strict=True):
+        rollouts = tuple(
+            ComparedRollout(
+                old=reward_of(old_verdict),
+                new=reward_of(new_verdict),
+                right=right.get(key := (one.group_id, rollout.sibling)),
+                old_advantage=before.get(key),
+                new_advantage=after.get(key),
+            )
+            for rollout, old_verdict, new_verdict in zip(one.rollouts, one.verdicts, other.verdicts, strict=True)
+        )
+        yield ComparedGroup(group_id=one.group_id, step=step, rollouts=rollouts)
+
+
+def reward_of(verdict: Verdict | Failed) -> float | None:
+    return verdict.outcome if isinstance(verdict, Verdict) else None
+
+
+def advantages_of(groups: Sequence[JudgedGroup], config: RunConfig) -> Advantages:
+    """The advantages of a batch, without a KL in the reward, which needs the learner. None with too few verdicts, and
+    with an estimator that needs a critic.
+    """
+    kind, least = config.algorithm.estimator_kind, max(2, config.train.min_valid_siblings)
+    whole = [group for group in groups if len(judged_siblings(group)) >= least]
+    if kind.needs_critic or not whole:
+        return {}
+    batches = [whole] if kind.need == "batch" else [[group] for group in whole]
+    new_tokens = config.rollout.max_new_tokens
+    return mean_advantages([sample for batch in batches for sample in to_samples(batch, config.algorithm, new_tokens)])

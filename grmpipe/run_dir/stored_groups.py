@@ -1,0 +1,73 @@
+"""All rollouts that a run has stored, group by group, for judging them again. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grmpipe.config.rejudge import RejudgeConfig
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
+from grmpipe.run_dir.recorded_run import RecordedGroups, places_in, read
+from grmpipe.types import Prompt
+from models.seeds import derive_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups:
+    """Groups of a run that are to be judged again, those of the first steps first.
+
+    steps:   group_id -> the step that trained it; None: none did.
+    prompts: of these groups, each once.
+    run:     the groups with the run's own verdicts.
+    """
+
+    steps: Mapping[str, int | None]
+    prompts: tuple[Prompt, ...]
+    run: RecordedGroups
+
+    @property
+    def num_rollouts(self) -> int:
+        return sum(len(self.run.rollout_places[group_id]) for group_id in self.steps)
+
+    def judged_again(self, run_dir: Path) -> RecordedGroups:
+        """The same groups with the new verdicts in a directory."""
+        judgements = run_dir / JUDGEMENTS
+        places = places_in(judgements, self.steps.keys()) if judgements.exists() else {}
+        return replace(self.run, judgements=judgements, verdict_places=places)
+
+
+def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups:
+    """Open a run's journals, also of a run that goes on: a torn last line is ignored. ValueError says what is
+    missing.
+    """
+    rollouts, judgements, groups = (run_dir / name for name in (ROLLOUTS, JUDGEMENTS, GROUPS))
+    if not rollouts.exists():
+        raise ValueError(f"there is no {rollouts}; give the directory of a run that has stored rollouts")
+    trained = {} if not groups.exists() else {end.group_id: end.step for end in load_group_ends(groups)}
+    places = places_in(rollouts)
+    steps = {
+        group_id: trained.get(group_id)
+        for group_id in places
+        if chosen.wants(trained.get(group_id)) and is_drawn(group_id, chosen.sample, seed)
+    }
+    if not steps:
+        raise ValueError(f"{rollouts} has no group for rejudge.steps={chosen.steps} and rejudge.sample={chosen.sample}")
+    first = {group_id: min(places[group_id].values()) for group_id in steps}
+    in_order = sorted(steps, key=lambda group_id: (steps[group_id] is None, steps[group_id] or 0, first[group_id]))
+    found = (read(rollouts, first[group_id], decode_recorded).prompt for group_id in in_order)
+    return StoredGroups(
+        steps={group_id: steps[group_id] for group_id in in_order},
+        prompts=tuple({prompt.prompt_id: prompt for prompt in found}.values()),
+        run=RecordedGroups(
+            rollouts=rollouts,
+            judgements=judgements,
+            rollout_places=places,
+            verdict_places=places_in(judgements) if judgements.exists() else {},
+        ),
+    )
+
+
+def is_drawn(group_id: str, share: float, seed: int) -> bool:
+    """Whether a group is in the sample: the same ones every time, whatever else the run stores."""
+    return derive_seed(seed, f"rejudge/{group_id}") % 1_000_000 < share * 1_000_000

@@ -1,0 +1,81 @@
+"""Checks judging a run's rollouts again before anything starts. Writes and starts nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.reward_checks import check_sources
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
+from grmpipe.validate.context_limits import check_judges, check_scalar_judges, check_template
+from grmpipe.validate.data import Data, check_references, judged_by
+from grmpipe.validate.evaluation import PreparedEvaluation, find_judges, without_adapters
+from grmpipe.validate.prepare import Prepared, check_judges_without_model
+from grmpipe.validate.sections import section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRejudging:
+    """A checked judging again, ready to start. source: the directory of the run."""
+
+    prepared: Prepared
+    stored: StoredGroups
+    source: Path
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    @property
+    def serving(self) -> PreparedEvaluation:
+        """What has to be started: the models that judge."""
+        return PreparedEvaluation(prepared=self.prepared, measured=self.config, prompt_sets={})
+
+    def notes(self) -> list[str]:
+        """What the new judge is not."""
+        said = []
+        if self.config.judging.by_policy:
+            said.append("the policy judges as it was at the start of the run")
+        for role in self.config.judging.local_roles:
+            if (trained := self.source / role).is_dir():
+                model = self.config.models[role]
+                said.append(
+                    f"{model.key}.path: {role} was trained in this run, and judges again as it was at the start, "
+                    f"{model.path}; for the trained one type {model.key}.path={trained}"
+                )
+        return said
+
+
+def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
+    """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
+    assert config.run_dir is not None
+    source, config = Path(config.run_dir).parent.parent, without_adapters(config)
+    check_judges_again(config)
+    with section("run_dir: "):
+        stored = open_stored(source, config.rejudge, config.seed)
+    with section(""):
+        check_sources(config.rewards, {prompt.source for prompt in stored.prompts})
+    for judge in config.judging.generative.values():
+        check_template(judge, stored.prompts)
+    for name, judge in config.judging.judges.items():
+        if judge.kind == "rule":
+            with section("run_dir: "):
+                check_references(judge, str(stored.run.rollouts), judged_by(config, name, stored.prompts))
+    prepared = find_judges(config, stored.prompts)
+    data = Data(train=stored.prompts, held_out=())
+    check_judges(config, prepared.roles, prepared.models, data)
+    check_scalar_judges(config, prepared.scalars, prepared.policy, data)
+    check_judges_without_model(config)
+    return PreparedRejudging(prepared=prepared, stored=stored, source=source)
+
+
+def check_judges_again(config: RunConfig) -> None:
+    for judge in config.judging.judges.values():
+        if judge.kind == "label":
+            raise ConfigError(
+                f"{judge.key}.kind: label is for a judge in training; type judge=generative, or another judge of texts"
+            )

@@ -1,0 +1,133 @@
+"""A run's rollouts judged again: agreement, resume, and training on the new verdicts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmpipe.cli import compose
+from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.judge_in_time import judge_in_time
+from grmpipe.run.tasks import rejudge as rejudge_task
+from grmpipe.tasks import run_task
+from grmpipe.types import Judge, Prompt, Rollout
+
+
+@pytest.fixture(scope="module")
+def recorded(run_once: Callable[..., Any]) -> Any:
+    return run_once("train.num_steps=2", run_dir="recorded")
+
+
+@pytest.fixture
+def rejudge(recorded: Any, restored_logging: None) -> Callable[..., Any]:
+    """Judge the recorded run again; returns the files under the name."""
+
+    def run(name: str, *typed: str) -> Any:
+        where = (f"run_dir={recorded.run_dir}", f"rejudge.name={name}")
+        run_task(compose(None, ["task=rejudge", *where, *typed]))
+        return type(recorded)(recorded.run_dir / "rejudged" / name)
+
+    return run
+
+
+def checksums(run_dir: Path) -> dict[str, str]:
+    """Of a run's own files."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and "rejudged" not in path.parts)
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def scores(lines: list[dict]) -> dict[tuple[str, int], float]:
+    return {(line["group_id"], line["sibling"]): line["verdict"]["score"] for line in lines if "verdict" in line}
+
+
+def test_the_same_judge_gives_the_same_verdicts_and_no_old_file_changes(
+    recorded: Any, rejudge: Callable[..., Any]
+) -> None:
+    before = checksums(recorded.run_dir)
+    again = rejudge("same")
+    assert scores(again.lines("judgements")) == scores(recorded.lines("judgements"))
+    figures = again.summary["eval"]["final"]
+    assert (figures["rank_correlation"], figures["flips"], figures["sign_changes"]) == (1.0, 0.0, 0.0)
+    assert figures["old_accuracy"] == figures["new_accuracy"]
+    assert again.summary["judging"]["tokens"] == recorded.summary["judging"]["tokens"]
+    assert again.summary["judging"]["requests"].keys() == {"evaluation"}
+    assert checksums(recorded.run_dir) == before
+
+
+def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Callable[..., Any]) -> None:
+    again = rejudge("rule", "judge=rule")
+    figures = again.summary["eval"]["final"]
+    assert figures["new_accuracy"] == 1.0 and figures["rank_correlation"] < 1
+    comparison = json.loads((again.run_dir / "comparison.json").read_text())
+    right = [step["train/true_accuracy"] for step in recorded.steps()]
+    assert [one["right"] for one in comparison["steps"]] == pytest.approx(right)
+    assert [one["new_reward"] for one in comparison["steps"]] == pytest.approx(right)
+    assert [one["old_reward"] for one in comparison["steps"]] == pytest.approx(
+        [step["train/reward"] for step in recorded.steps()]
+    )
+    assert "rank correlation within groups" in (again.run_dir / "report.html").read_text()
+
+
+def test_it_goes_on_where_it_was_killed_and_another_question_needs_another_name(
+    recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rejudge("whole", "judge=rule")
+    killed = rejudge("killed", "judge=rule")
+    lines = (killed.run_dir / "judgements.jsonl").read_text().splitlines(keepends=True)
+    (killed.run_dir / "judgements.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # one group, half of another
+    (killed.run_dir / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="rejudge.name: .* already holds verdicts; type resume=auto"):
+        rejudge("killed", "judge=rule")
+    with pytest.raises(ConfigError, match="rejudge.name: .*another judge.*rejudge.sample: 1.0 -> 0.5"):
+        rejudge("killed", "judge=rule", "resume=auto", "rejudge.sample=0.5")
+    judged: list[str] = []
+
+    async def watched(judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], *more: Any) -> object:
+        judged.append(rollouts[0].group_id)
+        return await judge_in_time(judge, prompt, rollouts, *more)
+
+    monkeypatch.setattr(rejudge_task, "judge_in_time", watched)
+    resumed = rejudge("killed", "judge=rule", "resume=auto")
+    groups = {line["group_id"] for line in recorded.lines("rollouts")}
+    assert len(judged) == len(groups) - 1 and lines[0].split('"')[3] not in judged
+    assert scores(resumed.lines("judgements")) == scores(whole.lines("judgements"))
+    assert resumed.summary["eval"] == whole.summary["eval"]
+
+
+def test_a_sample_is_the_same_by_seed_and_steps_choose_trained_groups(
+    recorded: Any, rejudge: Callable[..., Any]
+) -> None:
+    def groups(files: Any) -> set[str]:
+        return {line["group_id"] for line in files.lines("judgements")}
+
+    second = {end["group_id"] for end in recorded.lines("groups") if end.get("step") == 2}
+    assert groups(rejudge("second", "judge=rule", "rejudge.steps=[2,2]")) == second
+    half = groups(rejudge("half", "judge=rule", "rejudge.sample=0.5"))
+    every = {line["group_id"] for line in recorded.lines("rollouts")}
+    assert half < every and half == groups(rejudge("half_again", "judge=rule", "rejudge.sample=0.5"))
+
+
+@pytest.mark.long
+def test_a_retraining_trains_on_the_new_verdicts(recorded: Any, rejudge: Callable[..., Any]) -> None:
+    again, part = rejudge("gold", "judge=rule"), rejudge("part", "judge=rule", "rejudge.steps=[1,1]")
+    keys = ["train.groups_per_batch=4", "train.group_size=4", "cluster=inprocess", "tracking=none"]
+
+    def retrain(source: Path, name: str) -> Any:
+        run_dir = recorded.run_dir.parent / name
+        run_task(compose("quickstart", [f"data.retrain_from={source}", f"run_dir={run_dir}", *keys]))
+        return type(recorded)(run_dir)
+
+    trained = retrain(again.run_dir, "on_rule")
+    assert [step["train/reward"] for step in trained.steps()] == pytest.approx(
+        [step["train/true_accuracy"] for step in recorded.steps()]
+    )
+    old = retrain(recorded.run_dir, "on_grm")
+    weights = [(files.run_dir / "policy" / "model.safetensors").read_bytes() for files in (trained, old, recorded)]
+    assert weights[1] == weights[2] != weights[0]
+    with pytest.raises(ConfigError, match=r"data.retrain_from: .*verdicts of 4 of 8 trained groups"):
+        retrain(part.run_dir, "on_part")
