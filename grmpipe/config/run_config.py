@@ -54,7 +54,7 @@ class RunConfig(SharedSections, RunKeys):
 
     def may_ask(self, role: str, source: str) -> bool:
         """Whether a model that judges may be asked about prompts of a source."""
-        return not self.judging.asking(role).keys().isdisjoint(self.rewards.judges(source))
+        return not self.judging.select_asking(role).keys().isdisjoint(self.rewards.judges(source))
 
     @property
     def judged_by_model(self) -> bool:
