@@ -21,7 +21,7 @@ import trl
 from torch import Tensor
 
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, DualClip, OffPolicy
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
@@ -93,7 +93,7 @@ def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
         ages_T=torch.zeros(int(lengths_B.sum())),
     )
     advantages_T = batch.advantages_B.repeat_interleave(lengths_B)
-    loss = summed_loss(logprobs, advantages_T, torch.ones_like(advantages_T), lengths_B, algorithm)
+    loss = sum_loss(logprobs, advantages_T, torch.ones_like(advantages_T), lengths_B, algorithm)
     totals = BatchTotals(
         num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
     )

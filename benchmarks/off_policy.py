@@ -43,7 +43,11 @@ class Row:
 
 
 ROWS = (
-    Row(name="naive", overrides=("algorithm.correction=grmpipe.algorithm.corrections.uncorrected",), color="#c92a2a"),
+    Row(
+        name="naive",
+        overrides=("algorithm.correction=grmpipe.algorithm.corrections.apply_no_correction",),
+        color="#c92a2a",
+    ),
     Row(name="tis", overrides=("algorithm.correction=tis",), color="#0b7285"),
     Row(name="icepop", overrides=("algorithm=icepop",), color="#66a80f"),
     Row(name="decoupled", overrides=("algorithm=decoupled_ppo",), color="#5f3dc4"),

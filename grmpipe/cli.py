@@ -40,7 +40,7 @@ from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import rejudged_config
 from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
-from grmpipe.config.io.yaml_io import DictConfig, build, interpolated_keys, schema
+from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, masked_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -97,7 +97,7 @@ class RunEnded(SystemExit):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> float | None:
     def run() -> float | None:
-        return run_to_end(lambda: run_task(built(config, HydraConfig.get().overrides.task)))
+        return run_to_end(lambda: run_task(build_checked(config, HydraConfig.get().overrides.task)))
 
     key = "simulated seconds of a step" if config.task == "simulate" else config.objective
     return run_in_sweep(run, key) if HydraConfig.get().mode == RunMode.MULTIRUN else run()
@@ -111,7 +111,7 @@ def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> Run
     with masked_errors():
         try:
             with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-                return built(hydra.compose("config", typed), typed)
+                return build_checked(hydra.compose("config", typed), typed)
         except HydraException as error:
             raise ConfigError(explain(error)) from error
         except ConfigError:
@@ -131,7 +131,7 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
     return no_choice(typed) if str(error).startswith("Config group override") else ""
 
 
-def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
+def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
     if config.task not in ("evaluate", "rejudge"):
         return build(config)
@@ -142,7 +142,7 @@ def built(config: DictConfig, typed: Sequence[str]) -> RunConfig:
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
-        read_by_others=interpolated_keys(config),
+        read_by_others=find_interpolated_keys(config),
     )
     check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in overrides])
     return build(config)
@@ -153,14 +153,14 @@ def run_to_end(run: Callable[[], float | None]) -> float | None:
     try:
         return run()
     except ConfigError as error:
-        raise ended(str(error), 2) from error
+        raise end_run(str(error), 2) from error
     except RunFailed as error:
-        raise ended(str(error), 1) from error
+        raise end_run(str(error), 1) from error
     except (RunInterrupted, KeyboardInterrupt) as error:
-        raise ended(str(error) or "interrupted", 130) from error
+        raise end_run(str(error) or "interrupted", 130) from error
 
 
-def ended(message: str, exit_code: int) -> RunEnded:
+def end_run(message: str, exit_code: int) -> RunEnded:
     complain(message, exit_code)
     return RunEnded(message, exit_code)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
+from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, size_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.run_context import HasConfig, Run, run_session
@@ -195,6 +195,6 @@ def notes(prepared: Prepared) -> list[str]:
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
-        footprints = {role: model.footprint for role, model in sized(prepared).items()}
+        footprints = {role: model.footprint for role, model in size_roles(prepared).items()}
         said += device_notes(config, prepared.roles, footprints)
     return [*said, *hyperparameter_notes(config)]

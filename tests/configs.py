@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grmpipe.config.io.resolve_config import resolve_config, typed_sections
+from grmpipe.config.io.resolve_config import fill_sections, resolve_config
 from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
@@ -66,4 +66,4 @@ def run_config(**sections: Any) -> RunConfig:
 
 def with_sections(config: RunConfig, **sections: Any) -> RunConfig:
     """The same configuration with other sections."""
-    return resolve_config(dataclasses.replace(typed_sections(config), **sections))
+    return resolve_config(dataclasses.replace(fill_sections(config), **sections))

@@ -17,8 +17,8 @@ import numpy as np
 
 from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import estimator_named
-from grmpipe.config.keys.dotted_path import found_at
-from grmpipe.config.keys.user_code import described, noted, shown
+from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.train import AlgorithmConfig
 
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
@@ -186,7 +186,7 @@ def gae(
     return advantages_N, (advantages_N + values_N) * mask_N
 
 
-def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+def compute_gae(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns of a rollout. Without a critic's values they are taken as 0, as a new head predicts."""
     expected_N = np.zeros(rewards.num_tokens) if rewards.expected_N is None else rewards.expected_N
     sampled_N = np.ones(rewards.num_tokens)
@@ -195,7 +195,7 @@ def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np
 
 def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """Advantages from a critic's values (GAE, arXiv 1506.02438); siblings don't matter."""
-    return [gae_of(rewards, algorithm)[0] for rewards in group]
+    return [compute_gae(rewards, algorithm)[0] for rewards in group]
 
 
 # -- over the whole batch --------------------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ KEY = "algorithm.estimator"
 
 
 @functools.cache
-def estimator_of(name: str) -> EstimateBatch:
+def find_estimator(name: str) -> EstimateBatch:
     """The estimator that `algorithm.estimator` names, for several groups. Raises ValueError if it can't be imported
     here.
     """
     kind = estimator_named(name, KEY)
-    function = found_at(kind.function, KEY)
+    function = find_at(kind.function, KEY)
     if kind.need == "batch":
         return cast(EstimateBatch, function)
     of_group = cast(EstimateGroup, function)
@@ -251,15 +251,15 @@ def estimator_of(name: str) -> EstimateBatch:
 
 
 @functools.cache
-def owner_of(name: str) -> str:
+def describe_owner(name: str) -> str:
     """The function of an estimator, in the words of errors."""
-    return f"{KEY}: {described(found_at(estimator_named(name, KEY).function, KEY))}"
+    return f"{KEY}: {describe_code(find_at(estimator_named(name, KEY).function, KEY))}"
 
 
 @functools.cache
-def targets_of(name: str) -> Targets:
+def find_targets(name: str) -> Targets:
     """Advantages and returns of one rollout, as the estimator that `algorithm.estimator` names has them."""
-    return cast(Targets, found_at(estimator_named(name, KEY).targets, KEY))
+    return cast(Targets, find_at(estimator_named(name, KEY).targets, KEY))
 
 
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
@@ -271,7 +271,7 @@ def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
         return False
     if kind.compares == "outcomes":
         return float(np.ptp(outcomes(group))) <= ROUNDING
-    (found,) = estimator_of(algorithm.estimator)([group], algorithm)
+    (found,) = find_estimator(algorithm.estimator)([group], algorithm)
     return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
 
 
@@ -298,12 +298,13 @@ def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
             raise ValueError(
                 f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
             )
-    owner = owner_of(algorithm.estimator)
-    with noted(owner):
-        found = estimator_of(algorithm.estimator)(groups, algorithm)
+    owner = describe_owner(algorithm.estimator)
+    with note_owner(owner):
+        found = find_estimator(algorithm.estimator)(groups, algorithm)
     if not is_per_token(found, groups):
         raise ValueError(
-            f"{owner} returned {shown(found)}; it must give for each group, and in it for each sibling, an array with "
+            f"{owner} returned {format_value(found)}; it must give for each group, and in it for each sibling, an "
+            f"array with "
             "a finite number for each sampled token"
         )
     return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

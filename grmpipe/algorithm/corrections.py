@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
-from grmpipe.config.keys.user_code import described, noted, shown
+from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.train import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
@@ -29,15 +29,15 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
     return (numerator_T - denominator_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def given_by(key: str, function: Callable[..., object], like: Tensor, *arguments: object) -> Tensor:
+def check_tensor(key: str, function: Callable[..., object], like: Tensor, *arguments: object) -> Tensor:
     """What the function that a key names returns: a tensor of the shape of `like`. Raises ValueError for anything else,
     which would be broadcast.
     """
-    owner = f"algorithm.{key}: {described(function)}"
-    with noted(owner):
+    owner = f"algorithm.{key}: {describe_code(function)}"
+    with note_owner(owner):
         given = function(*arguments)
     if not isinstance(given, Tensor) or given.shape != like.shape:
-        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else format_value(given)
         raise ValueError(f"{owner} returned {what}; return a tensor of shape {tuple(like.shape)}")
     return given
 
@@ -46,7 +46,7 @@ def given_by(key: str, function: Callable[..., object], like: Tensor, *arguments
 
 
 @torch.no_grad()
-def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor) -> Tensor:
+def interpolate_proximal(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor) -> Tensor:
     """log pi_prox between the sampler's and the current policy, one version before the current one: log mu + (d - 1) /
     d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation).
     """
@@ -92,21 +92,21 @@ def measure_drift(
     )
 
 
-def uncorrected(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+def apply_no_correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     return torch.ones_like(drift.log_weights_T)
 
 
-def truncated_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+def truncate_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """TIS: min(w, cap) per token."""
     return drift.log_weights_T.exp().clamp(max=algorithm.tis.cap)
 
 
-def truncated_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+def truncate_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence TIS: min(product of w, cap), for all tokens of a rollout."""
     return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence.cap), drift.sequence_lengths_S)
 
 
-def masked_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+def mask_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
     return to_tokens(weights_S * (weights_S <= algorithm.sequence.cap), drift.sequence_lengths_S)
@@ -118,7 +118,7 @@ def icepop(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     return weights_T * ((weights_T >= algorithm.icepop.low) & (weights_T <= algorithm.icepop.high))
 
 
-def decoupled(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+def mask_tokens(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Decoupled PPO (arXiv 2505.24298): w up to the cap, 0 above it, per token."""
     weights_T = drift.log_weights_T.exp()
     return weights_T * (weights_T <= algorithm.decoupled.cap)
@@ -130,7 +130,7 @@ Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
     function = cast(Correction, CORRECTIONS.found(algorithm.correction))
-    return given_by("correction", function, drift.log_weights_T, drift, algorithm)
+    return check_tensor("correction", function, drift.log_weights_T, drift, algorithm)
 
 
 # -- rollouts that are not trained -----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     kept_S = torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
         function = cast(Rejection, REJECTIONS.found(name))
-        kept_S &= given_by("rejections", function, drift.sequence_lengths_S, drift, algorithm).bool()
+        kept_S &= check_tensor("rejections", function, drift.sequence_lengths_S, drift, algorithm).bool()
     return to_tokens(kept_S, drift.sequence_lengths_S).to(drift.log_weights_T.dtype)
 
 

@@ -15,11 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import given_by, log_ratio
+from grmpipe.algorithm.corrections import check_tensor, log_ratio
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
-from grmpipe.config.keys.dotted_path import found_at
-from grmpipe.config.keys.user_code import described, noted, shown
+from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -49,7 +49,7 @@ class PolicyLoss:
     clipped_T: Tensor  # 1 if the clip removes the gradient, or would
 
 
-def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
+def compute_clipped_loss(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
     free_T = ratio_T * advantages_T
     held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
@@ -58,7 +58,9 @@ def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> P
 
 def ppo_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """PPO's clipped objective (arXiv 1707.06347); two clips: DAPO (arXiv 2503.14476)."""
-    return clipped(scored.log_ratio_T().exp(), scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
+    return compute_clipped_loss(
+        scored.log_ratio_T().exp(), scored.advantages_T, algorithm.clip_low, algorithm.clip_high
+    )
 
 
 def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -78,7 +80,7 @@ def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     mask_T, lengths_S = scored.loss_mask_T, scored.sequence_lengths_S
     ratio_S = mean_by_sequence(scored.log_ratio_T(), mask_T, lengths_S).exp()
     advantages_S = mean_by_sequence(scored.advantages_T, mask_T, lengths_S)
-    policy = clipped(ratio_S, advantages_S, algorithm.clip_low, algorithm.clip_high)
+    policy = compute_clipped_loss(ratio_S, advantages_S, algorithm.clip_low, algorithm.clip_high)
     return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
 
 
@@ -87,7 +89,7 @@ def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     ratio_S = mean_by_sequence(scored.log_ratio_T(), scored.loss_mask_T, scored.sequence_lengths_S).exp().detach()
     own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # value 1, with the token's gradient
     ratio_T = to_tokens(ratio_S, scored.sequence_lengths_S) * own_T
-    return clipped(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
+    return compute_clipped_loss(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
 def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -108,20 +110,20 @@ Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
 
 
 @functools.cache
-def loss_of(name: str) -> Loss:
+def find_loss(name: str) -> Loss:
     """The function that `algorithm.loss` names. Raises ValueError if it can't be imported here."""
     key = "algorithm.loss"
-    return cast(Loss, found_at(loss_named(name, key).function, key))
+    return cast(Loss, find_at(loss_named(name, key).function, key))
 
 
 def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """The loss by `algorithm.loss`. Raises ValueError if it doesn't return one number per token."""
-    loss = loss_of(algorithm.loss)
-    owner = f"algorithm.loss: {described(loss)}"
-    with noted(owner):
+    loss = find_loss(algorithm.loss)
+    owner = f"algorithm.loss: {describe_code(loss)}"
+    with note_owner(owner):
         policy = loss(scored, algorithm)
     if not isinstance(policy, PolicyLoss):
-        raise ValueError(f"{owner} returned {shown(policy)}; return a PolicyLoss (grmpipe/algorithm/losses.py)")
+        raise ValueError(f"{owner} returned {format_value(policy)}; return a PolicyLoss (grmpipe/algorithm/losses.py)")
     for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
         if value_T.shape != scored.logprobs_T.shape:
             raise ValueError(
@@ -160,7 +162,7 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Estimated for each token by what `algorithm.kl_estimator` names."""
     function = cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))
-    return given_by("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
+    return check_tensor("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
 
 
 # -- from tokens to a batch ------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import correction, given_by, interpolated, kept, log_ratio, measure_drift
-from grmpipe.algorithm.losses import Aggregation, Scored, kl, loss_of, policy_loss
+from grmpipe.algorithm.corrections import check_tensor, correction, interpolate_proximal, kept, log_ratio, measure_drift
+from grmpipe.algorithm.losses import Aggregation, Scored, find_loss, kl, policy_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
@@ -31,12 +31,12 @@ class TokenLogprobs:
 Proximal = Callable[[TokenLogprobs], Tensor]
 
 
-def recomputed(logprobs: TokenLogprobs) -> Tensor:
+def take_recomputed(logprobs: TokenLogprobs) -> Tensor:
     return logprobs.old_T
 
 
-def interpolated_by_age(logprobs: TokenLogprobs) -> Tensor:
-    return interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T)
+def interpolate_by_age(logprobs: TokenLogprobs) -> Tensor:
+    return interpolate_proximal(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T)
 
 
 def sampler(logprobs: TokenLogprobs) -> Tensor:
@@ -45,7 +45,7 @@ def sampler(logprobs: TokenLogprobs) -> Tensor:
 
 def find_parts(algorithm: AlgorithmConfig) -> None:
     """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
-    loss_of(algorithm.loss)
+    find_loss(algorithm.loss)
     for table in ONE_OF_EACH:
         table.found(getattr(algorithm, table.name))
     for name in algorithm.rejections:
@@ -63,7 +63,7 @@ class SummedLoss:
     abs_log_ratios_N: Tensor  # |log pi_old - log mu| of the N trained tokens
 
 
-def summed_loss(
+def sum_loss(
     logprobs: TokenLogprobs,
     advantages_T: Tensor,
     loss_mask_T: Tensor,
@@ -76,7 +76,7 @@ def summed_loss(
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)
-    proximal_T = given_by("proximal", cast(Proximal, PROXIMALS.found(algorithm.proximal)), current_T, logprobs)
+    proximal_T = check_tensor("proximal", cast(Proximal, PROXIMALS.found(algorithm.proximal)), current_T, logprobs)
     scored = Scored(
         logprobs_T=current_T,
         proximal_T=proximal_T,

@@ -64,7 +64,7 @@ class Rewards:
         """[U] float64: each turn's share of an outcome that is a mean of steps; None if rewards simply add up."""
         return None if self.shares_K is None else self._in_turns(self.shares_K)
 
-    def earned_by_turn(self) -> np.ndarray:
+    def sum_by_turn(self) -> np.ndarray:
         """[U] float64: each turn's own reward, on the same scale for any number of turns."""
         values_U, shares_U = self.by_turn(), self.shares_by_turn()
         return (
@@ -92,7 +92,7 @@ class Rewards:
         return over_N
 
 
-def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
+def place_rewards(rollout: Rollout, verdict: Verdict) -> Rewards:
     """The rewards that a verdict gives to training, on the rollout's tokens."""
     lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
     values: dict[int, float] = {}
@@ -114,20 +114,20 @@ def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
     )
 
 
-def shaped(
+def shape_rewards(
     rewards: Rewards, rollout: Rollout, algorithm: AlgorithmConfig, max_new_tokens: int, kl_N: np.ndarray | None
 ) -> Rewards:
     """The rewards with the penalties of the algorithm. `kl_N`: nats per token; None if the KL isn't in the reward."""
     if algorithm.overlong_buffer.share > 0:
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         share = overlong(longest, max_new_tokens, algorithm.overlong_buffer.share * max_new_tokens)
-        rewards = charged(rewards, (0.0,) * (len(rewards.values_K) - 1) + (algorithm.overlong_buffer.penalty * share,))
+        rewards = charge(rewards, (0.0,) * (len(rewards.values_K) - 1) + (algorithm.overlong_buffer.penalty * share,))
     if kl_N is not None:
-        rewards = charged(rewards, tuple(algorithm.kl_coefficient * kl for kl in by_step(rewards, kl_N)))
+        rewards = charge(rewards, tuple(algorithm.kl_coefficient * kl for kl in by_step(rewards, kl_N)))
     return rewards
 
 
-def charged_by_token(rewards: Rewards, costs_N: np.ndarray) -> Rewards:
+def charge_by_token(rewards: Rewards, costs_N: np.ndarray) -> Rewards:
     """The rewards with a cost per token. Each token becomes a step, so that its cost doesn't fall on earlier ones."""
     values = tuple((rewards.by_token() - costs_N).tolist())
     return replace(rewards, ends_K=tuple(range(1, len(values) + 1)), values_K=values, shares_K=None)
@@ -144,5 +144,5 @@ def by_step(rewards: Rewards, costs_N: np.ndarray) -> list[float]:
     return [math.fsum(costs_N[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def charged(rewards: Rewards, costs_K: tuple[float, ...]) -> Rewards:
+def charge(rewards: Rewards, costs_K: tuple[float, ...]) -> Rewards:
     return replace(rewards, values_K=tuple(v - cost for v, cost in zip(rewards.values_K, costs_K, strict=True)))

@@ -72,7 +72,7 @@ def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
     The outcome is the reward of the last turn; the rewards of the turns before it aren't part of it.
     """
-    earned = [rewards.earned_by_turn() for rewards in group]
+    earned = [rewards.sum_by_turn() for rewards in group]
     last_G = standardize(np.array([earned_U[-1] for earned_U in earned]), algorithm.std, algorithm.min_group_std)
     advantages = [np.full(len(earned_U), outcome) for earned_U, outcome in zip(earned, last_G, strict=True)]
     for turn in range(max(map(len, earned)) - 1):

@@ -243,7 +243,7 @@ def learner_speed(
     )
 
 
-def reading_s(num_parameters: int, device: DeviceSpec, dtype: str) -> float:
+def estimate_read_s(num_parameters: int, device: DeviceSpec, dtype: str) -> float:
     """The time of a token that a model with a scalar head reads, in large batches."""
     return FORWARD_FLOPS * num_parameters / (device.flops(dtype) * ENGINE_RATES.prefill_flops)
 

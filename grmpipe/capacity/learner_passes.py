@@ -26,7 +26,7 @@ class Passes:
         return self.num_separate + self.reference_in_loss
 
 
-def passes_of(algorithm: AlgorithmConfig, groups_per_batch: int) -> Passes:
+def count_passes(algorithm: AlgorithmConfig, groups_per_batch: int) -> Passes:
     """The passes of the learner that trains with these settings (BatchTrainer, Learner)."""
     has_reference = algorithm.kl_coefficient > 0
     num_updates = min(algorithm.updates_per_batch, groups_per_batch)

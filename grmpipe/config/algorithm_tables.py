@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 from grmpipe.config.keys.path_table import PathTable
 from models.bounds import Bounded, above, at_least, between_0_and_1
 
@@ -59,7 +59,7 @@ class EstimatorKind:
     by_step: bool = False
     by_token: bool = False
     needs_critic: bool = False
-    targets: str = "grmpipe.algorithm.advantages.gae_of"
+    targets: str = "grmpipe.algorithm.advantages.compute_gae"
     uses_pass_k: bool = False
 
     @property
@@ -201,13 +201,13 @@ ESTIMATORS: dict[str, EstimatorKind] = {
 # The policy that the ratio of the loss is taken against: TokenLogprobs -> log pi_prox.
 PROXIMALS = PathTable(
     "algorithm.proximal", ("logprobs",), "grmpipe.algorithm.objective",
-    {"recomputed": "recomputed", "interpolated": "interpolated_by_age", "sampler": "sampler"},
+    {"recomputed": "take_recomputed", "interpolated": "interpolate_by_age", "sampler": "sampler"},
 )  # fmt: skip
 CORRECTIONS = PathTable(
     "algorithm.correction", ("drift", "algorithm"), "grmpipe.algorithm.corrections",
     {
-        "none": "uncorrected", "tis": "truncated_importance", "sequence_tis": "truncated_sequence",
-        "sequence_mis": "masked_sequence", "icepop": "icepop", "decoupled": "decoupled",
+        "none": "apply_no_correction", "tis": "truncate_importance", "sequence_tis": "truncate_sequence",
+        "sequence_mis": "mask_sequence", "icepop": "icepop", "decoupled": "mask_tokens",
     },
 )  # fmt: skip
 REJECTIONS = PathTable(
@@ -249,7 +249,7 @@ def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arg
         return table[name]
     if not is_dotted(name):
         raise unknown_value(name, key, table)
-    found = found_at(name, key)
+    found = find_at(name, key)
     kind = found if isinstance(found, make) else make(function=name)
     check_takes(kind.function, key, arguments)
     return kind

@@ -179,8 +179,8 @@ def check_updated_by_policy(config: RunConfig) -> None:
 def check_labels(config: RunConfig) -> None:
     """Check the score that passes, for judges that learn from labels and for a jury that weighs by accuracy."""
     labelled = [judge for judge in config.judging.judges.values() if judge.kind == "label"]
-    labelled += [judge for role in config.trained_grms for judge in config.judging.asking(role).values()]
-    if config.rewards.weighed_by_accuracy():
+    labelled += [judge for role in config.trained_grms for judge in config.judging.select_asking(role).values()]
+    if config.rewards.find_weighed_members():
         labelled.append(config.main_judge)
     for judge in labelled:
         key = judge.key
@@ -195,7 +195,7 @@ def check_labels(config: RunConfig) -> None:
 
 def check_measured(config: RunConfig) -> None:
     """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
-    weighed = config.rewards.weighed_by_accuracy()
+    weighed = config.rewards.find_weighed_members()
     for name, judge in config.judging.generative.items():
         if name in weighed and judge.protocol_kind.compares:
             path = weighed[name]

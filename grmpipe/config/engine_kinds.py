@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from grmpipe.config.keys.dotted_path import found_at, is_dotted
+from grmpipe.config.keys.dotted_path import find_at, is_dotted
 from models.engines.embedded.embedded_kind import EmbeddedKind
 from models.engines.engine_kind import AnyEngine, EngineKind
 from models.engines.openai.openai_kind import OpenAIKind
@@ -27,7 +27,7 @@ def engine_kind(name: str, key: str) -> type[AnyEngine]:
     if not is_dotted(name):
         known = ", ".join(ENGINE_KINDS)
         raise ValueError(f"{key}: unknown engine {name!r}; known: {known}, or the dotted path of an EngineKind")
-    found = found_at(name, key)
+    found = find_at(name, key)
     if not inspect.isclass(found) or not issubclass(found, EngineKind) or inspect.isabstract(found):
         raise ValueError(
             f"{key}: {name} is no engine; it must be a class derived from models.engines.engine_kind.EngineKind, with "

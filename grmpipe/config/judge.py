@@ -258,7 +258,7 @@ class JudgeConfig(Bounded):
         """The section that a user types."""
         return JUDGE
 
-    def thinking_budget(self, *, thinks: bool) -> ThinkingBudget | None:
+    def make_thinking_budget(self, *, thinks: bool) -> ThinkingBudget | None:
         """How long a judgement may think before its verdict. None: as long as it likes. thinks: whether its model
         does, here.
         """
@@ -266,7 +266,7 @@ class JudgeConfig(Bounded):
         num_tokens = default if self.thinking.budget_tokens is None else self.thinking.budget_tokens
         return ThinkingBudget(num_tokens=num_tokens, answer_start=self.thinking.answer_start) if num_tokens else None
 
-    def shown_score(self, score: float) -> float:
+    def to_shown_score(self, score: float) -> float:
         """A score as a verdict shows it: SPCT's sum goes from k to 10 k."""
         return score * self.num_judgements if self.vote == "sum" else score
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def protocol_named(name: str) -> JudgeProtocol:
         return PROTOCOLS[name]
     if not is_dotted(name):
         raise unknown_value(name, "protocol", PROTOCOLS)
-    found = found_at(name, "protocol")
+    found = find_at(name, "protocol")
     protocol = found if isinstance(found, JudgeProtocol) else JudgeProtocol(session=name)
     check_takes(protocol.session, "protocol", ("context", "prompt", "group_id", "size"))
     return protocol

@@ -29,7 +29,7 @@ class Judging:
         """The name of the judge whose scale is that of labels, and of the scores of all judges together: `judge`, or
         the only one that the reward uses.
         """
-        return main_of(self.judges)
+        return find_main(self.judges)
 
     @property
     def by_model(self) -> bool:
@@ -86,7 +86,7 @@ class Judging:
     @property
     def by_policy(self) -> bool:
         """Whether the policy judges its own rollouts (self-rewarding, arXiv 2401.10020)."""
-        return bool(self.asking(POLICY))
+        return bool(self.select_asking(POLICY))
 
     @property
     def max_concurrency(self) -> int:
@@ -101,16 +101,16 @@ class Judging:
     def engine_kind_of(self, role: str) -> type[AnyEngine]:
         return engine_kind(self.models[role].engine, f"{self.models[role].key}.engine")
 
-    def asking(self, role: str) -> dict[str, JudgeConfig]:
+    def select_asking(self, role: str) -> dict[str, JudgeConfig]:
         """The judges that ask a model."""
         return {name: judge for name, judge in self.generative.items() if judge.model == role}
 
     def training(self, role: str) -> JudgeConfig:
         """The judge whose prompts, limits and temperature a model in training learns under."""
-        return next(iter(self.asking(role).values()))
+        return next(iter(self.select_asking(role).values()))
 
 
-def main_of(judges: Collection[str]) -> str:
+def find_main(judges: Collection[str]) -> str:
     """The main one of the judges that a reward uses (`Judging.main`)."""
     return next(iter(judges)) if len(judges) == 1 else JUDGE
 

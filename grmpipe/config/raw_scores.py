@@ -35,7 +35,7 @@ class EnvRewardConfig:
         if self.missing is not None and not math.isfinite(self.missing):
             raise ValueError(f"missing: must be a finite number, or null for no verdict, got {self.missing}")
 
-    def sum_of(self, rewards: Mapping[str, float]) -> float | None:
+    def sum_rewards(self, rewards: Mapping[str, float]) -> float | None:
         """The weighted sum of a turn's rewards, by their names. None if none of them counts."""
         weights = self.weights or dict.fromkeys(rewards, 1.0)
         counted = [weights[name] * reward for name, reward in rewards.items() if name in weights]

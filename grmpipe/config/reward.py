@@ -194,10 +194,10 @@ class RewardTree:
         """
         found: dict[str, None] = {}
         for name in self.reward.names if source is None else self.reward.names_for(source):
-            found |= dict.fromkeys(self.judges_of(name, source))
+            found |= dict.fromkeys(self.list_judges(name, source))
         return tuple(found)
 
-    def judges_of(self, name: str, source: str | None = None) -> tuple[str, ...]:
+    def list_judges(self, name: str, source: str | None = None) -> tuple[str, ...]:
         """The same of a judge, which is itself, or of a composition."""
         return self.below(name).judges(source) if name in self.entries else (name,)
 
@@ -208,7 +208,7 @@ class RewardTree:
             found |= self.below(name).always_asked(source) if name in self.entries else {name}
         return frozenset(found)
 
-    def asked_shares(self, sources: Mapping[str, float]) -> dict[str, float]:
+    def compute_asked_shares(self, sources: Mapping[str, float]) -> dict[str, float]:
         """Judge -> the largest share of the rollouts that it judges. sources: source of prompts -> their share.
 
         What verdicts decide isn't known: every response is assumed to pass a gate, and a cascade to escalate as much as
@@ -216,17 +216,17 @@ class RewardTree:
         """
         asked = dict.fromkeys(self.judges(), 0.0)
         for source, share in sources.items():
-            for judge, part in self.asked_of_source(source).items():
+            for judge, part in self.compute_source_shares(source).items():
                 asked[judge] += share * part
         return asked
 
-    def asked_of_source(self, source: str) -> dict[str, float]:
+    def compute_source_shares(self, source: str) -> dict[str, float]:
         """The same for prompts of one source, without the judges that aren't asked. A judge that is named twice is
         asked once.
         """
         found: dict[str, float] = {}
         for name, share in self.reward.asked(source).items():
-            inner = self.below(name).asked_of_source(source) if name in self.entries else {name: 1.0}
+            inner = self.below(name).compute_source_shares(source) if name in self.entries else {name: 1.0}
             for judge, part in inner.items():
                 found[judge] = min(1.0, found.get(judge, 0.0) + share * part)
         return found
@@ -252,7 +252,7 @@ class RewardTree:
         """Whether the reward of a rollout depends on its siblings' verdicts."""
         return any(one.reward_kind.waits(one) for one in self.in_use())
 
-    def weighed_by_accuracy(self) -> dict[str, str]:
+    def find_weighed_members(self) -> dict[str, str]:
         """Member -> the path of the jury in use that weighs it by its accuracy on held-out prompts."""
         return {name: one.key for one in self.in_use() if one.uses_accuracy for name in one.names}
 
@@ -327,7 +327,7 @@ def _jury(reward: RewardConfig) -> None:
     example = f"'{reward.key}.members=[{JUDGE}, safety]'"
     members = reward.members
     if not isinstance(members, list | tuple) or not members or not all(isinstance(name, str) for name in members):
-        raise ValueError(f"{reward.key}.members: must be a list of names, got {typed(members)}; type {example}")
+        raise ValueError(f"{reward.key}.members: must be a list of names, got {format_typed(members)}; type {example}")
     if twice := [name for name in members if members.count(name) > 1]:
         raise ValueError(f"{reward.key}.members: {twice[0]} is a member twice, and votes once; type {example}")
     if reward.quorum is not None and not 1 <= reward.quorum <= len(members):
@@ -349,7 +349,8 @@ def _cascade(reward: RewardConfig) -> None:
         )
     if band is not None and not is_band(band):
         raise ValueError(
-            f"{reward.key}.unsure_band: must be two rewards on [0, 1], the lower one first, got {typed(band)}; type "
+            f"{reward.key}.unsure_band: must be two rewards on [0, 1], the lower one first, got "
+            f"{format_typed(band)}; type "
             f"'{reward.key}.unsure_band=[0.3, 0.7]'"
         )
 
@@ -376,14 +377,14 @@ def _gate(reward: RewardConfig) -> None:
     _named(reward, gate=reward.gate, inner=reward.inner)
 
 
-def typed(value: object) -> str:
+def format_typed(value: object) -> str:
     """A value as a user types it."""
     return "null" if value is None else repr(value)
 
 
 def _mapping(key: str, value: object, example: str) -> None:
     if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"{key}: names no judge, got {typed(value)}; type {example}")
+        raise ValueError(f"{key}: names no judge, got {format_typed(value)}; type {example}")
 
 
 def _named(reward: RewardConfig, **names: str | None) -> None:

@@ -109,7 +109,7 @@ def check_scales(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     for one in tree.in_use():
         if not one.reward_kind.scaled or one.normalise != "none":
             continue
-        for judge in (judges[judge] for name in one.names for judge in tree.judges_of(name)):
+        for judge in (judges[judge] for name in one.names for judge in tree.list_judges(name)):
             if not judge.has_scale:
                 raise ValueError(
                     f"{one.key}.{one.reward_kind.scaled}: needs rewards from 0 to 1, and {judge.name} gives them on no "
@@ -126,7 +126,7 @@ def check_doubts(tree: RewardTree, judges: Mapping[str, JudgeConfig]) -> None:
     for one in tree.in_use():
         if one.kind != "cascade":
             continue
-        for name in tree.judges_of(one.first or ""):
+        for name in tree.list_judges(one.first or ""):
             judge, key = judges[name], judges[name].key
             if judge.votes.abstain_above_std is not None and one.share < 1:
                 raise ValueError(

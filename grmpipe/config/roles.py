@@ -101,7 +101,7 @@ class ServedRole(ResolvedRole):
 
     def option_key(self, name: str) -> str:
         """The key that sets an option of its engine."""
-        return option_key_of(self.model, self.engine)(name)
+        return make_option_key(self.model, self.engine)(name)
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
         """The specification of each of its engines. path: of its model, as the engine's process finds it."""
@@ -155,7 +155,7 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     return Roles({**served, **others}, served)
 
 
-def option_key_of(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str]:
+def make_option_key(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str]:
     """An option of a model's engine -> the key that sets it."""
 
     def option_key(name: str) -> str:
@@ -177,9 +177,9 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model, shares_with = config.models[name], sharing_engine(name, engines, config, placement)
+    model, shares_with = config.models[name], find_sharing_roles(name, engines, config, placement)
     return ServedRole(
-        **place_of(name, placement),
+        **find_place(name, placement),
         name=name,
         dtype=model.dtype,
         dtype_key=f"{model.key}.dtype",
@@ -189,7 +189,7 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
         is_elastic=name in placement.seats and placement.is_elastic(name),
         shares_with=shares_with,
         return_routed_experts=config.algorithm.router_replay == "rollout" and "policy" in (name, *shares_with),
-        sync=sync_of(engines[name], config.sync),
+        sync=resolve_sync(engines[name], config.sync),
     )
 
 
@@ -199,7 +199,7 @@ def resolve_other(name: str, config: RunConfig, placement: Placement) -> Resolve
     keys = dict.fromkeys(own, "train.dtype")
     for role in config.asked.scorer_roles:
         own[role], keys[role] = config.models[role].dtype, f"{config.models[role].key}.dtype"
-    return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
+    return ResolvedRole(**find_place(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 
 
 class SeatFacts(TypedDict):
@@ -211,7 +211,7 @@ class SeatFacts(TypedDict):
     num_gpus: int
 
 
-def place_of(role: str, placement: Placement) -> SeatFacts:
+def find_place(role: str, placement: Placement) -> SeatFacts:
     if role not in placement.seats:
         return SeatFacts(pool="", num_replicas=0, device="cpu", num_gpus=1)
     seats = placement.seats[role]
@@ -223,7 +223,7 @@ def place_of(role: str, placement: Placement) -> SeatFacts:
     )
 
 
-def sharing_engine(
+def find_sharing_roles(
     role: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement
 ) -> tuple[str, ...]:
     """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
@@ -248,7 +248,7 @@ def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
     return alike and device == "cuda" and not all(engine.memory.sleep_mode for engine in engines)
 
 
-def sync_of(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:
+def resolve_sync(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:
     if not engine.quantizes:
         return sync
     tolerance = sync.probe_tolerance_quantized

@@ -49,7 +49,7 @@ class RunConfig(SharedSections, RunKeys):
 
     def judging_with(self, watchers: Collection[str]) -> Judging:
         """The judges that the reward uses, then those of these watchers."""
-        watching = (name for watcher in watchers for name in self.rewards.judges_of(watcher))
+        watching = (name for watcher in watchers for name in self.rewards.list_judges(watcher))
         return Judging({name: self.judges[name] for name in (*self.judging.judges, *watching)}, self.models)
 
     @property
@@ -70,7 +70,7 @@ class RunConfig(SharedSections, RunKeys):
 
     def may_ask(self, role: str, source: str) -> bool:
         """Whether a model that judges may be asked about prompts of a source."""
-        return not self.judging.asking(role).keys().isdisjoint(self.rewards.judges(source))
+        return not self.judging.select_asking(role).keys().isdisjoint(self.rewards.judges(source))
 
     @property
     def judged_by_model(self) -> bool:

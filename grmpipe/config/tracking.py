@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
@@ -59,4 +59,4 @@ class TrackingConfig:
         """Open one of `trackers`. Raises whatever its library or the user's class raises."""
         if name in self.shipped:
             return self.shipped[name].open(run)
-        return cast(Callable[[TrackedRun], Tracker], found_at(name, "tracking.trackers"))(run)
+        return cast(Callable[[TrackedRun], Tracker], find_at(name, "tracking.trackers"))(run)

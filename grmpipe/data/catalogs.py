@@ -20,7 +20,7 @@ class Catalog(Protocol):
     def make_labelled(self, path: str, count: int, seed: int) -> tuple[Labelled, ...]: ...
 
 
-def catalog_of(path: str) -> Catalog | None:
+def find_catalog(path: str) -> Catalog | None:
     """The catalog of the scheme that a path begins with; None: the path names a file, a directory or a hub name."""
     module = next((CATALOGS[scheme] for scheme in CATALOGS if path.startswith(scheme)), None)
     return cast(Catalog, importlib.import_module(module)) if module is not None else None
@@ -33,5 +33,5 @@ def is_made(path: str) -> bool:
 
 def resolve_model(path: str) -> str:
     """The directory of a made model; any other path is returned unchanged. Raises ValueError for an unknown name."""
-    catalog = catalog_of(path)
+    catalog = find_catalog(path)
     return catalog.resolve_model(path) if catalog is not None else path

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grmpipe.data.catalogs import catalog_of
+from grmpipe.data.catalogs import find_catalog
 from grmpipe.data.labelled_schemas import EXAMPLES, LabelledRow, read_labels
-from grmpipe.data.prompts import Row, refuse_half_characters, rows_of, shown, texts_of
+from grmpipe.data.prompts import Row, format_value, list_texts, read_rows, refuse_half_characters
 from grmpipe.types import Labelled, RankedResponses
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def load_labelled(
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """
-    catalog = catalog_of(path)
+    catalog = find_catalog(path)
     if catalog is not None:
         return catalog.make_labelled(path, num_tiny, seed)
     file = Path(path)
@@ -64,7 +64,7 @@ def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
     """The items of a file. Rows without a winner are counted in the log."""
     items: list[Labelled] = []
     num_undecided = 0
-    for number, where, row in labelled_rows(file):
+    for number, where, row in read_labelled_rows(file):
         row = {field: value for field, value in row.items() if value is not None}
         found = read_labels(LabelledRow(fields=row, where=where, name=f"{file.name}:{number}", scale=scale))
         for item in found:
@@ -78,26 +78,26 @@ def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
 
 def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
     """The texts of an item, as (field, text)."""
-    yield from texts_of(item.prompt)
+    yield from list_texts(item.prompt)
     yield from (("item_id", item.item_id), ("subset", item.subset))
     responses = item.responses if isinstance(item, RankedResponses) else (item.response,)
     yield from ((f"response {index}", response) for index, response in enumerate(responses))
 
 
-def labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
+def read_labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
     """Like the rows of prompts, and also rows of a .json file that is one array, as in RMB."""
     if file.suffix != ".json":
-        yield from rows_of(file)
+        yield from read_rows(file)
         return
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file}: can't be read as JSON ({error})") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{file}: expected an array of objects, got {shown(rows)}; JSON Lines are named .jsonl")
+        raise ValueError(f"{file}: expected an array of objects, got {format_value(rows)}; JSON Lines are named .jsonl")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise ValueError(f"{file}, item {number}: expected an object, got {shown(row)}")
+            raise ValueError(f"{file}, item {number}: expected an object, got {format_value(row)}")
         yield number, f"{file}, item {number}", row
 
 

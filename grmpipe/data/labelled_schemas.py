@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.data.prompts import Row, messages_of, reference_of, shown, text_of
+from grmpipe.data.prompts import Row, format_value, parse_messages, parse_reference, parse_text
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 
 HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
@@ -24,7 +24,7 @@ class LabelledRow:
     scale: tuple[int, int]
 
     def wrong(self, field: str, expected: str, got: object) -> ValueError:
-        return ValueError(f"{self.where}: {field}: expected {expected}, got {shown(got)}")
+        return ValueError(f"{self.where}: {field}: expected {expected}, got {format_value(got)}")
 
     def text(self, field: str) -> str:
         if not isinstance(value := self.fields.get(field), str):
@@ -40,7 +40,7 @@ class LabelledRow:
         return tuple(texts)
 
     def subset(self, field: str = "subset") -> str:
-        return text_of(self.fields, field, self.where, "")
+        return parse_text(self.fields, field, self.where, "")
 
     def messages(self, field: str, last: str = "assistant") -> list[dict[str, object]]:
         """The messages of a conversation, of which the last one has this role."""
@@ -59,22 +59,22 @@ class LabelledRow:
 
     def own_prompt(self) -> Prompt:
         return Prompt(
-            prompt_id=text_of(self.fields, "item_id", self.where, self.name),
-            messages=messages_of(self.fields, self.where),
-            source=text_of(self.fields, "source", self.where, ""),
-            reference=reference_of(self.fields, self.where),
+            prompt_id=parse_text(self.fields, "item_id", self.where, self.name),
+            messages=parse_messages(self.fields, self.where),
+            source=parse_text(self.fields, "source", self.where, ""),
+            reference=parse_reference(self.fields, self.where),
         )
 
     def prompt(self, field: str = "prompt") -> Prompt:
         """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
         if field not in self.fields:
             raise ValueError(f"{self.where}: {field}: missing; its fields: {', '.join(self.fields) or 'none'}")
-        return self.prompt_of(self.fields[field], field)
+        return self.read_prompt(self.fields[field], field)
 
-    def prompt_of(self, value: object, field: str) -> Prompt:
+    def read_prompt(self, value: object, field: str) -> Prompt:
         as_ours = {"prompt" if isinstance(value, str) else "messages": value}
         try:
-            return Prompt(prompt_id=self.name, messages=messages_of(as_ours, self.where))
+            return Prompt(prompt_id=self.name, messages=parse_messages(as_ours, self.where))
         except ValueError as error:
             raise ValueError(f"{error} (read from the field {field})") from error
 
@@ -94,7 +94,7 @@ def is_number(value: object) -> bool:
 # -- our own -------------------------------------------------------------------------------------------------------
 
 
-def ranked(row: LabelledRow) -> Sequence[Labelled]:
+def read_ranked(row: LabelledRow) -> Sequence[Labelled]:
     responses, best = row.texts("responses"), row.fields["best"]
     if len(responses) < 2:
         raise row.wrong("responses", "two or more", len(responses))
@@ -106,7 +106,7 @@ def ranked(row: LabelledRow) -> Sequence[Labelled]:
     ]
 
 
-def scored(row: LabelledRow) -> Sequence[Labelled]:
+def read_scored(row: LabelledRow) -> Sequence[Labelled]:
     score, (low, high) = row.fields["score"], row.scale
     if not isinstance(score, int | float) or not is_number(score) or score != int(score) or not low <= score <= high:
         raise row.wrong("score", f"a whole number from {low} to {high}", score)
@@ -222,7 +222,7 @@ def chat_pair(row: LabelledRow) -> Sequence[Labelled]:
     if not history:
         history = [{"role": "user", "content": row.text("prompt")}]
     texts = (str(chosen[-1]["content"]), str(rejected[-1]["content"]))
-    return [best_first(texts, row.prompt_of(history, "history"), row.subset(), row.name)]
+    return [best_first(texts, row.read_prompt(history, "history"), row.subset(), row.name)]
 
 
 def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
@@ -236,8 +236,8 @@ def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(i, int) for i in pair):
             raise row.wrong(field, "two indices", pair)
         if not all(0 <= i < len(scores) for i in pair):
-            raise ValueError(f"{row.where}: {field}: outside scores, got {shown(pair)}")
-        truths = {i: truth_of(scores[i], row) for i in pair}
+            raise ValueError(f"{row.where}: {field}: outside scores, got {format_value(pair)}")
+        truths = {i: read_truth(scores[i], row) for i in pair}
         right, wrong = sorted(pair, key=lambda i: truths[i], reverse=True)
         if truths[right] != truths[wrong]:
             texts = [row.text(f"response_{i + 1}") for i in (right, wrong)]
@@ -245,7 +245,7 @@ def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
     return items
 
 
-def truth_of(score: object, row: LabelledRow) -> float:
+def read_truth(score: object, row: LabelledRow) -> float:
     """Whether a response is right, as a number: PPE gives a number or a boolean, or a list of one."""
     value = score[0] if isinstance(score, list) and score else score
     if not isinstance(value, bool | int | float):
@@ -301,8 +301,8 @@ SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness),
     ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), PPE_HUMAN),
     ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), JUDGE_BENCH),
-    ("grmpipe ranked", frozenset({"responses", "best"}), ranked),
-    ("grmpipe scored", frozenset({"response", "score"}), scored),
+    ("grmpipe ranked", frozenset({"responses", "best"}), read_ranked),
+    ("grmpipe scored", frozenset({"response", "score"}), read_scored),
     ("RM-Bench", frozenset({"prompt", "chosen", "rejected", "domain"}), rm_bench),
     ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench),
     ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),

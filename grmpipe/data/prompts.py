@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grmpipe.data.catalogs import catalog_of, is_made
+from grmpipe.data.catalogs import find_catalog, is_made
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
@@ -24,11 +24,13 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     `prompt_id` and `source`; further columns are kept for reward functions. ValueError names file, line (Parquet: row),
     field and what was expected.
     """
-    catalog = catalog_of(path)
+    catalog = find_catalog(path)
     if catalog is not None:
         return catalog.make_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
-    prompts = tuple(prompt_of(row, where, id_of(row, where, file, number)) for number, where, row in rows_of(file))
+    prompts = tuple(
+        parse_prompt(row, where, make_id(row, where, file, number)) for number, where, row in read_rows(file)
+    )
     if not prompts:
         raise ValueError(
             f"{file}: holds no prompts; a line looks like " + '{"prompt": "What is 6 x 7?", "reference": 42}'
@@ -37,34 +39,34 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     return prompts
 
 
-def place_of(path: str, prompt: Prompt) -> str:
+def find_place(path: str, prompt: Prompt) -> str:
     """The place of a prompt of `load_prompts(path)`, in words. Reads the file again."""
     file = Path(path)
     if is_made(path):
         return f"{path}, {prompt.prompt_id}"
-    known = (where for number, where, row in rows_of(file) if id_of(row, where, file, number) == prompt.prompt_id)
+    known = (where for number, where, row in read_rows(file) if make_id(row, where, file, number) == prompt.prompt_id)
     return next(known, f"{path}, {prompt.prompt_id}")
 
 
-def id_of(row: Row, where: str, file: Path, number: int) -> str:
-    return text_of(row, "prompt_id", where, f"{file.name}:{number}")
+def make_id(row: Row, where: str, file: Path, number: int) -> str:
+    return parse_text(row, "prompt_id", where, f"{file.name}:{number}")
 
 
 def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple[Prompt, ...], int]:
     """`train` without the prompts of `held_out` (the same messages, ignoring case and white space), and how many were
     removed.
     """
-    known = {asked(prompt) for prompt in held_out}
-    kept = tuple(prompt for prompt in train if asked(prompt) not in known)
+    known = {identify_prompt(prompt) for prompt in held_out}
+    kept = tuple(prompt for prompt in train if identify_prompt(prompt) not in known)
     return kept, len(train) - len(kept)
 
 
-def asked(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+def identify_prompt(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     """The identity of a prompt: its roles and words."""
     return tuple((message.role, " ".join(message.content.casefold().split())) for message in prompt.messages)
 
 
-def rows_of(file: Path) -> Iterator[tuple[int, str, Row]]:
+def read_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
     """The number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, but counted."""
     readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
     if file.suffix not in readers:
@@ -88,7 +90,7 @@ def json_object(line: bytes, where: str) -> Row:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON in UTF-8 ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, got {shown(row)}")
+        raise ValueError(f"{where}: expected an object, got {format_value(row)}")
     return row
 
 
@@ -104,24 +106,24 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
         yield number, f"{file}, row {number}", row
 
 
-def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
+def parse_prompt(row: Row, where: str, prompt_id: str) -> Prompt:
     """The prompt of a row. A null is a missing field: Parquet has the columns of all rows in each."""
     row = {field: value for field, value in row.items() if value is not None}
     prompt = Prompt(
         prompt_id=prompt_id,
-        messages=messages_of(row, where),
-        source=text_of(row, "source", where, ""),
-        reference=reference_of(row, where),
-        rubric=rubric_of(row, where),
-        info=info_of(row, where),
+        messages=parse_messages(row, where),
+        source=parse_text(row, "source", where, ""),
+        reference=parse_reference(row, where),
+        rubric=parse_rubric(row, where),
+        info=parse_info(row, where),
         columns={name: value for name, value in row.items() if name not in FIELDS},
         is_chat="messages" in row,
     )
-    refuse_half_characters(texts_of(prompt), where)
+    refuse_half_characters(list_texts(prompt), where)
     return prompt
 
 
-def texts_of(prompt: Prompt) -> Iterator[tuple[str, str]]:
+def list_texts(prompt: Prompt) -> Iterator[tuple[str, str]]:
     """The texts of a prompt, as (field, text)."""
     yield "prompt_id", prompt.prompt_id
     yield "source", prompt.source
@@ -146,48 +148,50 @@ def refuse_half_characters(texts: Iterable[tuple[str, str]], where: str) -> None
             ) from None
 
 
-def messages_of(row: Row, where: str) -> tuple[Message, ...]:
+def parse_messages(row: Row, where: str) -> tuple[Message, ...]:
     if ("messages" in row) == ("prompt" in row):
         columns = ", ".join(row) or "none"
         raise ValueError(f"{where}: expected exactly one of the fields messages and prompt; its fields: {columns}")
     if "prompt" in row:
         if isinstance(row["prompt"], list):
             raise ValueError(f"{where}: prompt: expected a text; a list of {{role, content}} belongs in `messages`")
-        return (Message(role="user", content=filled(row["prompt"], f"{where}: prompt")),)
+        return (Message(role="user", content=require_text(row["prompt"], f"{where}: prompt")),)
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: messages: expected a list of {{role, content}}, got {shown(messages)}")
-    made = tuple(message_of(message, f"{where}: messages[{index}]") for index, message in enumerate(messages))
+        raise ValueError(f"{where}: messages: expected a list of {{role, content}}, got {format_value(messages)}")
+    made = tuple(parse_message(message, f"{where}: messages[{index}]") for index, message in enumerate(messages))
     if made[-1].role != "user":
         raise ValueError(f"{where}: messages: the last one must have role user, got role {made[-1].role!r}")
     return made
 
 
-def message_of(message: object, where: str) -> Message:
+def parse_message(message: object, where: str) -> Message:
     if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-        raise ValueError(f"{where}: expected an object with role and content, got {shown(message)}")
+        raise ValueError(f"{where}: expected an object with role and content, got {format_value(message)}")
     if message["role"] not in ROLES:
-        raise ValueError(f"{where}.role: expected one of {', '.join(ROLES)}, got {shown(message['role'])}")
-    return Message(role=message["role"], content=filled(message["content"], f"{where}.content"))
+        raise ValueError(f"{where}.role: expected one of {', '.join(ROLES)}, got {format_value(message['role'])}")
+    return Message(role=message["role"], content=require_text(message["content"], f"{where}.content"))
 
 
-def reference_of(row: Row, where: str) -> str | None:
+def parse_reference(row: Row, where: str) -> str | None:
     reference = row.get("reference")
     if reference is None or isinstance(reference, str):
         return reference
     if isinstance(reference, bool) or not isinstance(reference, int | float) or reference - reference != 0:
-        raise ValueError(f"{where}: reference: expected a text or a finite number, got {shown(reference)}")
+        raise ValueError(f"{where}: reference: expected a text or a finite number, got {format_value(reference)}")
     return str(reference)
 
 
-def rubric_of(row: Row, where: str) -> tuple[Criterion, ...]:
+def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
     rubric = row.get("rubric", [])
     if not isinstance(rubric, list):
-        raise ValueError(f"{where}: rubric: expected a list of texts or of {{text, weight}}, got {shown(rubric)}")
-    return tuple(criterion_of(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
+        raise ValueError(
+            f"{where}: rubric: expected a list of texts or of {{text, weight}}, got {format_value(rubric)}"
+        )
+    return tuple(parse_criterion(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
 
 
-def info_of(row: Row, where: str) -> Mapping[str, object]:
+def parse_info(row: Row, where: str) -> Mapping[str, object]:
     """A JSON object, or its text: Parquet gives the objects of a column all keys of any of them."""
     info = row.get("info", {})
     if isinstance(info, str):
@@ -196,31 +200,33 @@ def info_of(row: Row, where: str) -> Mapping[str, object]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: info: expected a JSON object, got a text that is no JSON ({error})") from error
     if not isinstance(info, dict):
-        raise ValueError(f"{where}: info: expected a JSON object, which the environment reads, got {shown(info)}")
+        raise ValueError(
+            f"{where}: info: expected a JSON object, which the environment reads, got {format_value(info)}"
+        )
     return info
 
 
-def criterion_of(criterion: object, where: str) -> Criterion:
+def parse_criterion(criterion: object, where: str) -> Criterion:
     if not isinstance(criterion, dict):
-        return Criterion(text=filled(criterion, where))
+        return Criterion(text=require_text(criterion, where))
     weight = criterion.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ValueError(f"{where}.weight: expected a number above 0, got {shown(weight)}")
-    return Criterion(text=filled(criterion.get("text"), f"{where}.text"), weight=float(weight))
+        raise ValueError(f"{where}.weight: expected a number above 0, got {format_value(weight)}")
+    return Criterion(text=require_text(criterion.get("text"), f"{where}.text"), weight=float(weight))
 
 
-def text_of(row: Row, field: str, where: str, default: str) -> str:
+def parse_text(row: Row, field: str, where: str, default: str) -> str:
     value = row.get(field)
     if value is None:
         return default
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    return filled(value, f"{where}: {field}")
+    return require_text(value, f"{where}: {field}")
 
 
-def filled(value: object, where: str) -> str:
+def require_text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: expected a text that isn't empty, got {shown(value)}")
+        raise ValueError(f"{where}: expected a text that isn't empty, got {format_value(value)}")
     return value
 
 
@@ -235,6 +241,6 @@ def refuse_duplicates(file: Path, prompts: Sequence[Prompt]) -> None:
         first_place[prompt.prompt_id] = place
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

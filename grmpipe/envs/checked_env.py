@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from grmpipe.config.keys.user_code import called, described, number_of, plain_text, scalar_of, shown
+from grmpipe.config.keys.user_code import call_guarded, describe_code, format_value, plain_text, to_number, to_scalar
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
-from grmpipe.envs.fault_owner import FaultRules, blaming, fault_of
+from grmpipe.envs.fault_owner import FaultRules, decide_fault, raise_faults
 from grmpipe.envs.opened_envs import OpenedEnvs
 from models.types import Message, ToolSpec
 
@@ -40,26 +40,26 @@ class CheckedEnv:
         try:
             self._env = env = self._make()
         except BaseException as error:
-            raise fault_of(error, described(self._make), self._rules, has_acted=False) from error
-        owner = described(env.open)
-        with blaming(owner, self._rules, has_acted=False):
+            raise decide_fault(error, describe_code(self._make), self._rules, has_acted=False) from error
+        owner = describe_code(env.open)
+        with raise_faults(owner, self._rules, has_acted=False):
             opening = await env.open(episode)
-        return checked_opening(opening, owner)
+        return check_opening(opening, owner)
 
     async def step(self, action: Action) -> Observation:
         env = self._env
         assert env is not None, "open comes first"
-        owner = described(env.step)
-        with blaming(owner, self._rules, has_acted=True):
+        owner = describe_code(env.step)
+        with raise_faults(owner, self._rules, has_acted=True):
             observation = await env.step(action)
-        return checked_observation(observation, owner)
+        return check_observation(observation, owner)
 
     async def close(self) -> None:
         """Raises UserCodeError."""
         is_closed = False
         try:
             if self._env is not None:
-                with called(described(self._env.close)):
+                with call_guarded(describe_code(self._env.close)):
                     await self._env.close()
             is_closed = True
         finally:
@@ -67,54 +67,59 @@ class CheckedEnv:
             self._counts.killed += self._is_open and not is_closed
 
 
-def checked_opening(opening: Opening, owner: str = "open") -> Opening:
+def check_opening(opening: Opening, owner: str = "open") -> Opening:
     """The opening in plain values. Raises EnvFault (protocol), which names the owner."""
-    check(isinstance(opening, Opening), f"{owner} returned {shown(opening)}, and must return an Opening")
-    messages = checked_messages(opening.messages, owner)
-    tools = tuple_of(opening.tools, ToolSpec, "tools", owner)
+    check(isinstance(opening, Opening), f"{owner} returned {format_value(opening)}, and must return an Opening")
+    messages = check_messages(opening.messages, owner)
+    tools = check_tuple(opening.tools, ToolSpec, "tools", owner)
     for tool in tools:
         check_tool(tool, owner)
     return Opening(messages=messages, tools=tools, state_key=text_in(opening.state_key, "state_key", owner))
 
 
-def checked_observation(observation: Observation, owner: str = "step") -> Observation:
+def check_observation(observation: Observation, owner: str = "step") -> Observation:
     """The observation in plain values. Raises EnvFault (protocol), which names the owner."""
     if not isinstance(observation, Observation):
-        raise protocol(f"{owner} returned {shown(observation)}, and must return an Observation")
-    done = scalar_of(observation.done)
-    check(isinstance(done, bool), f"{owner} returned done = {shown(done)}, and it must be True or False")
+        raise protocol(f"{owner} returned {format_value(observation)}, and must return an Observation")
+    done = to_scalar(observation.done)
+    check(isinstance(done, bool), f"{owner} returned done = {format_value(done)}, and it must be True or False")
     return Observation(
-        messages=checked_messages(observation.messages, owner),
+        messages=check_messages(observation.messages, owner),
         done=bool(done),
-        rewards=checked_rewards(observation.rewards, owner),
+        rewards=check_rewards(observation.rewards, owner),
         state_key=text_in(observation.state_key, "state_key", owner),
-        faults=tuple(text_in(fault, "a fault", owner) for fault in tuple_of(observation.faults, str, "faults", owner)),
+        faults=tuple(
+            text_in(fault, "a fault", owner) for fault in check_tuple(observation.faults, str, "faults", owner)
+        ),
     )
 
 
-def checked_rewards(rewards: object, owner: str) -> dict[str, float]:
+def check_rewards(rewards: object, owner: str) -> dict[str, float]:
     if not isinstance(rewards, Mapping):
-        raise protocol(f'{owner} returned rewards = {shown(rewards)}; return numbers by name, as {{"solved": 1.0}}')
+        raise protocol(
+            f'{owner} returned rewards = {format_value(rewards)}; return numbers by name, as {{"solved": 1.0}}'
+        )
     found = {}
     for name, reward in rewards.items():
-        number = number_of(reward)
+        number = to_number(reward)
         if number is None:
             raise protocol(
-                f"{owner} returned the reward {shown(name)} = {shown(reward)}, and it must be a finite number; leave "
+                f"{owner} returned the reward {format_value(name)} = {format_value(reward)}, and it must be a "
+                f"finite number; leave "
                 "out a reward that isn't known"
             )
         found[text_in(name, "the name of a reward", owner)] = number
     return found
 
 
-def checked_messages(messages: object, owner: str) -> tuple[Message, ...]:
-    return tuple(checked_message(message, owner) for message in tuple_of(messages, Message, "messages", owner))
+def check_messages(messages: object, owner: str) -> tuple[Message, ...]:
+    return tuple(check_message(message, owner) for message in check_tuple(messages, Message, "messages", owner))
 
 
-def checked_message(message: Message, owner: str) -> Message:
+def check_message(message: Message, owner: str) -> Message:
     role = message.role
     known = isinstance(role, str) and role in ROLES
-    check(known, f"{owner} returned a message with the role {shown(role)}; known: {', '.join(ROLES)}")
+    check(known, f"{owner} returned a message with the role {format_value(role)}; known: {', '.join(ROLES)}")
     name, call_id = message.name, message.tool_call_id
     return replace(
         message,
@@ -127,28 +132,28 @@ def checked_message(message: Message, owner: str) -> Message:
 
 def check_tool(tool: ToolSpec, owner: str) -> None:
     for part, text in (("name", tool.name), ("description", tool.description)):
-        check(type(text) is str, f"{owner} returned a tool whose {part} is {shown(text)}, and must be a text")
+        check(type(text) is str, f"{owner} returned a tool whose {part} is {format_value(text)}, and must be a text")
     try:
         msgspec.json.encode(tool.parameters)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise protocol(f"{owner} returned the tool {tool.name}, whose parameters are no JSON Schema: {error}") from None
 
 
-def tuple_of(values: object, kind: type[T], what: str, owner: str) -> tuple[T, ...]:
-    wanted = f"{owner} returned {what} = {shown(values)}, and it must be a list of {kind.__name__}"
+def check_tuple(values: object, kind: type[T], what: str, owner: str) -> tuple[T, ...]:
+    wanted = f"{owner} returned {what} = {format_value(values)}, and it must be a list of {kind.__name__}"
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise protocol(wanted)
     found = []
     for one in values:
         if not isinstance(one, kind):
-            raise protocol(f"{owner} returned {shown(one)} among {what}, and each must be a {kind.__name__}")
+            raise protocol(f"{owner} returned {format_value(one)} among {what}, and each must be a {kind.__name__}")
         found.append(one)
     return tuple(found)
 
 
 def text_in(value: object, what: str, owner: str) -> str:
     if not isinstance(value, str):
-        raise protocol(f"{owner} returned {what} that is {shown(value)}, and it must be a text")
+        raise protocol(f"{owner} returned {what} that is {format_value(value)}, and it must be a text")
     return plain_text(value)
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import cast
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.envs.env import Env
 
 MakeEnv = Callable[[], Env]
@@ -22,7 +22,7 @@ def env_factory(config: EnvConfig, shared: Mapping[str, object] = NOTHING) -> Ma
 
     shared: further arguments, which the environments of a run share.
     """
-    found = found_at(config.path, "target")
+    found = find_at(config.path, "target")
     if not inspect.isclass(found) or not issubclass(found, Env):
         raise ValueError(
             f"target: {config.path} is no env: it needs `async def open(self, episode)`, "

@@ -69,7 +69,7 @@ class EpisodeSlots:
             self._num_booked += count
             turn.set()
 
-    async def paced(self) -> None:
+    async def wait_for_pace(self) -> None:
         """Wait until one more environment may start."""
         if self._boot_s:
             now_s = asyncio.get_running_loop().time()
@@ -91,7 +91,7 @@ class Booking:
         self._num_free -= 1
         self._slots.num_open += 1
         try:
-            await self._slots.paced()
+            await self._slots.wait_for_pace()
             yield
         finally:
             self._slots.num_open -= 1

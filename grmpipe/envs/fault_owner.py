@@ -12,15 +12,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import (
     MAX_CHARS,
     BadValueError,
     UserCodeError,
     comes_from_outside,
+    describe_error,
     plain_text,
-    shortened,
-    words_of,
+    shorten,
 )
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.types import EnvCause
@@ -78,27 +78,27 @@ def fault_rules(policy_errors: Sequence[str], *, in_box: bool = False) -> FaultR
     names = set(policy_errors)
     for path in policy_errors:
         with suppress(ValueError):
-            names.add(name_of(exception_at(path)))
+            names.add(name_type(exception_at(path)))
     return FaultRules(policy_errors=tuple(sorted(names)), in_box=in_box)
 
 
 def exception_at(path: str) -> type[BaseException]:
     """Raises ValueError that begins with the key, for what isn't here or is no exception."""
-    found = found_at(path, "policy_errors")
+    found = find_at(path, "policy_errors")
     if not (inspect.isclass(found) and issubclass(found, BaseException)):
         raise ValueError(f"policy_errors: {path} is no exception; name a class such as my_agent.TooManyMoves")
     return found
 
 
 class RaisedElsewhere(Exception):
-    """The user's code raised in another process, or a program of his failed. types: as `types_of` gives them."""
+    """The user's code raised in another process, or a program of his failed. types: as `list_types` gives them."""
 
     def __init__(self, text: str, types: Sequence[str] = ()) -> None:
         super().__init__(text)
         self.types = tuple(types)
 
 
-def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: bool) -> PolicyFault | EnvFault:
+def decide_fault(error: BaseException, owner: str, rules: FaultRules, *, has_acted: bool) -> PolicyFault | EnvFault:
     """The fault that an exception of the user's code is. Its cause is the exception, if it was none itself.
 
     owner:     the code, in words: the beginning of the fault's text.
@@ -112,7 +112,7 @@ def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: 
         words = f"{owner} raised a PolicyFault, and the policy has done nothing so far: {error}"
         return _caused(EnvFault(words), error)
     said = isinstance(error, UserCodeError | RaisedElsewhere)
-    words = str(error) if said else f"{owner} raised {words_of(error)}"
+    words = str(error) if said else f"{owner} raised {describe_error(error)}"
     if rules.in_box and not has_acted and isinstance(error, MemoryError):
         return _caused(EnvFault(f"{words}: no memory was left; raise env.isolation.memory_mb", "boot"), error)
     is_answer = isinstance(error.__cause__, BadValueError)
@@ -120,8 +120,8 @@ def fault_of(error: BaseException, owner: str, rules: FaultRules, *, has_acted: 
 
 
 @contextmanager
-def blaming(owner: str, rules: FaultRules, *, has_acted: bool) -> Iterator[None]:
-    """Context: a call of the user's code. What it raises becomes a fault (see `fault_of`), but a cancellation from
+def raise_faults(owner: str, rules: FaultRules, *, has_acted: bool) -> Iterator[None]:
+    """Context: a call of the user's code. What it raises becomes a fault (see `decide_fault`), but a cancellation from
     outside.
     """
     try:
@@ -129,7 +129,7 @@ def blaming(owner: str, rules: FaultRules, *, has_acted: bool) -> Iterator[None]
     except BaseException as error:
         if comes_from_outside(error):
             raise
-        fault = fault_of(error, owner, rules, has_acted=has_acted)
+        fault = decide_fault(error, owner, rules, has_acted=has_acted)
         if fault is error:
             raise
         raise fault from error
@@ -140,10 +140,10 @@ def _policys(error: BaseException, rules: FaultRules) -> PolicyFault | None:
     if isinstance(error, PolicyFault):
         return error
     known = {*KNOWN_POLICY_ERRORS, *rules.policy_errors}
-    if (found := next((name for name in types_of(error) if name in known), "")) != "":
-        return _caused(PolicyFault(words_of(error), found.rpartition(".")[2], ends=True), error)
+    if (found := next((name for name in list_types(error) if name in known), "")) != "":
+        return _caused(PolicyFault(describe_error(error), found.rpartition(".")[2], ends=True), error)
     if rules.in_box and (limit := limit_reached(error)):
-        return _caused(PolicyFault(f"{limit}: {words_of(error)}", LIMIT, ends=True), error)
+        return _caused(PolicyFault(f"{limit}: {describe_error(error)}", LIMIT, ends=True), error)
     return None
 
 
@@ -152,15 +152,15 @@ def _caused(fault: Fault, error: BaseException) -> Fault:
     return fault
 
 
-def types_of(error: BaseException) -> list[str]:
+def list_types(error: BaseException) -> list[str]:
     """Module and name of an exception's type and its bases, then those of its cause, and so on."""
     found: list[str] = []
     for one in causes(error):
-        found += one.types if isinstance(one, RaisedElsewhere) else [name_of(base) for base in type(one).__mro__]
+        found += one.types if isinstance(one, RaisedElsewhere) else [name_type(base) for base in type(one).__mro__]
     return found
 
 
-def name_of(kind: type) -> str:
+def name_type(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -195,7 +195,7 @@ def policys_end(signal_number: int, limit: str) -> str:
 
 def readable(fault: PolicyFault, max_chars: int) -> PolicyFault:
     """A fault of the policy as it may read it: a plain text that isn't too long, and a kind that is a word."""
-    text = shortened(plain_text(str(fault)), max_chars)
+    text = shorten(plain_text(str(fault)), max_chars)
     kind = plain_text(fault.kind)[:MAX_CHARS] if isinstance(fault.kind, str) else type(fault.kind).__name__
     if (text, kind) == (str(fault), fault.kind):
         return fault

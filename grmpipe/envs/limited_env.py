@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.keys.user_code import called, shortened
-from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
+from grmpipe.config.keys.user_code import call_guarded, shorten
+from grmpipe.envs.checked_env import NO_RULES, check, check_observation, check_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.fault_owner import blaming, readable
+from grmpipe.envs.fault_owner import raise_faults, readable
 from grmpipe.types import EnvCause
 from models.types import Message
 from scheduler.event_loop import TimeIsUp, within
@@ -58,7 +58,7 @@ class LimitedEnv:
         self._name = f"{episode.group_id}/{episode.sibling}"
         with self._span("open", attempt=episode.attempt):
             opening = await in_time(lambda: self._env.open(episode), self._limits.boot_s, "boot_s", "open", "boot")
-        opening = checked_opening(opening)
+        opening = check_opening(opening)
         check(bool(opening.messages), "open returned no messages, and the policy needs one to begin with")
         return opening
 
@@ -69,12 +69,12 @@ class LimitedEnv:
                 observation = await in_time(lambda: self._env.step(action), self._limits.step_s, "step_s", "step")
             except PolicyFault as fault:
                 raise readable(fault, longest) from fault.__cause__
-        observation = checked_observation(observation)
+        observation = check_observation(observation)
         return replace(observation, messages=tuple(short(message, longest) for message in observation.messages))
 
     async def close(self) -> None:
         """Close in time, also while the episode is being cancelled. A failure is logged: the episode is over anyway."""
-        closing = asyncio.ensure_future(closed(self._env))
+        closing = asyncio.ensure_future(close_env(self._env))
         try:
             with self._span("close"):
                 async with asyncio.timeout(self._limits.close_s):
@@ -96,8 +96,8 @@ class LimitedEnv:
             self._events.span(self._lane, stage, begun_s, clock(), episode=self._name, **args)
 
 
-async def closed(env: Env) -> None:
-    with called("close"):  # in a task of its own, which passes on what would end the process
+async def close_env(env: Env) -> None:
+    with call_guarded("close"):  # in a task of its own, which passes on what would end the process
         await env.close()
 
 
@@ -105,7 +105,7 @@ async def in_time(
     ask: Callable[[], Awaitable[T]], limit_s: float, key: str, stage: str, late: EnvCause = "timeout"
 ) -> T:
     """The result of a stage. Raises PolicyFault or EnvFault for whatever it raises, but a cancellation from outside."""
-    with blaming(stage, NO_RULES, has_acted=stage != "open"):
+    with raise_faults(stage, NO_RULES, has_acted=stage != "open"):
         try:
             return await within(limit_s, ask(), f"{LANE}.{stage}")
         except TimeIsUp:
@@ -114,5 +114,5 @@ async def in_time(
 
 def short(message: Message, max_chars: int) -> Message:
     """The message without the middle of a content that is too long."""
-    content = shortened(message.content, max_chars)
+    content = shorten(message.content, max_chars)
     return message if content is message.content else replace(message, content=content)

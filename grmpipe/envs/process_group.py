@@ -19,7 +19,7 @@ END_S = 2.0  # for pipes to close after all processes of a group were killed
 log = logging.getLogger(__name__)
 
 
-def supervised(command: Sequence[str]) -> list[str]:
+def wrap_command(command: Sequence[str]) -> list[str]:
     """The command that runs a program in a group that ends with this process. It must begin a session of its own."""
     return [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command]
 
@@ -29,13 +29,13 @@ async def start_group(
 ) -> Process:
     """Start a program with pipes. merged: its stderr goes into its stdout. Raises OSError."""
     return await asyncio.create_subprocess_exec(
-        *supervised(command),
+        *wrap_command(command),
         stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.STDOUT if merged else PIPE,
         env=dict(env), pass_fds=tuple(inherited_fds), start_new_session=True,
     )  # fmt: skip
 
 
-async def exited(process: Process) -> None:
+async def wait_exited(process: Process) -> None:
     """Wait until the program has exited, though others of its group may still hold its pipes, which asyncio's own
     `wait` waits for.
     """

@@ -83,7 +83,7 @@ class ReasoningEngine:
             replace(params, max_new_tokens=room, seed=derive_seed(params.seed, SECOND), pattern=pattern),
             replace(context, request_id=request_id),
         )
-        whole = self._continuation.join((first, preceded(rest, between)))
+        whole = self._continuation.join((first, prepend_tokens(rest, between)))
         return replace(whole, inserted=(start, start + len(between))) if between else whole
 
     def _end_of_thought(self, first: Completion, budget: ThinkingBudget) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class ReasoningEngine:
         return self._renderer.encode_markup(markers.end_of_thought(budget.answer_start))
 
 
-def preceded(rest: Completion, token_ids: tuple[int, ...]) -> Completion:
+def prepend_tokens(rest: Completion, token_ids: tuple[int, ...]) -> Completion:
     """A completion after some inserted tokens, which count as of its first version."""
     count = len(token_ids)
     spans = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from grmpipe.config.judge import Scale
-from grmpipe.data.prompts import asked
+from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.intervals import Estimate, stratified
 from grmpipe.evaluation.leaderboards import Leaderboard, leaderboard_of
 from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta_rm, draws_of, scores_of_draw
@@ -294,7 +294,10 @@ def result_of(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> Sub
     def accuracy(outcomes: Callable[[JudgedItem], Sequence[Outcome]]) -> Accuracy:
         return Accuracy.over(
             [
-                (weight, [ItemOutcomes(asked=asked(one.item.prompt), outcomes=outcomes(one)) for one in judged])
+                (
+                    weight,
+                    [ItemOutcomes(asked=identify_prompt(one.item.prompt), outcomes=outcomes(one)) for one in judged],
+                )
                 for weight, judged in strata
             ]
         )

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, get_args
 
-from grmpipe.config.keys.user_code import UserCodeError, called, described, noted, number_of, scalar_of, shown
+from grmpipe.config.keys.user_code import (
+    UserCodeError,
+    call_guarded,
+    describe_code,
+    format_value,
+    note_owner,
+    to_number,
+    to_scalar,
+)
 from grmpipe.judge.pointwise_adapter import RolloutJudge
 from grmpipe.judge.verdict import failed, unjudged
 from grmpipe.types import (
@@ -46,12 +54,12 @@ class CheckedRolloutJudge:
 
     def __init__(self, judge: RolloutJudge, key: str) -> None:
         self._judge = judge
-        self._owner = f"{key}: {described(judge.judge)}"
+        self._owner = f"{key}: {describe_code(judge.judge)}"
         self._has_broken = False
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
-            with called(self._owner):
+            with call_guarded(self._owner):
                 report = await self._judge.judge(prompt, rollout, priority)
         except UserCodeError as error:
             # The first one is for the console, the others are for run.log.
@@ -71,15 +79,16 @@ class CheckedJudge:
 
     def __init__(self, opens: Callable[[Prompt, str, int], JudgeSession], owner: object, key: str) -> None:
         self._opens = opens
-        self._owner = f"{key}: {described(owner)}"
+        self._owner = f"{key}: {describe_code(owner)}"
         self._key = key
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        with noted(self._owner):
+        with note_owner(self._owner):
             session = self._opens(prompt, group_id, size)
         if not isinstance(session, JudgeSession):
             raise ValueError(
-                f"{self._owner} returned {shown(session)}; return a JudgeSession, with the methods begin, add and "
+                f"{self._owner} returned {format_value(session)}; return a JudgeSession, with the methods begin, "
+                f"add and "
                 "judge (grmpipe/types.py)"
             )
         return CheckedSession(session, self._key)
@@ -106,30 +115,31 @@ class CheckedSession:
         return self._tasks(session.add_turn, so_far) if isinstance(session, TurnwiseJudgeSession) else ()
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        owner = f"{self._key}: {described(self._session.judge)}"
-        with noted(owner):
+        owner = f"{self._key}: {describe_code(self._session.judge)}"
+        with note_owner(owner):
             reports = await self._session.judge(judge_task, priority)
         if not isinstance(reports, Mapping) or not reports.keys() <= self._rollouts.keys():
             raise ValueError(
-                f"{owner} returned {shown(reports)}; return a JudgeReport by the number of each sibling that is judged "
+                f"{owner} returned {format_value(reports)}; return a JudgeReport by the number of each sibling "
+                f"that is judged "
                 "now, as {rollout.sibling: report}, or {} for none"
             )
         return {sibling: checked_report(one, owner, self._rollouts[sibling]) for sibling, one in reports.items()}
 
     def _tasks(self, ask: Callable[P, Sequence[JudgeTask]], *args: P.args, **kwargs: P.kwargs) -> Sequence[JudgeTask]:
-        owner = f"{self._key}: {described(ask)}"
-        with noted(owner):
+        owner = f"{self._key}: {describe_code(ask)}"
+        with note_owner(owner):
             found = ask(*args, **kwargs)
         tasks = tuple(found) if isinstance(found, Iterable) else (found,)
         if not all(isinstance(one, JudgeTask) for one in tasks):
-            raise ValueError(f"{owner} returned {shown(found)}; return a tuple of JudgeTask, or () for none")
+            raise ValueError(f"{owner} returned {format_value(found)}; return a tuple of JudgeTask, or () for none")
         return tasks
 
 
 def checked_report(report: object, owner: str, rollout: Rollout) -> JudgeReport:
     """The report on a rollout in plain numbers. Raises ValueError."""
     if not isinstance(report, JudgeReport):
-        raise ValueError(f"{owner} returned {shown(report)}; return a JudgeReport, such as {A_REPORT}")
+        raise ValueError(f"{owner} returned {format_value(report)}; return a JudgeReport, such as {A_REPORT}")
     return replace(report, verdict=checked_verdict(report.verdict, owner, rollout))
 
 
@@ -137,10 +147,10 @@ def checked_verdict(verdict: object, owner: str, rollout: Rollout) -> Verdict | 
     if isinstance(verdict, Failed):
         if verdict.cause not in CAUSES:
             causes = ", ".join(sorted(CAUSES))
-            raise ValueError(f"{owner} returned a Failed with the cause {shown(verdict.cause)}; known: {causes}")
+            raise ValueError(f"{owner} returned a Failed with the cause {format_value(verdict.cause)}; known: {causes}")
         return verdict
     if not isinstance(verdict, Verdict):
-        wrong = f"{owner} returned a JudgeReport with the verdict {shown(verdict)}"
+        wrong = f"{owner} returned a JudgeReport with the verdict {format_value(verdict)}"
         raise ValueError(f"{wrong}; return a Verdict or a Failed in it, such as {A_REPORT}")
     if not verdict.rewards:
         raise ValueError(f"{owner} returned a Verdict without rewards; return for example {A_REPORT}")
@@ -169,9 +179,9 @@ def checked_span(span: RewardSpan, owner: str, rollout: Rollout) -> RewardSpan:
 
 def plain_number(value: object, what: str, owner: str) -> float:
     """A number as a plain float: one that isn't finite fails its verdict later. Raises ValueError."""
-    plain = scalar_of(value)
+    plain = to_scalar(value)
     if isinstance(plain, float):
         return float(plain)
-    if (number := number_of(plain)) is None:
-        raise ValueError(f"{owner} returned the {what} {shown(value)}, and it must be a number")
+    if (number := to_number(plain)) is None:
+        raise ValueError(f"{owner} returned the {what} {format_value(value)}, and it must be a number")
     return number

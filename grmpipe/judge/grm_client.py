@@ -137,7 +137,7 @@ class GrmClient:
 
     def _budget(self, num_scores: int | None = None) -> ThinkingBudget | None:
         """The budget of a thought before a verdict of `num_scores`; None: before a free text."""
-        config, budget = self._config, self._config.thinking_budget(thinks=self.grm.thinks)
+        config, budget = self._config, self._config.make_thinking_budget(thinks=self.grm.thinks)
         if budget is None:
             return None
         if num_scores is None:

@@ -11,7 +11,7 @@ from typing import cast
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import VOTES
-from grmpipe.config.keys.user_code import UserCodeError, called, described, number_of, shown
+from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_code, format_value, to_number
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
@@ -165,14 +165,16 @@ def vote_named(name: str) -> Vote:
 
 def _checked(vote: Vote) -> Vote:
     def checked(scores: Sequence[float]) -> float:
-        owner = f"judge.vote: {described(vote)}"
+        owner = f"judge.vote: {describe_code(vote)}"
         try:
-            with called(owner):
+            with call_guarded(owner):
                 given = vote(scores)
         except UserCodeError as error:
             raise ValueError(str(error)) from error.__cause__
-        if (score := number_of(given)) is None:
-            raise ValueError(f"{owner} returned {shown(given)}; return a number, the score of {len(scores)} judgements")
+        if (score := to_number(given)) is None:
+            raise ValueError(
+                f"{owner} returned {format_value(given)}; return a number, the score of {len(scores)} judgements"
+            )
         return score
 
     return checked

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from grmpipe.algorithm.advantages import all_advantages_zero
-from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
@@ -298,4 +298,4 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
     """Whether the estimator gives all siblings an advantage of zero, before any penalty: nothing to learn from."""
     judged = zip(group.rollouts, group.verdicts, strict=True)
-    return all_advantages_zero([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
+    return all_advantages_zero([place_rewards(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.resume_rules import free_on_resume
 from grmpipe.config.io.secrets import without_secrets
 from grmpipe.config.keys.entry_names import GRM
@@ -85,7 +85,7 @@ def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own:
     """The run's own trackers, and those that the configuration chooses. What was logged after a checkpoint is void."""
     settings, states = config.tracking, state.trackers if state is not None else {}
     first_step = state.pipeline_state.version + 1 if state is not None else 0
-    shown = redact(without_secrets(typed_sections(config), free_on_resume))
+    shown = redact(without_secrets(fill_sections(config), free_on_resume))
     trackers = AllTrackers(own, states, table_every=settings.table_every, table_rows=settings.table_rows)
     for name in settings.trackers:
         run = TrackedRun(run_dir=run_dir, config=shown, state=states.get(name, {}), first_step=first_step)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.io.resume_rules import NEW_RUN, ConfigChange, changed_keys, changes_on_resume
-from grmpipe.config.io.yaml_io import moved_key, read_yaml, torn_off
+from grmpipe.config.io.resume_rules import NEW_RUN, ConfigChange, changes_on_resume, find_changed_keys
+from grmpipe.config.io.yaml_io import explain_old_key, find_missing_keys, read_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.checkpoints import Checkpoints
 
@@ -116,15 +116,15 @@ def new_run_dirs(wanted: Path) -> Iterator[Path]:
 def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     """The run at its newest whole checkpoint; without one it starts over."""
     written = run_dir / "config.yaml"
-    if moved := moved_key(written):
+    if moved := explain_old_key(written):
         raise ConfigError(f"resume: {written} is from another version of grmpipe: {moved}; {NEW_RUN}")
-    if lacking := torn_off(written):
+    if lacking := find_missing_keys(written):
         raise ConfigError(
             f"resume: {written} is incomplete, or from another version of grmpipe: it lacks {', '.join(lacking[:3])}"
             f"{' and more' if lacking[3:] else ''}; restore a complete one, or {NEW_RUN}"
         )
     old = read_yaml(written)
-    changed = changed_keys(old, config)
+    changed = find_changed_keys(old, config)
     if changed and config.task == "rejudge":
         raise ConfigError(
             f"rejudge.name: {run_dir} holds the verdicts of another judge, or on other rollouts: {'; '.join(changed)}; "

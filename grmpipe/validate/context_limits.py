@@ -269,7 +269,7 @@ def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None)
     """Log how long a model that thinks may think before its verdict."""
     if grm is None or not thinks(grm.renderer.thinking):
         return
-    if (budget := judge.thinking_budget(thinks=True)) is not None:
+    if (budget := judge.make_thinking_budget(thinks=True)) is not None:
         log.info("%s: %s may think for %d tokens before its verdict", judge.key, role.key, budget.num_tokens)
         return
     log.warning(

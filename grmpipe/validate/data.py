@@ -12,7 +12,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
-from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
+from grmpipe.data.prompts import disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, rule_of
@@ -100,8 +100,8 @@ def judging_tasks_at(
     with section(f"{judge.key}."):
         judging_tasks = JudgingTasks.under(judge, config.data.labels)
     items = load_labelled(path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
-    known = {asked(prompt) for prompt in held_out}
-    kept = [item for item in items if asked(item.prompt) not in known]
+    known = {identify_prompt(prompt) for prompt in held_out}
+    kept = [item for item in items if identify_prompt(item.prompt) not in known]
     if not kept:
         raise ValueError(f"every prompt of {path} is also in data.eval_path; give other prompts")
     if len(kept) < len(items):
@@ -159,9 +159,9 @@ def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -
         try:
             check_reference(judge, prompt)
         except RuleBrokenError as error:
-            raise ConfigError(f"{error}; it was tried on {place_of(path, prompt)}, with {PROBED}") from error
+            raise ConfigError(f"{error}; it was tried on {find_place(path, prompt)}, with {PROBED}") from error
         except ValueError as error:
-            raise ValueError(f"{place_of(path, prompt)}: {error}") from error
+            raise ValueError(f"{find_place(path, prompt)}: {error}") from error
 
 
 def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:

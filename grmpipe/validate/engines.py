@@ -26,7 +26,7 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
     for role in roles.served.values():
         check_joined(role)
         if role.engine.endpoint is not None:
-            for judge in config.asked.asking(role.name).values():
+            for judge in config.asked.select_asking(role.name).values():
                 check_limits(role, role.engine.endpoint, judge)
     for name in placement.seats:
         check_slots(roles[name])
@@ -46,7 +46,7 @@ def check_correction(policy: ServedRole, config: RunConfig) -> None:
             f"algorithm.correction: the engine of {policy.name} samples from quantized weights or cache, which is "
             "another policy than the learner's, and nothing corrects for it; type algorithm.correction=tis or "
             "algorithm.proximal=sampler (to measure what happens without a correction, type "
-            "algorithm.correction=grmpipe.algorithm.corrections.uncorrected)"
+            "algorithm.correction=grmpipe.algorithm.corrections.apply_no_correction)"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.grm import ModelEntry
-from grmpipe.config.roles import Model, ServedRole, option_key_of, resolve_engine
+from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.engines import context_limit_of
@@ -85,7 +85,7 @@ def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
             check_vocabulary(options.key, options, model.renderer)
         else:
             with section(""):
-                engine.check_installed(role, options, option_key_of(options, engine))
+                engine.check_installed(role, options, make_option_key(options, engine))
         found.append(FoundScalarModel(model=model, engine=engine))
     return tuple(found)
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import cast
 
-from grmpipe.config.keys.dotted_path import check_takes, found_at
+from grmpipe.config.keys.dotted_path import check_takes, find_at
 from grmpipe.workflows.policy import Policy, Task, Workflow
 
 
@@ -15,7 +15,7 @@ def workflow_at(path: str, options: Mapping[str, object]) -> Workflow:
     """The user's function with its options. Raises ValueError that begins with the key."""
     if not options:
         check_takes(path, "target", ("task", "policy"))
-    found = found_at(path, "target")
+    found = find_at(path, "target")
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"target: {path} must be an `async def solve(task, policy)`")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grmpipe.config.keys.user_code import number_of, plain_text, shown
+from grmpipe.config.keys.user_code import format_value, plain_text, to_number
 from grmpipe.envs.env import EnvFault
 
 OUTCOME = "outcome"  # name of a reward that the workflow didn't name
@@ -63,9 +63,10 @@ def _add(named: Mapping[str, object], rewards: dict[str, float], turn: str, owne
 
 
 def _number(name: str, value: object, owner: str) -> float:
-    if (number := number_of(value)) is None:
+    if (number := to_number(value)) is None:
         raise EnvFault(
-            f"{owner} returned {shown(value)} as the reward {name}; return None, a finite number, or numbers by name",
+            f"{owner} returned {format_value(value)} as the reward {name}; return None, a finite number, or "
+            f"numbers by name",
             "protocol",
         )
     return number

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.keys.dotted_path import found_at
-from grmpipe.config.keys.user_code import MAX_CHARS, called, described
+from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.config.keys.user_code import MAX_CHARS, call_guarded, describe_code
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.fault_owner import FaultRules, fault_of, fault_rules, readable
+from grmpipe.envs.fault_owner import FaultRules, decide_fault, fault_rules, readable
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
@@ -128,20 +128,20 @@ def workflow_player(config: EnvConfig) -> WorkflowPlayer:
     place = config.workflow_place
     if place.by_url:
         check_gateway_installed()
-    make = cast(Callable[[object, Mapping[str, object]], Solver], found_at(place.path, "runs_in"))
+    make = cast(Callable[[object, Mapping[str, object]], Solver], find_at(place.path, "runs_in"))
     program = f"the program {' '.join(config.command)}"
     return WorkflowPlayer(
         make(getattr(config, place.needs), config.options),
         Gateway(),
         StageLimits.of(config),
         fault_rules(config.policy_errors),
-        program if config.command else described(found_at(config.target, "target")),
+        program if config.command else describe_code(find_at(config.target, "target")),
     )
 
 
 async def contained(doing: Awaitable[object], owner: str) -> object:
     """What a workflow returns. It runs in a task of its own, which passes on what would end the process."""
-    with called(owner, (Exception, asyncio.CancelledError)):
+    with call_guarded(owner, (Exception, asyncio.CancelledError)):
         return await doing
 
 
@@ -176,7 +176,7 @@ def _ended_itself(
         if reason and not isinstance(error, PolicyFault):
             log.info("a workflow ended with %s: %s, after: %s", type(error).__name__, error, refusal)
             return Ending(reason=reason)
-        fault = fault_of(error, owner, rules, has_acted=has_acted)
+        fault = decide_fault(error, owner, rules, has_acted=has_acted)
         if isinstance(fault, PolicyFault):
             return Ending(fault=readable(fault, MAX_CHARS), reason=reason)
         raise fault from error

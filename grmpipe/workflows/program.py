@@ -21,7 +21,7 @@ import msgspec
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.fault_owner import RaisedElsewhere
-from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, exited, last_bytes, start_group
+from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, last_bytes, start_group, wait_exited
 from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.policy import Policy, Task
 
@@ -66,7 +66,7 @@ class Program:
                 )
                 await process.stdin.drain()
             process.stdin.close()
-            await exited(process)
+            await wait_exited(process)
             code = await end_group(process)  # what it left in the background holds the pipes open
             output, errors = [await one for one in reading]
             assert code is not None, "its pipes are closed"

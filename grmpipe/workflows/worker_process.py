@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from grmpipe.config.keys.dotted_path import found_at
-from grmpipe.config.keys.user_code import described, plain_text, words_of
+from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.config.keys.user_code import describe_code, describe_error, plain_text
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.fault_owner import types_of
+from grmpipe.envs.fault_owner import list_types
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.http_chat import HttpChat
 from grmpipe.workflows.in_process import workflow_at
@@ -72,7 +72,7 @@ async def answer(order: Order) -> Returned | Raised:
     try:
         workflow = workflow_at(order.target, order.options)
         return Returned(
-            value=plain_rewards(await workflow(order.task, policy), described(found_at(order.target, "target")))
+            value=plain_rewards(await workflow(order.task, policy), describe_code(find_at(order.target, "target")))
         )
     except PolicyFault as fault:
         return Raised(error="PolicyFault", text=str(fault), word=fault.kind)
@@ -81,8 +81,8 @@ async def answer(order: Order) -> Returned | Raised:
     except ChatRefused as refused:
         return Raised(error="ChatRefused", text=str(refused), word=refused.code)
     except BaseException as error:  # the user's code may raise anything
-        words = f"{described(found_at(order.target, 'target'))} raised {words_of(error)}"
-        return Raised(error="other", text=words, types=types_of(error), traceback=plain_text(traceback.format_exc()))
+        words = f"{describe_code(find_at(order.target, 'target'))} raised {describe_error(error)}"
+        return Raised(error="other", text=words, types=list_types(error), traceback=plain_text(traceback.format_exc()))
     finally:
         await policy.close()
         await chat.close()

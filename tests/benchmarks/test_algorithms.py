@@ -71,7 +71,7 @@ def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
         loss_mask_T=torch.ones_like(logprobs_T),
         sequence_lengths_S=lengths_S,
     )
-    loss_T = losses.loss_of(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
+    loss_T = losses.find_loss(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
     weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)
     return torch.autograd.grad((weights_T * loss_T).sum(), logprobs_T)[0]
 

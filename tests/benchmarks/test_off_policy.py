@@ -24,7 +24,7 @@ def test_rows_differ_in_the_correction_alone() -> None:
         configs = {row.name: build(compose("config", [*off_policy.COMMON, *row.overrides])) for row in off_policy.ROWS}
     found = {name: config.algorithm.correction for name, config in configs.items()}
     assert found == {
-        "naive": "grmpipe.algorithm.corrections.uncorrected",
+        "naive": "grmpipe.algorithm.corrections.apply_no_correction",
         "tis": "tis",
         "icepop": "icepop",
         "decoupled": "decoupled",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-from grmpipe.envs.sandbox.crash_cleanup import start_of
+from grmpipe.envs.sandbox.crash_cleanup import read_start
 from grmpipe.envs.sandbox.worker_processes import descendants
 
 SOURCE = '''
@@ -101,7 +101,7 @@ def ended(launched: Callable[..., Forked], tmp_path: Path, *overrides: str) -> E
     assert process.wait(POLL_S) == 0, process.output
     assert took_s < QUIET_S * max(1.0, sum(loads) / len(loads)), f"{took_s:.1f} s"
     end_s = time.monotonic() + 1
-    while left := [one for one, start in started.items() if start_of(one) == start] + session_of(process.pid):
+    while left := [one for one, start in started.items() if read_start(one) == start] + session_of(process.pid):
         assert time.monotonic() < end_s, [Path(f"/proc/{one}/cmdline").read_bytes() for one in left]
         time.sleep(POLL_S)
     threads = json.loads((tmp_path / "threads.json").read_text())
@@ -109,7 +109,7 @@ def ended(launched: Callable[..., Forked], tmp_path: Path, *overrides: str) -> E
 
 
 def note_descendants(process: int, started: dict[int, str]) -> None:
-    started |= {one: start for one in descendants(process) if (start := start_of(one))}
+    started |= {one: start for one in descendants(process) if (start := read_start(one))}
 
 
 def running_per_core() -> float:

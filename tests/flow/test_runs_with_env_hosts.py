@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.envs.sandbox.crash_cleanup import processes_of, sweep
+from grmpipe.envs.sandbox.crash_cleanup import find_processes, sweep
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -214,10 +214,10 @@ def test_a_run_that_is_killed_leaves_no_process_of_its_hosts(
     run = launched(two_nodes.address, "train.num_steps=50")  # type: ignore[attr-defined]
     run.until(run.has_rollouts, "there are no rollouts")
     tokens = [file.stem for file in (run.run_dir / "env_hosts").glob("*.json")]
-    assert len(tokens) == 2 and all(list(processes_of(token)) for token in tokens)
+    assert len(tokens) == 2 and all(list(find_processes(token)) for token in tokens)
     run.process.kill()
     end_s = time.monotonic() + 90
-    while any(list(processes_of(token)) for token in tokens):
+    while any(list(find_processes(token)) for token in tokens):
         assert time.monotonic() < end_s, "processes are left"
         time.sleep(0.2)
     assert sweep(run.run_dir) == 2

@@ -13,18 +13,18 @@ from torch import Tensor
 from grmpipe.algorithm.corrections import (
     OffPolicyDrift,
     correction,
-    decoupled,
     geometric,
     icepop,
-    interpolated,
+    interpolate_proximal,
     kept,
-    masked_sequence,
+    mask_sequence,
+    mask_tokens,
     measure_drift,
     mismatch,
     mismatch_by_age,
     off_policy,
-    truncated_importance,
-    truncated_sequence,
+    truncate_importance,
+    truncate_sequence,
     veto,
 )
 from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Veto
@@ -69,7 +69,7 @@ def test_what_would_be_broadcast_is_refused_by_key_function_and_line(key: str, a
 
 
 def test_tis_caps_the_ratio_from_above_only() -> None:
-    assert truncated_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis=Cap(cap=2.0))).tolist() == pytest.approx(
+    assert truncate_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis=Cap(cap=2.0))).tolist() == pytest.approx(
         [0.1, 1.1, 2.0]
     )
 
@@ -77,17 +77,17 @@ def test_tis_caps_the_ratio_from_above_only() -> None:
 def test_sequence_weights_are_products_over_a_sample() -> None:
     """Products 1.32 and 6.0; the second is capped, or masked."""
     drifted = drift([1.1, 1.2, 2.0, 3.0], [2, 2])
-    assert truncated_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
+    assert truncate_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
         [1.32, 1.32, 3.0, 3.0]
     )
-    assert masked_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
+    assert mask_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=3.0))).tolist() == pytest.approx(
         [1.32, 1.32, 0.0, 0.0]
     )
 
 
 def test_what_is_not_trained_is_in_no_product_and_no_mean() -> None:
     drifted = drift([50.0, 1.1, 1.2], mask=[0.0, 1.0, 1.0])
-    assert truncated_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=100.0))).tolist() == pytest.approx([1.32] * 3)
+    assert truncate_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=100.0))).tolist() == pytest.approx([1.32] * 3)
     assert geometric(drifted, AlgorithmConfig(geometric=Band(low=1.14, high=1.16))).tolist() == [
         True
     ]  # sqrt(1.32) = 1.149
@@ -106,7 +106,7 @@ def test_icepop_zeroes_what_is_outside_its_band_and_decoupled_what_is_above() ->
     drifted = drift([0.4, 0.5, 1.3, 5.0, 5.1])
     within = AlgorithmConfig(icepop=Band(low=0.5, high=5.0), decoupled=Cap(cap=5.0))
     assert icepop(drifted, within).tolist() == pytest.approx([0.0, 0.5, 1.3, 5.0, 0.0])
-    assert decoupled(drifted, within).tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
+    assert mask_tokens(drifted, within).tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
 
 
 def test_veto_needs_one_impossible_token() -> None:
@@ -185,8 +185,8 @@ def test_the_interpolated_policy_is_one_version_behind_the_current() -> None:
     """Sampler -2, current -1: at age 5 four fifths of the way, at ages 0 and 1 the sampler itself."""
     ages = torch.tensor([0, 1, 2, 5])
     current, sampler = torch.full((4,), -1.0, dtype=torch.float64), torch.full((4,), -2.0, dtype=torch.float64)
-    assert interpolated(current, sampler, ages).tolist() == pytest.approx([-2.0, -2.0, -1.5, -1.2])
-    assert not interpolated(current.requires_grad_(), sampler, ages).requires_grad
+    assert interpolate_proximal(current, sampler, ages).tolist() == pytest.approx([-2.0, -2.0, -1.5, -1.2])
+    assert not interpolate_proximal(current.requires_grad_(), sampler, ages).requires_grad
 
 
 def test_interpolated_weight_and_ratio_make_up_the_whole_ratio() -> None:
@@ -194,7 +194,7 @@ def test_interpolated_weight_and_ratio_make_up_the_whole_ratio() -> None:
     draw = torch.Generator().manual_seed(0)
     current = torch.randn(6, generator=draw, dtype=torch.float64)
     sampler = torch.randn(6, generator=draw, dtype=torch.float64)
-    proximal = interpolated(current, sampler, torch.arange(6))
+    proximal = interpolate_proximal(current, sampler, torch.arange(6))
     torch.testing.assert_close((proximal - sampler) + (current - proximal), current - sampler)
     assert ((proximal - sampler) / (current - sampler)).tolist() == pytest.approx([0, 0, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
 

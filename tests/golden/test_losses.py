@@ -16,12 +16,12 @@ from grmpipe.algorithm.losses import (
     Scored,
     cispo,
     dual_clip,
+    find_loss,
     gspo,
     gspo_token,
     k2_kl,
     k3_kl,
     kl,
-    loss_of,
     policy_gradient,
     policy_loss,
     ppo_clip,
@@ -160,7 +160,7 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     """At r = 1 all are -A grad log pi; every token has GSPO's, which is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
-    assert gradient(tokens, loss_of(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
+    assert gradient(tokens, find_loss(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
 
 
 # -- against numpy ---------------------------------------------------------------------------------------------------
@@ -195,7 +195,9 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
         loss_mask_T=torch.ones(12, dtype=torch.float64),
         sequence_lengths_S=torch.tensor(lengths),
     )
-    ours = loss_of(name)(tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip=DualClip(ratio=3.0)))
+    ours = find_loss(name)(
+        tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip=DualClip(ratio=3.0))
+    )
     parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
     expected = [numpy_loss(name, np.exp(lp - prox), lp, a) for lp, prox, a in parts]
     np.testing.assert_allclose(ours.loss_T.numpy(), np.concatenate(expected), atol=1e-12)
@@ -259,7 +261,7 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         sequence_lengths_S=torch.tensor([2]),
     )
     for name in LOSSES:
-        assert loss_of(name)(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
+        assert find_loss(name)(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
 
 
 # -- aggregation -----------------------------------------------------------------------------------------------------

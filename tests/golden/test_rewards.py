@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grmpipe.algorithm.advantages import returns
-from grmpipe.algorithm.rewards import Rewards, overlong, rewards_of, shaped
+from grmpipe.algorithm.rewards import Rewards, overlong, place_rewards, shape_rewards
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.train.batching.kl_in_reward import rollout_key
 from grmpipe.train.batching.samples import earned
@@ -38,13 +38,13 @@ def verdict(*spans: tuple[int, int, int, float]) -> Verdict:
 
 
 def test_an_outcome_is_one_step_over_all_turns() -> None:
-    found = rewards_of(rollout(3, 2), verdict((1, 0, 2, 0.5)))
+    found = place_rewards(rollout(3, 2), verdict((1, 0, 2, 0.5)))
     assert found == Rewards(num_tokens=5, ends_K=(5,), values_K=(0.5,), turn_ends_U=(3, 5), state_keys_U=("", ""))
     assert found.spread(np.array([9.0])).tolist() == [9.0] * 5
 
 
 def test_spans_of_turns_and_steps_are_laid_end_to_end() -> None:
-    found = rewards_of(rollout(3, 4), verdict((1, 0, 2, 2.0), (0, 0, 3, 1.0), (1, 2, 3, 4.0)))
+    found = place_rewards(rollout(3, 4), verdict((1, 0, 2, 2.0), (0, 0, 3, 1.0), (1, 2, 3, 4.0)))
     assert (found.num_tokens, found.ends_K, found.values_K) == (7, (3, 5, 6), (1.0, 2.0, 4.0))
     assert found.spread(np.array([1.0, 2.0, 3.0])).tolist() == [1, 1, 1, 2, 2, 3, 0]
     assert found.outcome == 7.0
@@ -52,7 +52,7 @@ def test_spans_of_turns_and_steps_are_laid_end_to_end() -> None:
 
 def test_spans_that_end_together_are_one_step() -> None:
     """The last step's reward, and an outcome over the whole turn."""
-    found = rewards_of(rollout(4), verdict((0, 0, 2, 1.0), (0, 2, 4, 0.5), (0, 0, 4, 10.0)))
+    found = place_rewards(rollout(4), verdict((0, 0, 2, 1.0), (0, 2, 4, 0.5), (0, 0, 4, 10.0)))
     assert (found.ends_K, found.values_K) == ((2, 4), (1.0, 10.5))
 
 
@@ -64,7 +64,7 @@ def test_overlong_grows_over_the_buffer(num_tokens: int, share: float) -> None:
 def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
     algorithm = AlgorithmConfig(overlong_buffer=OverlongConfig(share=0.4, penalty=2.0))
     played = rollout(3, 9)
-    found = shaped(rewards_of(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
+    found = shape_rewards(place_rewards(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
     assert found.values_K == (1.0, 1.0 - 2.0 * 0.75)
 
 
@@ -82,6 +82,8 @@ def test_kl_is_taken_off_the_step_that_its_tokens_are_in() -> None:
     """Tokens after the last reward belong to the last step."""
     algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_in_reward=True)
     played = rollout(6)
-    found = shaped(rewards_of(played, verdict((0, 0, 2, 1.0), (0, 2, 5, 2.0))), played, algorithm, 0, np.arange(6.0))
+    found = shape_rewards(
+        place_rewards(played, verdict((0, 0, 2, 1.0), (0, 2, 5, 2.0))), played, algorithm, 0, np.arange(6.0)
+    )
     assert found.values_K == pytest.approx((1.0 - 0.1 * (0 + 1), 2.0 - 0.1 * (2 + 3 + 4 + 5)))
     assert found.outcome == pytest.approx(3.0 - 0.1 * 15)

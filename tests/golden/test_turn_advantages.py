@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.algorithm.advantages import all_advantages_zero, estimate, gae_of, targets_of
-from grmpipe.algorithm.rewards import Rewards, rewards_of
+from grmpipe.algorithm.advantages import all_advantages_zero, compute_gae, estimate, find_targets
+from grmpipe.algorithm.rewards import Rewards, place_rewards
 from grmpipe.algorithm.turn_advantages import gae_of_turns
 from grmpipe.config.algorithm_tables import GaeTurns, Gigpo, MtGrpo
 from grmpipe.config.train import AlgorithmConfig
@@ -214,18 +214,18 @@ def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns()
         turn_ends_U=(4, 4, 9),
     )  # fmt: skip
     algorithm = AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=1.0))
-    for mine, expected in zip(gae_of_turns(rewards, algorithm), gae_of(rewards, algorithm), strict=True):
+    for mine, expected in zip(gae_of_turns(rewards, algorithm), compute_gae(rewards, algorithm), strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-12)
 
 
 def test_the_critic_learns_the_returns_of_its_estimator() -> None:
     rewards = valued(2, 3)
     of_turns, of_tokens = (
-        targets_of(name)(rewards, AlgorithmConfig(gae_turns=GaeTurns(high_level_gamma=0.5)))
+        find_targets(name)(rewards, AlgorithmConfig(gae_turns=GaeTurns(high_level_gamma=0.5)))
         for name in ("gae_turns", "gae")
     )
     assert np.abs(of_turns[1] - of_tokens[1]).max() > 1e-3
-    np.testing.assert_allclose(of_tokens[1], gae_of(rewards, AlgorithmConfig())[1])
+    np.testing.assert_allclose(of_tokens[1], compute_gae(rewards, AlgorithmConfig())[1])
 
 
 # -- the rewards of turns --------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_a_verdicts_rewards_find_their_turns_and_states() -> None:
         ),
     )  # fmt: skip
     spans = ((2, 0, 1, 4.0), (0, 0, 2, 1.0), (1, 0, 1, 2.0), (1, 1, 2, 0.5))
-    rewards = rewards_of(
+    rewards = place_rewards(
         rollout,
         Verdict(
             rewards=tuple(RewardSpan(turn=t, start=start, end=end, value=value) for t, start, end, value in spans),

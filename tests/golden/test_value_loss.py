@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.algorithm.advantages import estimate, gae, gae_of
-from grmpipe.algorithm.rewards import Rewards, charged_by_token
+from grmpipe.algorithm.advantages import compute_gae, estimate, gae
+from grmpipe.algorithm.rewards import Rewards, charge_by_token
 from grmpipe.algorithm.value_loss import value_loss, value_quality
 from grmpipe.config.train import AlgorithmConfig
 
@@ -55,21 +55,21 @@ def test_an_outcome_falls_on_its_last_token_and_no_group_plays_a_part() -> None:
 def test_ppos_advantages_have_mean_0_and_deviation_1_over_the_batch_and_the_targets_stay(std: str, ddof: int) -> None:
     algorithm = AlgorithmConfig(estimator="gae", std=std)
     groups = [[valued(5, 1.0), valued(3, -1.0)], [valued(4, 0.5), valued(2, 0.0)]]
-    raw = np.concatenate([gae_of(rewards, algorithm)[0] for group in groups for rewards in group])
+    raw = np.concatenate([compute_gae(rewards, algorithm)[0] for group in groups for rewards in group])
     found = np.concatenate([advantages_N for group in estimate(groups, algorithm) for advantages_N in group])
     np.testing.assert_allclose(found, (raw - raw.mean()) / (raw.std(ddof=ddof) + 1e-6), atol=1e-12)
     for rewards in groups[0]:
-        assert gae_of(rewards, algorithm)[1] == pytest.approx(
+        assert compute_gae(rewards, algorithm)[1] == pytest.approx(
             [rewards.outcome] * rewards.num_tokens
         )  # gamma = lambda = 1
 
 
 def test_a_cost_of_each_token_counts_from_that_token_on() -> None:
     """Costs 0.1, 0.2, 0.3 and a reward of 1 at the end: the remaining reward at each token."""
-    paid = charged_by_token(Rewards(num_tokens=3, ends_K=(3,), values_K=(1.0,)), np.array([0.1, 0.2, 0.3]))
+    paid = charge_by_token(Rewards(num_tokens=3, ends_K=(3,), values_K=(1.0,)), np.array([0.1, 0.2, 0.3]))
     assert paid.by_token() == pytest.approx([-0.1, -0.2, 0.7])
     assert paid.outcome == pytest.approx(0.4)
-    _, returns_N = gae_of(replace(paid, expected_N=np.zeros(3)), AlgorithmConfig(estimator="gae_raw"))
+    _, returns_N = compute_gae(replace(paid, expected_N=np.zeros(3)), AlgorithmConfig(estimator="gae_raw"))
     assert returns_N == pytest.approx([0.4, 0.5, 0.7])
 
 

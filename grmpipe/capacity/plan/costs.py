@@ -13,15 +13,15 @@ from grmpipe.capacity.cost import (
     LearnerSpeed,
     ModelSizes,
     engine_speed,
+    estimate_read_s,
     learner_speed,
-    reading_s,
     switch_time_s,
     sync_time_s,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
 from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts, scorer_dtypes
-from grmpipe.capacity.plan.work import packed_group, packed_judgement
+from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
@@ -41,40 +41,44 @@ class CostUnknown(ConfigError):
 # -- costs ---------------------------------------------------------------------------------------------------------
 
 
-def costs_of(facts: RunFacts) -> Costs:
+def estimate_costs(facts: RunFacts) -> Costs:
     """The costs of all roles, as they are placed. Raises CostUnknown."""
     seated = {role: facts.seated(role) for role in facts.placement.seats}
-    engines = {role: speed_of(role, facts, where) for role, where in seated.items() if role in facts.roles.served}
+    engines = {
+        role: estimate_engine_speed(role, facts, where) for role, where in seated.items() if role in facts.roles.served
+    }
     learner, trained = seated[LEARNER], grm_learners(facts)
     return Costs(
         engines=engines,
-        learner=estimated_learner(POLICY, facts, learner),
-        critic=critic_of(facts, seated[CRITIC]) if CRITIC in seated else None,
-        grm_learners={role: estimated_learner(model, facts, seated[role]) for role, model in trained.items()},
+        learner=estimate_learner(POLICY, facts, learner),
+        critic=estimate_critic(facts, seated[CRITIC]) if CRITIC in seated else None,
+        grm_learners={role: estimate_learner(model, facts, seated[role]) for role, model in trained.items()},
         scorer_token_s={
-            role: scorer_of(role, facts, where) for role, where in seated.items() if role in scorer_dtypes(facts.config)
+            role: estimate_scorer(role, facts, where)
+            for role, where in seated.items()
+            if role in scorer_dtypes(facts.config)
         },
         sync_s=push_s(POLICY, facts, learner),
         grm_sync_s={role: push_s(model, facts, seated[role]) for role, model in trained.items()},
-        switch_s=switch_of(facts, seated),
-        driver_request_s=driver_of(facts),
-        cores=cores_of(facts),
+        switch_s=estimate_switch(facts, seated),
+        driver_request_s=estimate_driver(facts),
+        cores=count_cores(facts),
     )
 
 
-def speed_of(role: str, facts: RunFacts, where: PlacedRoles) -> EngineSpeed:
+def estimate_engine_speed(role: str, facts: RunFacts, where: PlacedRoles) -> EngineSpeed:
     """The speed of one engine of a role, by the data sheet."""
     engine = facts.roles.served[role].engine
     assert not engine.outside, "an external judge has no slots"
     width = where.width if facts.config.placement.pools[where.pool].resource == "gpu" else 1
-    kv_bytes = kv_bytes_of(role, facts, width)
+    kv_bytes = estimate_kv_bytes(role, facts, width)
     device = device_for(where.pool, facts)
     return engine_speed(
-        sizes_of(role, facts, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
+        measure_sizes(role, facts, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
     )
 
 
-def kv_bytes_of(role: str, facts: RunFacts, width: int) -> float:
+def estimate_kv_bytes(role: str, facts: RunFacts, width: int) -> float:
     """Memory of an engine for keys and values; 0 if only its rows are limited."""
     engine, sized = facts.roles.served[role].engine, facts.models[role]
     if engine.memory.grows_cache or engine.joined or sized.footprint is None:
@@ -88,12 +92,12 @@ def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
     return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else 0
 
 
-def estimated_learner(model: str, facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
+def estimate_learner(model: str, facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
     config = facts.config
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
-    footprint = sized(model, facts)
-    packed = packed_group(facts) if model == POLICY else packed_judgement(model, facts)
+    footprint = require_footprint(model, facts)
+    packed = pack_group(facts) if model == POLICY else pack_judgement(model, facts)
     return speed_by_sheet(train, footprint, facts, where, packed, config.models[model].lora)
 
 
@@ -137,22 +141,22 @@ def grm_learners(facts: RunFacts) -> dict[str, str]:
     return {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
 
 
-def critic_of(facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
+def estimate_critic(facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of a critic, by the data sheet."""
     train = critic_train(facts.config.critic, facts.config.train)
     footprint = facts.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return speed_by_sheet(train, footprint, facts, where, packed_group(facts, shares=False))
+    return speed_by_sheet(train, footprint, facts, where, pack_group(facts, shares=False))
 
 
-def scorer_of(role: str, facts: RunFacts, where: PlacedRoles) -> float:
+def estimate_scorer(role: str, facts: RunFacts, where: PlacedRoles) -> float:
     """The time of a token that a meta-RM or a scalar reward model reads, by the data sheet."""
     footprint = facts.models[role].footprint
     if footprint is None:
         key = role if role == META_RM else facts.config.models[role].key
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return reading_s(footprint.matrix_weights, device_for(where.pool, facts), scorer_dtypes(facts.config)[role])
+    return estimate_read_s(footprint.matrix_weights, device_for(where.pool, facts), scorer_dtypes(facts.config)[role])
 
 
 def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
@@ -162,24 +166,24 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     device, pools = device_for(where.pool, facts), facts.placement.pools.values()
     resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
-    return sync_time_s(pushed_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
+    return sync_time_s(count_push_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
 
 
-def driver_of(facts: RunFacts) -> float:
+def estimate_driver(facts: RunFacts) -> float:
     """Time of the driver process per request; 0 if engines run in the same process."""
     if facts.config.cluster.kind == "inprocess":
         return 0.0
     return DRIVER_REQUEST_S
 
 
-def cores_of(facts: RunFacts) -> int:
+def count_cores(facts: RunFacts) -> int:
     """The cores of this machine, unless the configuration sets or needs more."""
     pools = facts.placement.pools.values()
     asked = sum(pool.slots for pool in pools if pool.resource == "cpu")
     return facts.config.plan.cores or max(asked, os.cpu_count() or 1)
 
 
-def switch_of(facts: RunFacts, seated: Mapping[str, PlacedRoles]) -> float:
+def estimate_switch(facts: RunFacts, seated: Mapping[str, PlacedRoles]) -> float:
     """The time of the slowest change of role; the embedded engine keeps both models."""
     dearest = 0.0
     for served in facts.roles.seated:
@@ -193,7 +197,7 @@ def switch_of(facts: RunFacts, seated: Mapping[str, PlacedRoles]) -> float:
 # -- sizes ---------------------------------------------------------------------------------------------------------
 
 
-def sized(role: str, facts: RunFacts) -> Footprint:
+def require_footprint(role: str, facts: RunFacts) -> Footprint:
     footprint = facts.models[role].footprint
     if footprint is None:
         key = facts.roles.served[role].key
@@ -201,8 +205,8 @@ def sized(role: str, facts: RunFacts) -> Footprint:
     return footprint
 
 
-def sizes_of(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
-    footprint, served = sized(role, facts), facts.roles.served[role]
+def measure_sizes(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
+    footprint, served = require_footprint(role, facts), facts.roles.served[role]
     return ModelSizes(
         num_parameters=footprint.matrix_weights,
         weight_bytes=engine_weights(served, footprint),
@@ -211,7 +215,7 @@ def sizes_of(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
     )
 
 
-def pushed_bytes(role: str, facts: RunFacts) -> float:
+def count_push_bytes(role: str, facts: RunFacts) -> float:
     """The bytes of a push: engines round weights themselves, and some need the adapters alone. Of merged adapters only
     the layers that have them: after the first push, the others aren't sent again.
     """

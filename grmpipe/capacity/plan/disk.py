@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grmpipe.capacity.plan.run_facts import RunFacts
-from grmpipe.capacity.plan.work import Lengths, judge_lengths, judgements_of, policy_lengths
+from grmpipe.capacity.plan.work import Lengths, count_judgements, judge_lengths, policy_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def journal_gb(facts: RunFacts, *, compact: bool) -> float:
     rollout = rollout_bytes(policy_lengths(facts), per_token)
     found = judged * (rollout + LINE_BYTES) + questions * config.evaluate.greedy * rollout
     for name in config.judging.generative:
-        per_rollout = judgements_of(name, facts) / per_step
+        per_rollout = count_judgements(name, facts) / per_step
         shared_by = max(1.0, per_rollout) if compact else 1.0  # judgements of one line pack their prompt once
         found += judged * per_rollout * judgement_bytes(judge_lengths(name, facts), per_token, shared_by)
     return found / 1e9

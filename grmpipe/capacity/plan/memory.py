@@ -117,7 +117,7 @@ def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: st
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     train = with_room_for(longest.max_new_tokens, train)
     shards = ranks // train.parallel.dp_replicate
-    working = working_of(train, footprint, shards, frozen=lora.learns)
+    working = estimate_working(train, footprint, shards, frozen=lora.learns)
     algorithm = config.algorithm if model == POLICY else config.trained_grms[model]
     held = (
         adapter_state(lora, train, footprint)
@@ -159,7 +159,7 @@ def _parts_of_rank(held: Sequence[MemoryPart], shards: int, working: Working, tr
     ]
 
 
-def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
+def estimate_working(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
     return footprint.estimate_working_bytes(
         train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, ep=train.parallel.ep, frozen=frozen
@@ -207,7 +207,7 @@ def critic_parts(facts: RunFacts, footprint: Footprint, ranks: int) -> list[Memo
     config = facts.config
     train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
     shards = ranks // train.parallel.dp_replicate
-    return _parts_of_rank(whole_state(train, footprint), shards, working_of(train, footprint, shards), train)
+    return _parts_of_rank(whole_state(train, footprint), shards, estimate_working(train, footprint, shards), train)
 
 
 def memory(parts: Mapping[str, list[MemoryPart]]) -> str:
@@ -247,7 +247,7 @@ def memory_of_slots(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> I
     for name, pool in facts.placement.pools.items():
         for slot in range(pool.slots):
             here = tuple(seat for seat in everybody(facts.placement) if seat.pool == name and slot in seat.slots)
-            held = held_at_once(facts, name, here, parts)
+            held = sum_held_memory(facts, name, here, parts)
             yield SlotMemory(pool=name, slot=slot, seats=here, held=held, memory_gb=pool.memory_gb)
 
 
@@ -259,12 +259,12 @@ def slot_memory(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> str:
         limit = f" of {one.memory_gb:g} GB" if one.memory_gb else ""
         roles = (" + ".join(seat.role for seat in one.seats) or "no role") + by_turns(facts, one.pool)
         lines.setdefault((one.pool, f"{held}{limit}  {roles}"), []).append(str(one.slot))
-    rows = [(f"{pool} {spanned(slots)}", text) for (pool, text), slots in lines.items()]
+    rows = [(f"{pool} {format_slots(slots)}", text) for (pool, text), slots in lines.items()]
     wide = max(len(where) for where, _ in rows)
     return "\n".join(["memory per slot", *(f"  {where:<{wide}}  {text}" for where, text in rows)])
 
 
-def held_at_once(facts: RunFacts, pool: str, here: Sequence[Seat], parts: Mapping[str, list[MemoryPart]]) -> float:
+def sum_held_memory(facts: RunFacts, pool: str, here: Sequence[Seat], parts: Mapping[str, list[MemoryPart]]) -> float:
     """The most memory that a slot's processes hold at any time: sleeping ones and those waiting on the host hold
     less.
     """
@@ -318,7 +318,7 @@ def everybody(placement: Placement) -> list[Seat]:
     return [seat for seats in placement.seats.values() for seat in seats]
 
 
-def spanned(slots: list[str]) -> str:
+def format_slots(slots: list[str]) -> str:
     return slots[0] if len(slots) == 1 else f"{slots[0]}..{slots[-1]}"
 
 

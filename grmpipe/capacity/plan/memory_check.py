@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from grmpipe.capacity.plan.memory import MemoryPart, SlotMemory, memory_of_slots, memory_parts, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, with_memory
-from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
+from grmpipe.capacity.plan.shares import compute_shares, list_undecided, with_shares
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
@@ -23,9 +23,9 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         return prepared
     facts = facts_for_check(prepared)
-    shares = shares_of(facts)
+    shares = compute_shares(facts)
     config = with_shares(facts, shares)
-    for role in undecided(facts.under(config)):
+    for role in list_undecided(facts.under(config)):
         pool = facts.placement.seats[role][0].pool
         raise ConfigError(
             f"placement.roles.{role}.pool: no memory is left for {role}'s keys and values on the GPUs of pool {pool}, "
@@ -57,7 +57,7 @@ def facts_for_check(prepared: Prepared) -> RunFacts:
         placement=with_memory(prepared.placement, devices),
         roles=prepared.roles,
         data=Data(train=(), held_out=prepared.held_out),
-        models=sized(prepared),
+        models=size_roles(prepared),
         devices=devices,
         unchecked=(),
     )
@@ -75,7 +75,7 @@ def too_full(one: SlotMemory, parts: Mapping[str, list[MemoryPart]], resource: s
     )
 
 
-def sized(prepared: Prepared) -> dict[str, Sized]:
+def size_roles(prepared: Prepared) -> dict[str, Sized]:
     """Role -> sized model; a model that serves two roles has one footprint."""
     found = {model.name: Sized.of(model) for model in prepared.models}
     if prepared.critic is not None:

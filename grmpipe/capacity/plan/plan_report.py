@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
-from grmpipe.capacity.plan.costs import CostUnknown, costs_of
+from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.shares import shares_of, with_shares
-from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
+from grmpipe.capacity.plan.shares import compute_shares, with_shares
+from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from models.engines.engine_kind import EngineOptions
@@ -30,7 +30,7 @@ KIND_IN_WORDS = {
 def plan(config: RunConfig) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     facts = collect_facts(config)
-    config = with_shares(facts, shares_of(facts))
+    config = with_shares(facts, compute_shares(facts))
     facts = facts.under(config)
     parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
     blocks = [
@@ -49,8 +49,8 @@ def plan(config: RunConfig) -> str:
         unchecked.append(f"the time of a step: {error}")
     footprints = {role: sized.footprint for role, sized in facts.models.items()}
     noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
-    blocks += listed("warnings", [*overfull_slots(facts, parts), *noted])
-    blocks += listed("not checked here", unchecked)
+    blocks += format_block("warnings", [*overfull_slots(facts, parts), *noted])
+    blocks += format_block("not checked here", unchecked)
     return "\n\n".join(blocks)
 
 
@@ -64,12 +64,12 @@ def engines(facts: RunFacts) -> str:
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
         if role.engine.endpoint is not None:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
-        options = changed_options(role.engine.options, role.engine.read_options(EngineConfig()))
+        options = format_changed_options(role.engine.options, role.engine.read_options(EngineConfig()))
         lines.append(f"  {role.name:<{wide}} {role.model.engine}{where}; {options}")
     return "\n".join(lines)
 
 
-def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
+def format_changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
     plain, values = vars(defaults), vars(options)
     changed = [f"{name}={value}" for name, value in values.items() if value != plain[name]]
     return ", ".join(changed) or "default options"
@@ -81,8 +81,8 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 def times(facts: RunFacts) -> str:
     """A block of text: the time of a step with the present placement. Raises CostUnknown."""
     work, placement = step_work(facts), facts.placement
-    costs = costs_of(facts)
-    loads, chain = loads_of(work, costs, facts), 0.0 if work.max_staleness else chain_s(work, costs)
+    costs = estimate_costs(facts)
+    loads, chain = compute_loads(work, costs, facts), 0.0 if work.max_staleness else chain_s(work, costs)
     wide = column_width(placement.seats)
     lines = [f"time of a step ({assumptions(facts)})"]
     pace = {LEARNER: f"; {learner_pace(facts, work, costs.learner)}"}
@@ -106,7 +106,7 @@ def times(facts: RunFacts) -> str:
     return "\n".join(lines)
 
 
-def loads_of(work: StepWork, costs: Costs, facts: RunFacts) -> dict[str, float]:
+def compute_loads(work: StepWork, costs: Costs, facts: RunFacts) -> dict[str, float]:
     """Role -> seconds of a step that each of its processes works; of the driver, if its time counts."""
     placed = facts.placement.seats
     loads = {role: busy_s(role, work, costs, len(seats)) for role, seats in placed.items() if role in work.roles}
@@ -118,7 +118,7 @@ def bounds_range(facts: RunFacts, work: StepWork, costs: Costs) -> str:
     bounds = []
     for way in (-1, 1):
         tried = slower_costs(costs, LEARNER_SPREAD**way, ENGINE_SPREAD**way)
-        busiest = busiest_slot_s(facts.placement, loads_of(work, tried, facts), costs.cores)
+        busiest = busiest_slot_s(facts.placement, compute_loads(work, tried, facts), costs.cores)
         bounds.append(max(busiest, 0.0 if work.max_staleness else chain_s(work, tried)))
     fast, slow = map(seconds, bounds)
     return (
@@ -155,7 +155,7 @@ def arithmetic(facts: RunFacts) -> str:
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
         f"at most {rollouts * config.rollout.max_turns * config.rollout.max_new_tokens} tokens",
-        *judged(facts),
+        *format_judgements(facts),
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",
         f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
@@ -164,25 +164,25 @@ def arithmetic(facts: RunFacts) -> str:
     ])  # fmt: skip
 
 
-def judged(facts: RunFacts) -> list[str]:
+def format_judgements(facts: RunFacts) -> list[str]:
     """A line for each judge that asks a model: its judgements of a step, and of which share of the rollouts."""
     judging, shares = facts.config.judging, shares_asked(facts)
     if not judging.generative:
         return ["  judged by a rule"]
     if len(judging.judges) == 1:
-        return [f"  {asked(name, facts)}" for name in judging.generative]
+        return [f"  {describe_requests(name, facts)}" for name in judging.generative]
     wide = column_width(judging.judges)
     lines = []
     for name, judge in judging.judges.items():
-        work = asked(name, facts) if name in judging.generative else KIND_IN_WORDS[judge.kind]
-        lines.append(f"    {name:<{wide}} {work}{seen(shares[name])}")
+        work = describe_requests(name, facts) if name in judging.generative else KIND_IN_WORDS[judge.kind]
+        lines.append(f"    {name:<{wide}} {work}{format_share(shares[name])}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 
 
-def asked(name: str, facts: RunFacts) -> str:
+def describe_requests(name: str, facts: RunFacts) -> str:
     """The judgements of a judge in words."""
     train, judge = facts.config.train, facts.config.judging.judges[name]
-    judgements = judgements_of(name, facts)
+    judgements = count_judgements(name, facts)
     rollouts = round(train.groups_per_batch * train.group_size * shares_asked(facts)[name])
     product = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
     if judge.protocol_kind.compares:
@@ -191,10 +191,10 @@ def asked(name: str, facts: RunFacts) -> str:
     return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
 
 
-def seen(share: float) -> str:
+def format_share(share: float) -> str:
     return "" if share > 0.9995 else f", of {share:.0%} of the rollouts"
 
 
-def listed(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
+def format_block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
     """A block of text; empty without lines."""
     return ["\n".join([title, *(f"  {line}" for line in lines)])] if lines else []

@@ -33,7 +33,7 @@ class EngineNeeds:
     kv: float | None = None  # engine.vllm.kv_cache_mb
 
 
-def divided(room: float, wishes: Mapping[str, EngineNeeds]) -> dict[str, float]:
+def divide_memory(room: float, wishes: Mapping[str, EngineNeeds]) -> dict[str, float]:
     """Engine -> bytes, including weights, with the same number of tokens in each. Empty if they don't fit."""
     fixed = {role: wish.kv for role, wish in wishes.items() if wish.kv is not None}
     left = room - sum(wish.weights for wish in wishes.values()) - sum(fixed.values())
@@ -46,7 +46,7 @@ def divided(room: float, wishes: Mapping[str, EngineNeeds]) -> dict[str, float]:
     }
 
 
-def undecided(facts: RunFacts) -> tuple[str, ...]:
+def list_undecided(facts: RunFacts) -> tuple[str, ...]:
     """Roles on a shared GPU whose share isn't set."""
     return tuple(
         role.name
@@ -62,28 +62,28 @@ def neighbours(facts: RunFacts, role: str) -> list[Seat]:
     return [seat for seat in others if slots & {(seat.pool, slot) for slot in seat.slots}]
 
 
-def shares_of(facts: RunFacts) -> dict[str, float]:
+def compute_shares(facts: RunFacts) -> dict[str, float]:
     """Role -> share of the device, for roles that share one and fit."""
-    open_roles, engines = undecided(facts), {role.name for role in facts.roles.seated}
+    open_roles, engines = list_undecided(facts), {role.name for role in facts.roles.seated}
     shares: dict[str, float] = {}
     for role in open_roles:
         near = {seat.role for seat in neighbours(facts, role)}
-        memory_gb, wish = facts.pool(role).memory_gb, wish_of(facts, role)
+        memory_gb, wish = facts.pool(role).memory_gb, find_needs(facts, role)
         if memory_gb is None or wish is None:
             shares[role] = round(DEFAULT_MEMORY_SHARE / (1 + len(near)), 2)
             continue
         memory = memory_gb * GB
         by_turns = one_at_a_time(facts, engines) if facts.pool(role).elastic else False
         awake = [other for other in open_roles if other == role or (other in near and not by_turns)]
-        wishes = {other: found for other in awake if (found := wish_of(facts, other)) is not None}
+        wishes = {other: found for other in awake if (found := find_needs(facts, other)) is not None}
         beside = near - set(awake) - (engines if by_turns else set())
-        held = sum(map(held_beside, [facts] * len(beside), sorted(beside)))
-        if bytes_of := divided(USABLE * memory - held, wishes):
+        held = sum(map(count_held_beside, [facts] * len(beside), sorted(beside)))
+        if bytes_of := divide_memory(USABLE * memory - held, wishes):
             shares[role] = min(bytes_of[role], at_push(facts, role, memory)) / memory
     return shares
 
 
-def wish_of(facts: RunFacts, role: str) -> EngineNeeds | None:
+def find_needs(facts: RunFacts, role: str) -> EngineNeeds | None:
     """The needs of a role's engine. None if the model's size is unknown."""
     footprint, served = facts.models[role].footprint, facts.roles.served[role]
     if footprint is None:
@@ -96,7 +96,7 @@ def wish_of(facts: RunFacts, role: str) -> EngineNeeds | None:
     )
 
 
-def held_beside(facts: RunFacts, role: str) -> float:
+def count_held_beside(facts: RunFacts, role: str) -> float:
     """The memory that another role holds while the engines serve: a time-shared learner holds none."""
     if role == "learner" and facts.placement.time_sharing_roles:
         return 0.0

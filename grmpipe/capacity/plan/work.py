@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from grmpipe.capacity.learner_passes import Passes, passes_of
+from grmpipe.capacity.learner_passes import Passes, count_passes
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
@@ -48,7 +48,7 @@ def step_work(facts: RunFacts) -> StepWork:
     played = policy_lengths(facts)
     own = played.work(rollouts, sharers(POLICY, train.group_size, facts))
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
-    judging = {role: judging_work(role, facts) for role in (POLICY, *config.asked.local_roles)}
+    judging = {role: estimate_judging(role, facts) for role in (POLICY, *config.asked.local_roles)}
     return StepWork(
         engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
         learner_tokens=learner_tokens,
@@ -70,26 +70,26 @@ def learner_flops(facts: RunFacts) -> float | None:
     if footprint is None:
         return None
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
-    group = packed_group(facts)
+    group = pack_group(facts)
     return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
 
 
-def packed_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:
+def pack_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:
     """The samples of a group as a learner packs them, at mean lengths. shares: they hold their prompt once; None: as
     configured for the policy's learner.
     """
     train, played = facts.config.train, policy_lengths(facts)
     shares = train.prefix_sharing if shares is None else shares
-    return packed_siblings(played, train.group_size, shares)
+    return pack_siblings(played, train.group_size, shares)
 
 
-def packed_judgement(role: str, facts: RunFacts) -> PackedSizes:
+def pack_judgement(role: str, facts: RunFacts) -> PackedSizes:
     """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
     asked = judge_lengths(facts.config.judging.training(role).name, facts)
-    return packed_siblings(asked, facts.config.trained_grms[role].group_size, facts.config.train.prefix_sharing)
+    return pack_siblings(asked, facts.config.trained_grms[role].group_size, facts.config.train.prefix_sharing)
 
 
-def packed_siblings(lengths: Lengths, count: int, shares: bool) -> PackedSizes:
+def pack_siblings(lengths: Lengths, count: int, shares: bool) -> PackedSizes:
     prompt, answer = round(lengths.prompt_tokens), round(lengths.new_tokens)
     return PackedSizes(
         lengths_S=[prompt + answer, *[answer if shares else prompt + answer] * (count - 1)],
@@ -106,7 +106,7 @@ def starts_early(facts: RunFacts) -> bool:
 
 def policy_passes(config: RunConfig) -> Passes:
     """The passes of the policy's learner."""
-    return passes_of(config.algorithm, config.train.groups_per_batch)
+    return count_passes(config.algorithm, config.train.groups_per_batch)
 
 
 def sharers(role: str, requests: int, facts: RunFacts) -> int:
@@ -141,20 +141,20 @@ def policy_lengths(facts: RunFacts) -> Lengths:
 # -- judges --------------------------------------------------------------------------------------------------------
 
 
-def judging_work(role: str, facts: RunFacts) -> list[RoleWork]:
+def estimate_judging(role: str, facts: RunFacts) -> list[RoleWork]:
     """The judgements of a model in a step: for every judge that asks it, and for its learner."""
-    asked = [judge_work(name, facts) for name in facts.config.asked.asking(role)]
-    return [*asked, training_requests(role, facts)] if role in facts.config.trained_grms else asked
+    asked = [judge_work(name, facts) for name in facts.config.asked.select_asking(role)]
+    return [*asked, estimate_training_requests(role, facts)] if role in facts.config.trained_grms else asked
 
 
 def judge_work(name: str, facts: RunFacts) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
     judge = facts.config.asked.judges[name]
     shared_by = sharers(judge.model, judge.num_judgements, facts)
-    return judge_lengths(name, facts).work(judgements_of(name, facts), shared_by)
+    return judge_lengths(name, facts).work(count_judgements(name, facts), shared_by)
 
 
-def judgements_of(name: str, facts: RunFacts) -> int:
+def count_judgements(name: str, facts: RunFacts) -> int:
     """The judgements of one judge in a step, at most."""
     train, judge = facts.config.train, facts.config.asked.judges[name]
     whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
@@ -167,16 +167,16 @@ def shares_asked(facts: RunFacts) -> dict[str, float]:
     sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
     config, watching = facts.config, dict[str, float]()
     for watcher, share in config.watchers.items():
-        for name in config.rewards.judges_of(watcher):
+        for name in config.rewards.list_judges(watcher):
             watching[name] = watching.get(name, 0.0) + share
-    asked = config.rewards.asked_shares(sources)
+    asked = config.rewards.compute_asked_shares(sources)
     return {name: asked.get(name, 0.0) + watching.get(name, 0.0) for name in config.asked.judges}
 
 
 def prompts_judged(name: str, facts: RunFacts) -> list[Prompt]:
     """Some prompts whose responses a judge is shown; any, if it is shown none."""
     config, prompts = facts.config, facts.data.train
-    judged = {source: name in config.rewards.asked_of_source(source) for source in {
+    judged = {source: name in config.rewards.compute_source_shares(source) for source in {
         prompt.source for prompt in prompts
     }}  # fmt: skip
     return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]
@@ -233,7 +233,7 @@ def scorer_tokens(facts: RunFacts) -> dict[str, float]:
 # -- judging models that learn ---------------------------------------------------------------------------------------
 
 
-def training_requests(role: str, facts: RunFacts) -> RoleWork:
+def estimate_training_requests(role: str, facts: RunFacts) -> RoleWork:
     """The judgements that a model in training samples to learn from, in a step of the policy."""
     cotrain = facts.config.trained_grms[role]
     asked = judge_lengths(facts.config.judging.training(role).name, facts)
@@ -243,10 +243,10 @@ def training_requests(role: str, facts: RunFacts) -> RoleWork:
 
 def grm_training(role: str, facts: RunFacts) -> GrmTraining:
     """The work of a judging model's learner in a step of the policy, after its warm-up."""
-    cotrain, asked = facts.config.trained_grms[role], training_requests(role, facts)
+    cotrain, asked = facts.config.trained_grms[role], estimate_training_requests(role, facts)
     prompts = asked.requests / cotrain.group_size if facts.config.train.prefix_sharing else asked.requests
     tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
-    passes = passes_of(grm_algorithm(cotrain), cotrain.prompts_per_batch)
+    passes = count_passes(grm_algorithm(cotrain), cotrain.prompts_per_batch)
     return GrmTraining(
         model=role,
         steps=cotrain.grm_steps_per_policy_step,

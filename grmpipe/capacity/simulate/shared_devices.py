@@ -14,7 +14,7 @@ from scheduler.placement import Placement
 CONTEXT_SWITCH_COST = 0.16
 
 
-def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
+def find_shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
     """Name of a seat, or of the driver -> the device it shares with others. Processes with seats on CPUs run on any
     free one of `cores` cores; 0: each CPU slot is its own core. A process on several GPUs counts on the first that it
     shares.

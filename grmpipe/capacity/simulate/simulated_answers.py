@@ -36,7 +36,7 @@ def lognormal(median: float, sigma: float) -> Lengths:
     return lambda quantile: median * math.exp(sigma * normal.inv_cdf(quantile))
 
 
-def measured(lengths: Sequence[int]) -> Lengths:
+def fit_lengths(lengths: Sequence[int]) -> Lengths:
     """The distribution of measured lengths."""
     ordered = sorted(lengths)
     return lambda quantile: ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
@@ -78,12 +78,12 @@ class Writer:
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         seed = derive_seed(self.seed, context.request_id)
         wanted = max(1, round(self.lengths((seed + 0.5) / 2**63)))
-        left = max(1, wanted - sampled_before(prompt_ids))
+        left = max(1, wanted - count_sampled_before(prompt_ids))
         if left > params.max_new_tokens:
             cut = params.max_new_tokens
-            return Script(token_ids=filler(cut), text=text_of(cut), finish_reason="length")
+            return Script(token_ids=filler(cut), text=make_text(cut), finish_reason="length")
         if self.scale is None:
-            return Script(token_ids=filler(left), text=text_of(left))
+            return Script(token_ids=filler(left), text=make_text(left))
         verdict = self._verdict(self.scale, seed, context.request_id)
         return Script(token_ids=(*filler(left - 1), VERDICT_ID + zlib.crc32(verdict.encode())), text=verdict)
 
@@ -109,7 +109,7 @@ class ModelWriter:
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         is_turn = self.turns is not None and TURN.search(context.request_id)
-        writer = self.turns if self.turns is not None and is_turn else self.judges[judge_of(context.request_id)]
+        writer = self.turns if self.turns is not None and is_turn else self.judges[find_judge(context.request_id)]
         script = writer(prompt_ids, params, context)
         if (last := script.token_ids[-1]) != FILLER:
             self.verdicts[last] = script.text
@@ -117,16 +117,16 @@ class ModelWriter:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, also of one that was continued on another engine."""
-        return self.verdicts.get(token_ids[-1] if token_ids else FILLER) or text_of(len(token_ids))
+        return self.verdicts.get(token_ids[-1] if token_ids else FILLER) or make_text(len(token_ids))
 
 
-def judge_of(request_id: str) -> str:
+def find_judge(request_id: str) -> str:
     """The judge that sent a request: the ids of all but the first judge's end with `@<name>`."""
     _, marked, judge = request_id.rpartition("@")
     return judge if marked else JUDGE
 
 
-def sampled_before(prompt_ids: Sequence[int]) -> int:
+def count_sampled_before(prompt_ids: Sequence[int]) -> int:
     """The tokens of an answer that began on another engine: they are the end of the prompt."""
     count = 0
     while count < len(prompt_ids) and prompt_ids[-1 - count] == FILLER:
@@ -169,7 +169,7 @@ def filler(count: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def text_of(count: int) -> str:
+def make_text(count: int) -> str:
     return TOKEN * count
 
 

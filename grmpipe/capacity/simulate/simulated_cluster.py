@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
 from grmpipe.capacity.plan.work import policy_passes
-from grmpipe.capacity.simulate.shared_devices import shared_devices
+from grmpipe.capacity.simulate.shared_devices import find_shared_devices
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
-from grmpipe.capacity.simulate.step_bound import Bound, bound_of
+from grmpipe.capacity.simulate.step_bound import Bound, compute_bound
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.capacity.simulate.workload import Workload, flow_of, make_judge, make_play, make_writer
+from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, make_play, make_writer
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
@@ -100,7 +100,7 @@ class Simulation:
         self._workload, self._config = workload, workload.config
         self._placement, self._costs, self._events = placement, costs, events
         self._num_steps = num_steps
-        self._devices = shared_devices(placement, costs.cores)
+        self._devices = find_shared_devices(placement, costs.cores)
         self._driver = SimulatedDriver(costs.driver_request_s, self._devices.get(DRIVER))
         self._engines: dict[str, list[SimulatedEngine]] = {}
         self._ranks: dict[str, SimulatedRanks] = {}  # of the learner and a critic
@@ -118,7 +118,7 @@ class Simulation:
         parts = self._compose(learners, routers)
         await parts.push_weights(0)
         began = self._step_end(0.0, 0, StallTimes())
-        pipeline = Pipeline(parts, flow_of(self._config, self._num_steps), self._after_step)
+        pipeline = Pipeline(parts, make_flow(self._config, self._num_steps), self._after_step)
         if share is not None:
             share.clocks.add(pipeline.clock)
         loops = {f"pool {pool.name}": pool.run() for pool in pools}
@@ -236,7 +236,7 @@ class Simulation:
         )
 
     def _result(self, began: SimulatedStep, pipeline: Pipeline, pools: Sequence[ElasticPool]) -> SimulatedRun:
-        settled = settled_steps(len(self._steps), self._config.train.max_staleness)
+        settled = select_settled_steps(len(self._steps), self._config.train.max_staleness)
         first, last = [began, *self._steps][settled.start], self._steps[settled.stop - 1]
         seconds = last.ended_s - first.ended_s
         counts = {role: len(engines) for role, engines in self._engines.items()}
@@ -249,7 +249,7 @@ class Simulation:
                 role: (busy_s - first.busy_s[role]) / (seconds * counts.get(role, 1)) if seconds else 0.0
                 for role, busy_s in last.busy_s.items()
             },
-            bound=bound_of(work_s, self._placement, self._costs),
+            bound=compute_bound(work_s, self._placement, self._costs),
             max_staleness=max(step.staleness for step in self._steps),
             dropped=dict(pipeline.ledger.dropped),
             failed_judgements=dict(pipeline.counters.total_so_far().judging.failed),
@@ -268,7 +268,7 @@ class NoJournal:
     def group_ended(self, end: GroupEnd) -> None: ...
 
 
-def settled_steps(num_steps: int, max_staleness: int) -> range:
+def select_settled_steps(num_steps: int, max_staleness: int) -> range:
     """The steps without those in which the pipeline fills and drains: steps overlap with as many as staleness
     allows.
     """
@@ -280,6 +280,6 @@ def most_rows(config: RunConfig, role: str, limit: int, num_engines: int) -> int
     """The most rows in the batch of an engine: at most its limit, and its share of what may be in flight."""
     train = config.train
     played = train.group_size * (role == POLICY)
-    judged = sum(judge.judgements_of_group(train.group_size) for judge in config.judging.asking(role).values())
+    judged = sum(judge.judgements_of_group(train.group_size) for judge in config.judging.select_asking(role).values())
     in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
     return max(1, min(limit, -(-in_flight // num_engines)))

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.plan.costs import costs_of
+from grmpipe.capacity.plan.costs import estimate_costs
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
-from grmpipe.capacity.simulate.simulated_answers import Lengths, lengths_in, lognormal, measured
+from grmpipe.capacity.simulate.simulated_answers import Lengths, fit_lengths, lengths_in, lognormal
 from grmpipe.capacity.simulate.simulated_cluster import simulate
-from grmpipe.capacity.simulate.simulation_report import describe, record_of
+from grmpipe.capacity.simulate.simulation_report import describe, make_record
 from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
@@ -29,7 +29,7 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
     Raises ConfigError.
     """
     facts = collect_facts(config)
-    workload, costs = workload_of(facts), costs_of(facts)
+    workload, costs = make_workload(facts), estimate_costs(facts)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
     try:
@@ -40,13 +40,13 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
             "rollouts, another composition of them, or a lower simulate.unparseable_share if you set that"
         ) from error
     timeline.close()
-    record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
+    record = json.dumps(plain(make_record(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
     text = f"{describe(run, workload, facts.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
     return text, run.step_s
 
 
-def workload_of(facts: RunFacts) -> Workload:
+def make_workload(facts: RunFacts) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = facts.config
     for role in config.judging.remote_roles:
@@ -54,8 +54,10 @@ def workload_of(facts: RunFacts) -> Workload:
         raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
     settings = config.simulate
     means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
-    lengths = {name: lengths_of(name, mean, settings.judgement_sigma, settings.lengths) for name, mean in means.items()}
-    played = lengths_of(POLICY, policy_lengths(facts).new_tokens, settings.rollout_sigma, settings.lengths)
+    lengths = {
+        name: choose_lengths(name, mean, settings.judgement_sigma, settings.lengths) for name, mean in means.items()
+    }
+    played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, settings.rollout_sigma, settings.lengths)
     return Workload(
         config=config,
         prompts=PromptStream(facts.data.train, seed=config.seed, shuffle=config.data.shuffle),
@@ -77,11 +79,11 @@ def chars_per_token(role: str, facts: RunFacts) -> float:
 def sample_conversations(role: str, facts: RunFacts) -> list[tuple[Message, ...]]:
     if role == POLICY:
         return [prompt.messages for prompt in facts.data.train[:SAMPLED_PROMPTS]]
-    judges = facts.config.asked.asking(role)
+    judges = facts.config.asked.select_asking(role)
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, facts))]
 
 
-def lengths_of(whose: str, mean: float, sigma: float, run_dir: str | None) -> Lengths:
+def choose_lengths(whose: str, mean: float, sigma: float, run_dir: str | None) -> Lengths:
     """Lengths of an earlier run, of the policy or a judge; without one lognormal with the mean of task=plan."""
     if run_dir is None:
         return lognormal(mean / math.exp(sigma**2 / 2), sigma)
@@ -92,7 +94,7 @@ def lengths_of(whose: str, mean: float, sigma: float, run_dir: str | None) -> Le
     if not found:
         what = "rollouts" if whose == POLICY else f"judgements of {whose}"
         raise ConfigError(f"simulate.lengths: {run_dir} holds no {what}; give another run, or simulate.lengths=null")
-    return measured(found)
+    return fit_lengths(found)
 
 
 def open_directory(config: RunConfig) -> Path:

@@ -21,7 +21,7 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
     times = [run.steps[index].step_s for index in run.settled]
     loads = ", ".join(f"{role} {seconds(load)}" for role, load in run.bound.loads_s.items())
     lines = [
-        f"{len(run.steps)} steps of {rollouts} rollouts{judged(config)}, simulated",
+        f"{len(run.steps)} steps of {rollouts} rollouts{format_judgements(config)}, simulated",
         f"  a step    {seconds(run.step_s)} ({seconds(min(times))} to {seconds(max(times))}), "
         f"{run.times_bound:.2f} times the bound",
         f"  bound     {seconds(run.bound.step_s)}: the work of the busiest slot ({loads})",
@@ -39,7 +39,7 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
     return f"{describe_placement(placement)}\n\n" + "\n".join(lines)
 
 
-def judged(config: RunConfig) -> str:
+def format_judgements(config: RunConfig) -> str:
     """The judgements of a rollout, by judge if there are several."""
     judges = config.judging.generative
     if len(config.judging.judges) == 1:
@@ -64,7 +64,7 @@ def bottleneck(run: SimulatedRun) -> str:
     return f"bottleneck: {longest_s / total_s:.0%} of the time was spent waiting for {what}"
 
 
-def record_of(run: SimulatedRun) -> dict[str, object]:
+def make_record(run: SimulatedRun) -> dict[str, object]:
     """The record of simulation.json."""
     times = [run.steps[index].step_s for index in run.settled]
     return {

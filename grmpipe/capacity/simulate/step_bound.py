@@ -21,7 +21,7 @@ class Bound:
     loads_s: Mapping[str, float]
 
 
-def bound_of(work_s: Mapping[str, float], placement: Placement, costs: Costs) -> Bound:
+def compute_bound(work_s: Mapping[str, float], placement: Placement, costs: Costs) -> Bound:
     """work_s: role -> seconds of work in a step, of all its engines together with their batches full, of each rank, of
     the driver. A push also stops the policy's engines.
     """

@@ -41,7 +41,7 @@ class Workload:
     lengths: Mapping[str, Lengths]
 
 
-def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
+def make_flow(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
     flow = FlowConfig.of(
         config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
@@ -59,11 +59,11 @@ def make_writer(workload: Workload, role: str) -> ModelWriter:
                 lengths=lengths[name],
                 seed=config.seed,
                 scale=judge.scale,
-                boxed=written(judge).parser == "boxed",
+                boxed=with_writable_form(judge).parser == "boxed",
                 num_scores=judge.responses_shown(config.train.group_size),
                 unparseable_share=config.simulate.unparseable_share,
             )
-            for name, judge in config.judging.asking(role).items()
+            for name, judge in config.judging.select_asking(role).items()
         },
     )
 
@@ -88,7 +88,9 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     role.
     """
     config = workload.config
-    judges = {name: judge_of(workload, judge, grms, driver) for name, judge in config.judging.judges.items()}
+    judges = {
+        name: make_generative_judge(workload, judge, grms, driver) for name, judge in config.judging.judges.items()
+    }
     return compose_judge(
         config.rewards,
         judges,
@@ -98,7 +100,9 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     )
 
 
-def judge_of(workload: Workload, judge: JudgeConfig, grms: Mapping[str, Router], driver: SimulatedDriver) -> Judge:
+def make_generative_judge(
+    workload: Workload, judge: JudgeConfig, grms: Mapping[str, Router], driver: SimulatedDriver
+) -> Judge:
     if judge.kind == "rule":
         return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
     if judge.kind == "label":
@@ -106,10 +110,10 @@ def judge_of(workload: Workload, judge: JudgeConfig, grms: Mapping[str, Router],
     assert judge.model in grms, "an external GRM can't be simulated"
     renderer = CountingRenderer(workload.chars_per_token[judge.model])
     here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
-    return GenerativeJudge(here, written(judge), workload.config.seed)
+    return GenerativeJudge(here, with_writable_form(judge), workload.config.seed)
 
 
-def written(judge: JudgeConfig) -> JudgeConfig:
+def with_writable_form(judge: JudgeConfig) -> JudgeConfig:
     r"""The judge with a form of verdicts that a simulation writes: its own, or `\boxed{..}`. Its prompts stay the
     same.
     """

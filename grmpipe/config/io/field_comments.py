@@ -11,18 +11,18 @@ import tokenize
 from collections.abc import Collection
 
 
-def comments_of(cls: type) -> dict[str, str]:
+def read_comments(cls: type) -> dict[str, str]:
     """Field -> its comment, without the #. Raises ValueError for a field with one in both places."""
     inherited = {
         name: text
         for base in cls.__bases__
         if dataclasses.is_dataclass(base)
-        for name, text in comments_of(base).items()
+        for name, text in read_comments(base).items()
     }
-    return inherited | own_comments_of(cls)
+    return inherited | read_own_comments(cls)
 
 
-def own_comments_of(cls: type) -> dict[str, str]:
+def read_own_comments(cls: type) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(cls))
     beside, alone = comment_lines(source)
     (definition,) = ast.parse(source).body
@@ -30,7 +30,7 @@ def own_comments_of(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for field in definition.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            behind = [beside[line] for line in lines_of(field) if line in beside]
+            behind = [beside[line] for line in find_lines(field) if line in beside]
             above = [alone[line] for line in block_above(field.lineno, alone)]
             if behind and above:
                 raise ValueError(f"{cls.__name__}.{field.target.id}: has a comment behind it and one above; keep one")
@@ -49,7 +49,7 @@ def comment_lines(source: str) -> tuple[dict[int, str], dict[int, str]]:
     return beside, alone
 
 
-def lines_of(field: ast.AnnAssign) -> range:
+def find_lines(field: ast.AnnAssign) -> range:
     return range(field.lineno, (field.end_lineno or field.lineno) + 1)
 
 

@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 
-from grmpipe.config.io.field_comments import comments_of
+from grmpipe.config.io.field_comments import read_comments
 from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.run_sections import RunSections
 
@@ -44,23 +44,23 @@ def under_key(path: str, text: str) -> str:
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def known_keys(beside: str = "") -> list[str]:
+def list_keys(beside: str = "") -> list[str]:
     """Every key with a fixed name, including sections; of sections with members of any name, those of `beside`."""
     return [key for key, _ in _keys_beside(beside)]
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that doesn't exist: with the nearest ones, or all of its section, or where to find all."""
-    if new := moved(key):
+    if new := explain_moved_key(key):
         return f"unknown key {key!r}; type {new}"
     if near := nearest(key, known):
         return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
-    beside = [leaf_of(other) for other in known if section and other.rpartition(".")[0] == section]
+    beside = [name_leaf(other) for other in known if section and other.rpartition(".")[0] == section]
     return f"unknown key {key!r}; " + (f"{section} has {', '.join(beside)}" if beside else "see docs/configuration.md")
 
 
-def moved(key: str) -> str:
+def explain_moved_key(key: str) -> str:
     """What to type instead of a key of an earlier version, also behind the @ of a choice; empty for other keys."""
     group, at, path = key.rpartition("@")
     for old, new in MOVED.items():
@@ -76,7 +76,7 @@ def moved(key: str) -> str:
 @functools.cache
 def _in_blocks() -> dict[str, str]:
     """The keys of blocks as other frameworks spell them: algorithm.tis_cap -> algorithm.tis.cap."""
-    split = ((key, key.rsplit(".", 1)) for key in known_keys() if key.count(".") == 2)
+    split = ((key, key.rsplit(".", 1)) for key in list_keys() if key.count(".") == 2)
     return {f"{block}_{leaf}": key for key, (block, leaf) in split}
 
 
@@ -87,11 +87,11 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
     section, _, leaf = key.rpartition(".")
     by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
     # The right leaf in the wrong section is the most common mistake.
-    if same_leaf := [other for other in by_likeness if leaf_of(other) == leaf]:
+    if same_leaf := [other for other in by_likeness if name_leaf(other) == leaf]:
         return same_leaf[:3]
-    beside = [leaf_of(other) for other in known if other.rpartition(".")[0] == section]
+    beside = [name_leaf(other) for other in known if other.rpartition(".")[0] == section]
     close = [name for name in difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6) if shares_words(leaf, name)]
-    if close or (close := described_by(leaf, section, beside)[:2]):
+    if close or (close := find_keys_by_words(leaf, section, beside)[:2]):
         return [f"{section}.{name}" if section else name for name in close]
     return difflib.get_close_matches(key, known, n=2, cutoff=0.8)
 
@@ -105,7 +105,7 @@ def shares_words(typed: str, known: str) -> bool:
     return 2 * shared >= len(words) or difflib.SequenceMatcher(None, typed, known).ratio() >= 0.8
 
 
-def described_by(typed: str, section: str, beside: Sequence[str]) -> list[str]:
+def find_keys_by_words(typed: str, section: str, beside: Sequence[str]) -> list[str]:
     """The keys of a section whose sentence has all words of a typed key of several words: another framework's name of
     what it does.
     """
@@ -121,7 +121,7 @@ def is_misspelt(name: str, known: Sequence[str]) -> bool:
     return name not in known and bool(difflib.get_close_matches(name, known, n=1))
 
 
-def leaf_of(key: str) -> str:
+def name_leaf(key: str) -> str:
     return key.rpartition(".")[2]
 
 
@@ -152,13 +152,13 @@ def no_such_default(text: str) -> str:
     found = re.search(r"To append to your default list use \+([^=\s]+)=(\S+)", text)
     if not found:
         return ""
-    if moved(found[1]):
+    if explain_moved_key(found[1]):
         return unknown_key(found[1], ())
     message = f"{found[1]}: nothing of it is chosen; to choose {found[2]} type +{found[1]}={found[2]}"
     return f"{message}, to name the run experiment_name={found[2]}" if found[1] == "experiment" else message
 
 
-def chosen_twice(text: str) -> str:
+def explain_double_choice(text: str) -> str:
     found = re.search(r"Multiple values for (\S+)\. To override a value use 'override \S+: ([^']+)'", text)
     return f"{found[1]}: is already chosen; to choose another type {found[1]}={found[2]}, without +" if found else ""
 
@@ -175,7 +175,7 @@ def no_such_member(text: str) -> str:
     if not missing or not typed:
         return ""
     key, value = typed.groups()
-    for section in (section for section, hint in _keys(RunSections) if member_of(hint)):
+    for section in (section for section, hint in _keys(RunSections) if find_member_class(hint)):
         if key == section:
             return f"{section}: has no such entry; to add one type {_choice_of_member(section, *_only(value))}"
         if key.startswith(f"{section}."):
@@ -218,7 +218,7 @@ def not_there_yet(text: str) -> str:
     """The message for a key of a section whose keys the user names."""
     found = re.search(r"Could not override '([^']+)'", text)
     for section, hint in _keys_beside(found[1]) if found else ():
-        own_keys = typing.get_origin(hint) is dict and not member_of(hint)
+        own_keys = typing.get_origin(hint) is dict and not find_member_class(hint)
         if found and own_keys and f"{found[1]}.".startswith(f"{section}."):
             return f"{found[1]}: {section} doesn't have it; to add it type +{found[1]}=..."
     return ""
@@ -227,17 +227,17 @@ def not_there_yet(text: str) -> str:
 def no_single_value(text: str) -> str:
     """The message for a value given to a section of keys."""
     found = re.search(r"Error merging override ([^=+\s]+)=.*is not a subclass of \w+\. value: (\S+)", text, re.S)
-    inner = [key for key in known_keys(f"{found[1]}.") if key.rpartition(".")[0] == found[1]] if found else []
+    inner = [key for key in list_keys(f"{found[1]}.") if key.rpartition(".")[0] == found[1]] if found else []
     if not found or not inner:
         return ""
-    return f"{found[1]}: is a section with keys ({', '.join(map(leaf_of, inner))}); type {inner[0]}={found[2]}"
+    return f"{found[1]}: is a section with keys ({', '.join(map(name_leaf, inner))}); type {inner[0]}={found[2]}"
 
 
 def no_such_key(text: str) -> str:
     found = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
     if not found or not ("not in" in text or "Key '" in text):
         return ""
-    return unknown_key(found[1], known_keys(found[1]))
+    return unknown_key(found[1], list_keys(found[1]))
 
 
 def as_it_is(text: str) -> str:
@@ -249,12 +249,12 @@ def as_it_is(text: str) -> str:
 
 
 READINGS = (
-    no_such_choice, no_such_default, chosen_twice, no_assignment, no_such_member, not_there_yet,
+    no_such_choice, no_such_default, explain_double_choice, no_assignment, no_such_member, not_there_yet,
     no_single_value, no_such_key, as_it_is,
 )  # fmt: skip
 
 
-def member_of(hint: object) -> type | None:
+def find_member_class(hint: object) -> type | None:
     """The class of the members, for a section whose members have any names; None for other sections."""
     inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
@@ -264,7 +264,7 @@ def _keys_beside(beside: str) -> Iterator[tuple[str, object]]:
     """Every key with a fixed name and its type; of sections with members of any name, those of `beside`."""
     for key, hint in _keys(RunSections):
         yield key, hint
-        if (member := member_of(hint)) and beside.startswith(f"{key}."):
+        if (member := find_member_class(hint)) and beside.startswith(f"{key}."):
             name = beside.removeprefix(f"{key}.").split(".")[0]
             yield from _keys(member, f"{key}.{name}.")
 
@@ -275,7 +275,7 @@ def _meanings(path: str) -> Iterator[tuple[str, str]]:
     for name in filter(None, path.split(".")):
         cls = typing.get_type_hints(cls).get(name) if isinstance(cls, type) else None
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        yield from comments_of(cls).items()
+        yield from read_comments(cls).items()
 
 
 def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:

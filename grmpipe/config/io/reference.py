@@ -20,8 +20,8 @@ from pathlib import Path
 
 import yaml
 
-from grmpipe.config.io.field_comments import comments_of
-from grmpipe.config.io.key_errors import member_of
+from grmpipe.config.io.field_comments import read_comments
+from grmpipe.config.io.key_errors import find_member_class
 from grmpipe.config.keys.entry_names import FIRST
 from grmpipe.config.run_sections import RunSections
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def page() -> str:
-    sections = list(sections_of(RunSections))
+    sections = list(list_sections(RunSections))
     top = [section.name for section in sections if section.name and "." not in section.name]
     contents = " · ".join(["[run](#run)", *(f"[{name}](#{name})" for name in top)])
     head = HEAD.format(count=sum(len(section.entries) for section in sections), contents=contents)
@@ -110,7 +110,7 @@ def without_repeats(sections: Iterable[KeySection]) -> Iterator[KeySection]:
 # -- from dataclasses to entries --------------------------------------------------------------------------------------
 
 
-def sections_of(
+def list_sections(
     cls: type, name: str = "", values: Mapping[str, object] | None = None, comment: str = ""
 ) -> Iterator[KeySection]:
     """The sections of a dataclass: its own keys, then those nested in it, in the order of their fields.
@@ -118,14 +118,14 @@ def sections_of(
     values: defaults given by its owner; None: its own. comment: its owner's, if it has one. Raises ValueError for a key
     without a sentence.
     """
-    values = defaults_of(cls) if values is None else values
-    prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), comments_of(cls)
+    values = read_defaults(cls) if values is None else values
+    prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), read_comments(cls)
     nested: list[tuple[type, str, Mapping[str, object] | None, str]] = []
     alike: list[KeySection] = []
     entries: list[KeyEntry] = []
     for spec in dataclasses.fields(cls):
         key, value = f"{prefix}{spec.name}", values.get(spec.name)
-        if (member := member_of(hints[spec.name])) is not None and hints.get(
+        if (member := find_member_class(hints[spec.name])) is not None and hints.get(
             first := FIRST.get(spec.name, "")
         ) is member:
             meaning = f"{comments.get(spec.name, '')} The keys are those of [{prefix}{first}](#{first})."
@@ -135,14 +135,14 @@ def sections_of(
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             nested.append((type(value), key, vars(value), comments.get(spec.name, "")))
         else:
-            entries.append(entry_of(cls, spec.name, key, hints[spec.name], values, comments.get(spec.name, "")))
+            entries.append(make_entry(cls, spec.name, key, hints[spec.name], values, comments.get(spec.name, "")))
     yield KeySection(name=name, about=f"{comment}\n\n{about(cls)}".strip(), entries=tuple(entries))
     yield from alike
     for inner in nested:
-        yield from sections_of(*inner)
+        yield from list_sections(*inner)
 
 
-def entry_of(cls: type, name: str, key: str, hint: object, values: Mapping[str, object], comment: str) -> KeyEntry:
+def make_entry(cls: type, name: str, key: str, hint: object, values: Mapping[str, object], comment: str) -> KeyEntry:
     sentence = SENTENCE.fullmatch(comment)
     if sentence is None:
         raise ValueError(
@@ -151,14 +151,14 @@ def entry_of(cls: type, name: str, key: str, hint: object, values: Mapping[str, 
         )
     return KeyEntry(
         key=key,
-        type=type_words(hint, choices_of(cls, name, hint)),
-        default=shown(values[name]) if name in values else "required",
-        unit=sentence["unit"] or unit_of(name),
+        type=type_words(hint, list_choices(cls, name, hint)),
+        default=format_default(values[name]) if name in values else "required",
+        unit=sentence["unit"] or find_unit(name),
         meaning=sentence["meaning"],
     )
 
 
-def defaults_of(cls: type) -> dict[str, object]:
+def read_defaults(cls: type) -> dict[str, object]:
     """Field -> default, without fields that have none."""
     found: dict[str, object] = {}
     for spec in dataclasses.fields(cls):
@@ -169,7 +169,7 @@ def defaults_of(cls: type) -> dict[str, object]:
     return found
 
 
-def choices_of(cls: type, name: str, hint: object) -> tuple[str, ...]:
+def list_choices(cls: type, name: str, hint: object) -> tuple[str, ...]:
     """The values that the dataclass's own check lists as known. Empty if it accepts any."""
     if str not in (hint, *typing.get_args(hint)) or typing.get_origin(hint) is dict:
         return ()
@@ -189,7 +189,7 @@ def about(cls: type) -> str:
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(cls) or "").split("\n\n"))
 
 
-def unit_of(name: str) -> str:
+def find_unit(name: str) -> str:
     return next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
 
 
@@ -209,7 +209,7 @@ def not_listed(hint: object, choices: tuple[str, ...]) -> bool:
     return hint is not type(None) or "null" not in choices
 
 
-def shown(value: object) -> str:
+def format_default(value: object) -> str:
     """A default as a user types it."""
     text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
     if len(text) <= MOST_DEFAULT_CHARS or not isinstance(value, list):
@@ -220,11 +220,12 @@ def shown(value: object) -> str:
 def section_text(section: KeySection) -> str:
     depth = "##" if "." not in section.name else "###"
     title = section.name if "<" not in section.name else f"`{section.name}`"
-    lines = [f"{depth} {title or 'run'}", "", *filter(None, [escaped(section.about), group_text(section.name)])]
+    lines = [f"{depth} {title or 'run'}", "", *filter(None, [escape_markdown(section.about), group_text(section.name)])]
     if section.entries:
         lines += ["", "| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{entry.key}` | {entry.type} | {escaped(entry.default)} | {entry.unit} | {escaped(entry.meaning)} |"
+        f"| `{entry.key}` | {entry.type} | {escape_markdown(entry.default)} | {entry.unit} | "
+        f"{escape_markdown(entry.meaning)} |"
         for entry in section.entries
     ]
     return "\n".join([*lines, ""])
@@ -245,7 +246,7 @@ def config_defaults() -> list[object]:
     return found
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text escaped for Markdown: a bar ends a table cell, and <name> outside code is read as HTML."""
     return "".join(
         part.replace("|", "\\|") if part.startswith("`") else part.replace("|", "\\|").replace("<", "\\<")

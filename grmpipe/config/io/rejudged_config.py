@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.config.io.yaml_io import DictConfig, differs, moved_key, read_yaml_with, torn_off
+from grmpipe.config.io.yaml_io import DictConfig, differs, explain_old_key, find_missing_keys, read_yaml_with
 from grmpipe.config.run_config import ConfigError, RunConfig
 
 # Sections and keys that judge: what is typed of them replaces what the run had.
@@ -44,12 +44,12 @@ def config_of_run(run_dir: Path) -> Path:
         raise ConfigError(f"run_dir: there is no {written}; give the directory of the run to judge again")
     if run_dir.parent.name == REJUDGED:
         raise ConfigError(f"run_dir: {run_dir} holds new verdicts; type the run's own, run_dir={run_dir.parent.parent}")
-    if moved := moved_key(written):
+    if moved := explain_old_key(written):
         raise ConfigError(
             f"run_dir: {written} is from another version of grmpipe: {moved}; rename the key in a copy of the run's "
             "directory, and give that"
         )
-    if lacking := torn_off(written):
+    if lacking := find_missing_keys(written):
         raise ConfigError(f"run_dir: {written} is incomplete: it lacks {lacking[0]}; restore it")
     return written
 

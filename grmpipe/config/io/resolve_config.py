@@ -27,11 +27,11 @@ def resolve_config(typed: RunSections) -> RunConfig:
     """
     check_names("models", typed.models)
     check_names("judges", typed.judges)
-    placement = placed(typed)
+    placement = resolve_placement(typed)
     first = {JUDGE: JudgeEntry(**vars(typed.judge))}
     config = RunConfig(
-        **shared(typed) | {"placement": placement, "train": training_on(placement, typed.train)},
-        models={model.name: serving_on(placement, model, typed.engine.kind) for model in models_of(typed)},
+        **copy_shared(typed) | {"placement": placement, "train": resolve_training(placement, typed.train)},
+        models={model.name: resolve_serving(placement, model, typed.engine.kind) for model in list_models(typed)},
         judges=first | {name: JudgeEntry.of(judge, name) for name, judge in typed.judges.items()},
         rewards=RewardTree.of(typed.reward, typed.rewards),
     )
@@ -39,15 +39,15 @@ def resolve_config(typed: RunSections) -> RunConfig:
     return config
 
 
-def typed_sections(config: RunConfig) -> RunSections:
+def fill_sections(config: RunConfig) -> RunSections:
     """The configuration as a user may type it, with every default filled in."""
-    models = typed_entries(GrmConfig, config.models)
-    judges = typed_entries(JudgeConfig, config.judges)
-    rewards = typed_entries(RewardConfig, config.rewards.entries)
+    models = select_entries(GrmConfig, config.models)
+    judges = select_entries(JudgeConfig, config.judges)
+    rewards = select_entries(RewardConfig, config.rewards.entries)
     del models[POLICY]
     return RunSections(
-        **shared(config),
-        policy=typed_entries(ModelConfig, {POLICY: config.policy})[POLICY],
+        **copy_shared(config),
+        policy=select_entries(ModelConfig, {POLICY: config.policy})[POLICY],
         grm=models.pop(GRM),
         models=models,
         judge=judges.pop(JUDGE),
@@ -57,19 +57,19 @@ def typed_sections(config: RunConfig) -> RunSections:
     )
 
 
-def typed_entries(cls: type[Section], entries: Mapping[str, Section]) -> dict[str, Section]:
+def select_entries(cls: type[Section], entries: Mapping[str, Section]) -> dict[str, Section]:
     """The entries by name, without what isn't typed there."""
     return {
         name: cls(**{spec.name: getattr(entry, spec.name) for spec in fields(cls)}) for name, entry in entries.items()
     }
 
 
-def shared(sections: RunKeys) -> dict[str, Any]:
+def copy_shared(sections: RunKeys) -> dict[str, Any]:
     """What a run reads as it is typed."""
     return {spec.name: getattr(sections, spec.name) for cls in (RunKeys, SharedSections) for spec in fields(cls)}
 
 
-def models_of(typed: RunSections) -> Iterator[ModelEntry]:
+def list_models(typed: RunSections) -> Iterator[ModelEntry]:
     """All models, the policy first."""
     yield ModelEntry(**vars(typed.policy), name=POLICY, key=POLICY)
     yield ModelEntry(**vars(typed.grm))
@@ -77,7 +77,7 @@ def models_of(typed: RunSections) -> Iterator[ModelEntry]:
         yield ModelEntry(**vars(model), name=name, key=f"models.{name}")
 
 
-def placed(typed: RunSections) -> PlacementConfig:
+def resolve_placement(typed: RunSections) -> PlacementConfig:
     """The placement, in which further models without a place have that of the first one, and their learners that of its
     learner.
     """
@@ -89,13 +89,13 @@ def placed(typed: RunSections) -> PlacementConfig:
     return replace(typed.placement, roles=roles)
 
 
-def serving_on(placement: PlacementConfig, model: ModelEntry, engine: str) -> ModelEntry:
+def resolve_serving(placement: PlacementConfig, model: ModelEntry, engine: str) -> ModelEntry:
     """The model with the dtype for the device of its engines. engine: the kind for models without one of their own."""
     dtype = BY_DEVICE[placement.on_gpu(model.name)] if model.dtype == AUTO else model.dtype
     return replace(model, engine=model.engine or engine, dtype=dtype)
 
 
-def training_on(placement: PlacementConfig, train: TrainConfig) -> TrainConfig:
+def resolve_training(placement: PlacementConfig, train: TrainConfig) -> TrainConfig:
     """The learner's settings, with those that its device chooses."""
     on_gpu, checkpointing = placement.on_gpu("learner"), train.activation_checkpointing
     if checkpointing is None:

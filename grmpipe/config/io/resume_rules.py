@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.secrets import is_secret_key, without_secrets
 from grmpipe.config.keys.entry_names import FIRST
 from grmpipe.config.keys.redact import SEALED, seal
@@ -51,12 +51,12 @@ class ConfigChange:
     new: str
 
 
-def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+def find_changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     """Keys that differ between a run and its resumption but must not, as `key: old -> new`, without secrets.
 
     A secret may differ: a rotated API key doesn't change the model.
     """
-    typed = typed_sections(old), typed_sections(new)
+    typed = fill_sections(old), fill_sections(new)
     before, after = (dict(_leaves(dataclasses.asdict(sections))) for sections in typed)
     was, now = (dict(_leaves(without_secrets(sections, free_on_resume))) for sections in typed)
     return [
@@ -69,7 +69,7 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...]:
     """Keys that differ and may differ."""
-    was, now = (dict(_leaves(without_secrets(typed_sections(config), free_on_resume))) for config in (old, new))
+    was, now = (dict(_leaves(without_secrets(fill_sections(config), free_on_resume))) for config in (old, new))
     return tuple(
         ConfigChange(key=key, old=str(was.get(key)), new=str(_sealed_alike(was.get(key), now.get(key))))
         for key in sorted(was.keys() | now.keys())

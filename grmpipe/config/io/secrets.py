@@ -27,7 +27,7 @@ class FromEnvironment(str):
         return text
 
 
-def noted(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
+def mark_secrets(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
     """The resolved values, with those from the environment as FromEnvironment.
 
     typed: the same before interpolations were resolved. known: values from the environment that other keys may refer
@@ -38,9 +38,9 @@ def noted(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
             return value
         return all_noted(value, typed)
     if isinstance(value, Mapping):
-        return {name: noted(entry, typed[name], known) for name, entry in value.items()}
+        return {name: mark_secrets(entry, typed[name], known) for name, entry in value.items()}
     if isinstance(value, list):
-        return [noted(entry, one, known) for entry, one in zip(value, typed, strict=True)]
+        return [mark_secrets(entry, one, known) for entry, one in zip(value, typed, strict=True)]
     return value
 
 

@@ -17,11 +17,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.config.io.key_errors import moved, under_key, unknown_key
+from grmpipe.config.io.key_errors import explain_moved_key, under_key, unknown_key
 from grmpipe.config.io.project import path_in_project
-from grmpipe.config.io.resolve_config import resolve_config, typed_sections
+from grmpipe.config.io.resolve_config import fill_sections, resolve_config
 from grmpipe.config.io.resume_rules import free_on_resume
-from grmpipe.config.io.secrets import noted, plain, texts_from_environment, without_secrets
+from grmpipe.config.io.secrets import mark_secrets, plain, texts_from_environment, without_secrets
 from grmpipe.config.keys.redact import keep_secret
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
@@ -47,12 +47,12 @@ def build(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
-    direct = noted(values, typed)
-    values = noted(values, typed, texts_from_environment(direct))
-    return config_of(typing.cast(Mapping[str, object], values))
+    direct = mark_secrets(values, typed)
+    values = mark_secrets(values, typed, texts_from_environment(direct))
+    return build_config(typing.cast(Mapping[str, object], values))
 
 
-def config_of(values: Mapping[str, object]) -> RunConfig:
+def build_config(values: Mapping[str, object]) -> RunConfig:
     """The checked configuration of plain values, as they are typed. Raises ConfigError that names the key."""
     keep_secret(values)
     sections = from_values(RunSections, values)
@@ -64,7 +64,7 @@ def config_of(values: Mapping[str, object]) -> RunConfig:
         raise ConfigError(str(error)) from error
 
 
-def interpolated_keys(config: DictConfig) -> frozenset[str]:
+def find_interpolated_keys(config: DictConfig) -> frozenset[str]:
     """The keys that others take their values from, as `${policy.path}` does."""
     return frozenset(INTERPOLATION.findall(OmegaConf.to_yaml(config)))
 
@@ -104,7 +104,7 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML, without secrets (see grmpipe/config/io/secrets.py)."""
-    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(typed_sections(config), free_on_resume)))
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(fill_sections(config), free_on_resume)))
 
 
 def read_yaml(path: Path) -> RunConfig:
@@ -147,7 +147,7 @@ def _at(values: object, key: str) -> object:
     return values
 
 
-def torn_off(path: Path) -> list[str]:
+def find_missing_keys(path: Path) -> list[str]:
     """Keys missing from a run's config.yaml because its end is cut off; none if it is whole. read_yaml reports a file
     that can't be read at all.
     """
@@ -158,9 +158,9 @@ def torn_off(path: Path) -> list[str]:
     return [key for key in known if key not in there] or [f"the end of {known[-1]}"]
 
 
-def moved_key(path: Path) -> str:
+def explain_old_key(path: Path) -> str:
     """The error of the first key of an earlier version in a run's config.yaml; empty if there is none."""
-    return next((unknown_key(key, ()) for key in _written_keys(path) or () if moved(key)), "")
+    return next((unknown_key(key, ()) for key in _written_keys(path) or () if explain_moved_key(key)), "")
 
 
 def _written_keys(path: Path) -> list[str] | None:

@@ -13,7 +13,7 @@ def is_dotted(path: str) -> bool:
     return "." in path
 
 
-def found_at(path: str, key: str) -> object:
+def find_at(path: str, key: str) -> object:
     """The object at `path`, such as my_package.my_module.my_name. Raises ValueError that begins with the key."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -32,7 +32,7 @@ def unknown_value(name: str, key: str, known: Iterable[str]) -> ValueError:
 
 def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:
     """Raises ValueError, which begins with the key, if the object at `path` can't be called with these arguments."""
-    function = found_at(path, key)
+    function = find_at(path, key)
     wanted = f"{key}: {path} must be a function that takes ({', '.join(arguments)})"
     if not callable(function):
         raise ValueError(f"{wanted}, and is a {type(function).__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from grmpipe.config.keys.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 
 T = TypeVar("T")
 
@@ -35,11 +35,11 @@ class PathTable(dict[str, str]):
         if self.arguments:
             check_takes(path, self.name, self.arguments)
         else:
-            found_at(path, self.name)
+            find_at(path, self.name)
 
     def found(self, name: str, kind: type[T] = object) -> T:  # type: ignore[assignment]
         """The object of a name or dotted path. Raises ValueError if it can't be imported, or isn't a `kind`."""
-        found = found_at(self.get(name, name), self.key)
+        found = find_at(self.get(name, name), self.key)
         if not isinstance(found, kind):
             raise ValueError(f"{self.key}: {name} is no {kind.__name__} (see {kind.__module__})")
         return found

@@ -31,7 +31,7 @@ class BadValueError(Exception):
 
 
 @contextmanager
-def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def call_guarded(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Context: a call of the user's code. What it raises becomes a UserCodeError: also what would end the process, as
     SystemExit does. A cancellation from outside, and the types in `passed`, stay as they are.
     """
@@ -42,22 +42,22 @@ def called(owner: str, passed: tuple[type[BaseException], ...] = ()) -> Iterator
     except BaseException as error:
         if comes_from_outside(error):
             raise
-        words = str(error) if isinstance(error, BadValueError) else f"raised {words_of(error)}"
+        words = str(error) if isinstance(error, BadValueError) else f"raised {describe_error(error)}"
         raise UserCodeError(f"{owner} {words}") from error
 
 
 @contextmanager
-def noted(owner: str) -> Iterator[None]:
+def note_owner(owner: str) -> Iterator[None]:
     """Context: an exception keeps its type, and says in which code of the user's it was raised. What would end the
     process becomes an exception.
     """
     try:
-        with called(owner, (Exception, asyncio.CancelledError)):
+        with call_guarded(owner, (Exception, asyncio.CancelledError)):
             yield
     except UserCodeError:
         raise
     except Exception as error:
-        place = place_of(error)
+        place = find_place(error)
         error.add_note(f"in {owner}{f', {place}' if place else ''}:")
         raise
 
@@ -73,7 +73,7 @@ def comes_from_outside(error: BaseException) -> bool:
     return isinstance(error, GeneratorExit)
 
 
-def described(code: object) -> str:
+def describe_code(code: object) -> str:
     """A function, a class, or the class of an object: its dotted name, with file and line where they are known."""
     while isinstance(code, functools.partial):
         code = code.func
@@ -88,25 +88,25 @@ def described(code: object) -> str:
         return name
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The type and the text of an exception, and the innermost line of the user's own files that it came from."""
     try:
         text = plain_text(str(error))
     except Exception:  # its __str__ is the user's code, too
         text = "it has no text that could be shown"
-    place = place_of(error)
-    said = f"{type(error).__name__}: {shortened(text, MAX_CHARS)}" if text else type(error).__name__
+    place = find_place(error)
+    said = f"{type(error).__name__}: {shorten(text, MAX_CHARS)}" if text else type(error).__name__
     return f"{said} ({place})" if place else said
 
 
-def place_of(error: BaseException) -> str:
+def find_place(error: BaseException) -> str:
     """file:line; empty if the exception didn't pass through a file that is neither ours nor installed."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*OURS, *INSTALLED, "<"))]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value in an error: short, whatever it is."""
     try:
         text = plain_text(repr(value))
@@ -115,11 +115,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.. (a {type(value).__name__})"
 
 
-def number_of(value: object) -> float | None:
+def to_number(value: object) -> float | None:
     """A finite number as a plain float, also a bool and a scalar of numpy or torch. None for anything else: an array,
     a text, None, NaN, what is too large for a float.
     """
-    value = scalar_of(value)
+    value = to_scalar(value)
     if not isinstance(value, numbers.Real):
         return None
     try:
@@ -129,7 +129,7 @@ def number_of(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def scalar_of(value: object) -> object:
+def to_scalar(value: object) -> object:
     """A scalar of numpy, torch or another array library as Python's own; any other value as it is."""
     if getattr(value, "ndim", None) != 0:  # the library need not be installed here
         return value
@@ -146,7 +146,7 @@ def plain_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def shortened(text: str, max_chars: int) -> str:
+def shorten(text: str, max_chars: int) -> str:
     """The text without its middle, if it is too long."""
     if len(text) <= max_chars:
         return text

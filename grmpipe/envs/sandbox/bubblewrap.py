@@ -24,7 +24,7 @@ def bubblewrap_missing() -> str | None:
         return "bubblewrap is not installed; type `apt-get install bubblewrap`, or your system's command"
     try:
         tried = subprocess.run(
-            [*wrapped(("/usr", "/bin", "/lib", "/lib64"), (), network=False), "true"],
+            [*make_command(("/usr", "/bin", "/lib", "/lib64"), (), network=False), "true"],
             capture_output=True,
             text=True,
             timeout=TRIED_S,
@@ -38,7 +38,7 @@ def bubblewrap_missing() -> str | None:
     )
 
 
-def wrapped(read: Iterable[str], write: Sequence[str], *, network: bool) -> list[str]:
+def make_command(read: Iterable[str], write: Sequence[str], *, network: bool) -> list[str]:
     """The beginning of a command line that starts a program in bubblewrap: it sees these files and folders only, and
     ends with the thread that started it. Paths that this user doesn't see are left out.
     """

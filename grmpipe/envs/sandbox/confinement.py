@@ -158,7 +158,7 @@ def map_own_ids(user: int, group: int) -> None:
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
 
 
-def map_ids_of(process: int, outside: int) -> None:
+def map_ids(process: int, outside: int) -> None:
     """Root maps one user of another process's namespace, and itself, so that what belongs to root can be read there.
 
     Raises OSError.
@@ -218,6 +218,6 @@ def set_limits(bounds: Bounds, *, is_counted: bool, shares_user: bool) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def mapped_bytes() -> int:
+def measure_address_space() -> int:
     """Address space that this process takes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()

@@ -20,7 +20,7 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.envs.sandbox import kernel, seccomp
 from grmpipe.envs.sandbox.confinement import Missing, Parts
 from grmpipe.envs.sandbox.env_worker import serve
-from grmpipe.envs.sandbox.fork_server import checked
+from grmpipe.envs.sandbox.fork_server import make_checked
 from grmpipe.envs.sandbox.messages import BlamedEnv, Confined, body_of_next, frame
 
 
@@ -59,7 +59,7 @@ async def main(missing: tuple[Missing, ...]) -> None:
     if body is None:
         return
     try:
-        make = checked(msgspec.msgpack.decode(body, type=EnvConfig))
+        make = make_checked(msgspec.msgpack.decode(body, type=EnvConfig))
     except ValueError as error:
         writer.write(frame(BlamedEnv(detail=str(error), cause="boot")))
         await writer.drain()

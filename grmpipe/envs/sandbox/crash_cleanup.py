@@ -42,7 +42,7 @@ class CleanupRecord(msgspec.Struct, frozen=True):
     started: str
 
 
-def noted(run_dir: Path, runtime: str = "") -> CleanupRecord:
+def record_host(run_dir: Path, runtime: str = "") -> CleanupRecord:
     """Make a folder for workers, and note it in the run's directory before anything else."""
     token = secrets.token_hex(8)
     folder = tempfile.mkdtemp(prefix=f"grmpipe-{token}-")
@@ -53,19 +53,19 @@ def noted(run_dir: Path, runtime: str = "") -> CleanupRecord:
         runtime=runtime,
         machine=socket.gethostname(),
         owner=os.getpid(),
-        started=start_of(os.getpid()),
+        started=read_start(os.getpid()),
     )
-    file = file_of(run_dir, record)
+    file = locate_record(run_dir, record)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(msgspec.json.encode(record))
     return record
 
 
-def file_of(run_dir: Path, record: CleanupRecord) -> Path:
+def locate_record(run_dir: Path, record: CleanupRecord) -> Path:
     return run_dir / FOLDER / f"{record.token}.json"
 
 
-def start_of(process: int) -> str:
+def read_start(process: int) -> str:
     """When a process started, in ticks since the machine's start: with the id, it names one process. Empty: it has
     ended.
     """
@@ -87,7 +87,7 @@ def sweep(run_dir: Path) -> int:
             record = msgspec.json.decode(file.read_bytes(), type=CleanupRecord)
         except (OSError, msgspec.DecodeError):  # half written: its folder is empty
             continue
-        if record.machine == socket.gethostname() and start_of(record.owner) != record.started:
+        if record.machine == socket.gethostname() and read_start(record.owner) != record.started:
             clear(run_dir, record)
             swept += 1
     return swept
@@ -95,16 +95,16 @@ def sweep(run_dir: Path) -> int:
 
 def clear(run_dir: Path, record: CleanupRecord) -> None:
     """End and delete all that a host has, and forget it."""
-    for process in processes_of(record.token):
+    for process in find_processes(record.token):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
     if record.runtime:
         remove_containers(record.runtime, record.token)
     remove_folder(Path(record.folder))
-    file_of(run_dir, record).unlink(missing_ok=True)
+    locate_record(run_dir, record).unlink(missing_ok=True)
 
 
-def processes_of(token: str) -> Iterator[int]:
+def find_processes(token: str) -> Iterator[int]:
     """Processes that a host started, by their environment."""
     marked = f"{MARK}={token}".encode()
     for folder in Path("/proc").iterdir():

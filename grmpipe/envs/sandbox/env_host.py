@@ -22,9 +22,9 @@ from grmpipe.envs.fault_owner import fault_rules
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.container_host import ContainerHost
-from grmpipe.envs.sandbox.crash_cleanup import clear, noted, sweep
+from grmpipe.envs.sandbox.crash_cleanup import clear, record_host, sweep
 from grmpipe.envs.sandbox.hosted_env import ENDING_S
-from grmpipe.envs.sandbox.isolation_report import answers, described, isolation_report, weaknesses
+from grmpipe.envs.sandbox.isolation_report import answers, describe_missing, isolation_report, weaknesses
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink
@@ -74,12 +74,14 @@ async def open_env_host(
         return
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
-    left = noted(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
+    left = record_host(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
     try:
         await host.start()
         lacks = weaknesses(await host.missing())
-        yield EnvHost(make=host.env, counts=host.counts, limits=longer(limits), events=events, lacks=described(lacks))
+        yield EnvHost(
+            make=host.env, counts=host.counts, limits=longer(limits), events=events, lacks=describe_missing(lacks)
+        )
     finally:
         await host.stop()
         await asyncio.to_thread(clear, run_dir, left)
@@ -119,4 +121,6 @@ def check_isolation(config: IsolationConfig) -> None:
     if sys.platform != "linux":
         raise ValueError(f"isolation.kind: {config.kind} needs Linux; type env.isolation.kind={INPROCESS}")
     if config.require and (lacks := weaknesses(isolation_report(config).missing)):
-        raise ValueError(f"isolation.require: this machine lacks: {described(lacks)}; set it to false to run without")
+        raise ValueError(
+            f"isolation.require: this machine lacks: {describe_missing(lacks)}; set it to false to run without"
+        )

@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from grmpipe.envs.env import Env, EnvFault, PolicyFault
-from grmpipe.envs.fault_owner import FaultRules, fault_of
+from grmpipe.envs.fault_owner import FaultRules, decide_fault
 from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Began,
@@ -21,10 +21,10 @@ from grmpipe.envs.sandbox.messages import (
     Open,
     Opened,
     Step,
-    blaming,
-    fitting,
+    fit_observation,
     frame,
     next_message,
+    report_fault,
     requests,
 )
 
@@ -72,13 +72,13 @@ async def answer(env: Env, request: Open | Step) -> bytes:
         if isinstance(request, Open):
             random.seed(request.episode.seed)
             return frame(Opened(await env.open(request.episode)))
-        return frame(Observed(fitting(await env.step(request.action))))
+        return frame(Observed(fit_observation(await env.step(request.action))))
     except asyncio.CancelledError:
         raise
     except (PolicyFault, EnvFault) as fault:
-        return frame(blaming(fault))
+        return frame(report_fault(fault))
     except BadFrame as error:
         return frame(BlamedEnv(detail=str(error), cause="protocol"))
     except BaseException as error:  # ours, at a limit: an environment's own are faults
         acted = isinstance(request, Step)
-        return frame(blaming(fault_of(error, "the worker", FaultRules(in_box=True), has_acted=acted)))
+        return frame(report_fault(decide_fault(error, "the worker", FaultRules(in_box=True), has_acted=acted)))

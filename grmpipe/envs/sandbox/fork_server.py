@@ -29,7 +29,7 @@ from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.fault_owner import fault_rules
 from grmpipe.envs.sandbox import kernel
-from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, mapped_bytes
+from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, measure_address_space
 from grmpipe.envs.sandbox.env_worker import serve
 from grmpipe.envs.sandbox.messages import Confined, frame
 from grmpipe.envs.sandbox.supervisor import map_users_when_asked, supervise
@@ -67,7 +67,7 @@ def main(control: socket.socket) -> None:
         setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=ForkServerSetup)
         if setup.in_own_root and os.geteuid() == 0:
             uncover_proc()
-        make = checked(setup.env)
+        make = make_checked(setup.env)
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
@@ -82,7 +82,7 @@ def uncover_proc() -> None:
         kernel.mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
-def checked(config: EnvConfig) -> Callable[[], Env]:
+def make_checked(config: EnvConfig) -> Callable[[], Env]:
     """Constructs environments behind their door, for workers. Raises ValueError."""
     make, rules = env_factory(config), fault_rules(config.policy_errors, in_box=True)
     return lambda: CheckedEnv(make, rules)
@@ -94,8 +94,8 @@ class ForkServer:
     def __init__(self, control: socket.socket, make: Callable[[], Env]) -> None:
         self._control = control
         self._make = make
-        self._mapped_bytes = mapped_bytes()
-        self._imported = imported_packages()
+        self._mapped_bytes = measure_address_space()
+        self._imported = list_imported_packages()
         gc.freeze()  # a collection in a worker would copy every page that it looks at
 
     def stay(self) -> None:
@@ -176,7 +176,7 @@ def is_connected(control: socket.socket) -> bool:
     return not poll.poll(0)
 
 
-def imported_packages() -> tuple[str, ...]:
+def list_imported_packages() -> tuple[str, ...]:
     """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
     editable installation. A worker may import the rest of them.
     """

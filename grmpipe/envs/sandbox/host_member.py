@@ -23,10 +23,10 @@ from grmpipe.envs.sandbox.messages import (
     Opened,
     Reply,
     Step,
-    blaming,
-    body_of,
-    decoded,
-    fitting,
+    decode_body,
+    encode_body,
+    fit_observation,
+    report_fault,
     requests,
 )
 from grmpipe.envs.tools.mcp_tools import check_servers
@@ -95,7 +95,7 @@ class HostMember:
     async def serve(self, number: int, request: bytes) -> HostAnswer:
         """Answer an Open, Step or Close of the environment with this number."""
         assert self._host is not None, "call start first"
-        asked = decoded(requests, request)
+        asked = decode_body(requests, request)
         if isinstance(asked, Open):
             self._envs[number] = OpenEnv(self._host.env())
         reply: Reply = Closed()
@@ -105,8 +105,8 @@ class HostMember:
             del self._envs[number]
             await close(one)
         else:
-            reply = await acted(one, asked)
-        return HostAnswer(reply=encoded(reply), counts=replace(self._host.counts))
+            reply = await act(one, asked)
+        return HostAnswer(reply=encode_reply(reply), counts=replace(self._host.counts))
 
     async def stop(self) -> OpenedEnvs:
         """End all environments, and what they live in."""
@@ -119,9 +119,9 @@ class HostMember:
         await self.stop()
 
 
-async def acted(one: OpenEnv, asked: Open | Step) -> Reply:
+async def act(one: OpenEnv, asked: Open | Step) -> Reply:
     """The environment's reply. It is cancelled by `close` alone: a caller that is gone closes it."""
-    one.acting = asyncio.create_task(reply_of(one.env, asked))
+    one.acting = asyncio.create_task(ask_env(one.env, asked))
     await asyncio.wait({one.acting})
     return BlamedEnv("it was closed meanwhile", "broken") if one.acting.cancelled() else one.acting.result()
 
@@ -133,17 +133,17 @@ async def close(one: OpenEnv) -> None:
     await one.env.close()
 
 
-async def reply_of(env: Env, asked: Open | Step) -> Reply:
+async def ask_env(env: Env, asked: Open | Step) -> Reply:
     try:
         if isinstance(asked, Open):
             return Opened(await env.open(asked.episode))
-        return Observed(fitting(await env.step(asked.action)))
+        return Observed(fit_observation(await env.step(asked.action)))
     except (PolicyFault, EnvFault) as fault:
-        return blaming(fault)
+        return report_fault(fault)
 
 
-def encoded(reply: Reply) -> bytes:
+def encode_reply(reply: Reply) -> bytes:
     try:
-        return body_of(reply)
+        return encode_body(reply)
     except BadFrame as error:
-        return body_of(BlamedEnv(str(error), "protocol"))
+        return encode_body(BlamedEnv(str(error), "protocol"))

@@ -121,14 +121,14 @@ class HostedEnv:
                 self._taken.add(self)
                 reply = await self._asked(Open(episode))
         except TimeoutError:
-            raise fault_of("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
+            raise make_fault("timeout", f"open did not return in {boot_s:g} s", await self.kill()) from None
         except BadFrame as error:
-            raise fault_of("protocol", str(error), await self.kill()) from None
+            raise make_fault("protocol", str(error), await self.kill()) from None
         except WorkerEnded:
-            raise fault_of("died", "its process ended in open", await self.kill(OWN_END_S)) from None
+            raise make_fault("died", "its process ended in open", await self.kill(OWN_END_S)) from None
         if isinstance(reply, Opened):
             return reply.opening
-        raise blamed(reply)
+        raise rebuild_fault(reply)
 
     async def step(self, action: Action) -> Observation:
         if self._worker is None:
@@ -140,16 +140,16 @@ class HostedEnv:
         except TimeoutError:
             ended = await self.kill()
             if self._began:
-                return stopped_at_limit(f"stopped after {step_s:g} s", ended)
-            raise fault_of("timeout", f"the step did not begin in {step_s:g} s", ended) from None
+                return make_limit_observation(f"stopped after {step_s:g} s", ended)
+            raise make_fault("timeout", f"the step did not begin in {step_s:g} s", ended) from None
         except BadFrame as error:
-            raise fault_of("protocol", str(error), await self.kill()) from None
+            raise make_fault("protocol", str(error), await self.kill()) from None
         except WorkerEnded:
             return self._ended_in_step(await self.kill(OWN_END_S))
         if isinstance(reply, BlamedPolicy) and reply.ends and reply.kind == LIMIT:
-            return stopped_at_limit(reply.text, await self.kill())
+            return make_limit_observation(reply.text, await self.kill())
         if not isinstance(reply, Observed):
-            raise blamed(reply)
+            raise rebuild_fault(reply)
         return reply.observation
 
     async def close(self) -> None:
@@ -228,8 +228,8 @@ class HostedEnv:
         if self._has_acted and ended is not None:
             stopped_by = signal.SIGTERM if ended.exit_code == STOPPED else ended.signal
             if how := policys_end(stopped_by, ended.limit):
-                return stopped_at_limit(f"stopped by {how}", ended)
-        raise fault_of("died", "its process ended in a step", ended)
+                return make_limit_observation(f"stopped by {how}", ended)
+        raise make_fault("died", "its process ended in a step", ended)
 
     async def _said_goodbye(self, worker: WorkerLink) -> bool:
         """Whether the environment has closed in time."""
@@ -288,7 +288,7 @@ async def end_within(worker: WorkerLink, limit_s: float) -> Ended | None:
         return None
 
 
-def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
+def make_fault(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
     """The environment's fault, with how its process ended, and the end of what it wrote."""
     how = ""
     if ended is not None:
@@ -299,7 +299,7 @@ def fault_of(cause: EnvCause, text: str, ended: Ended | None) -> EnvFault:
     return EnvFault(f"{text}{how}", cause)
 
 
-def blamed(reply: Reply) -> PolicyFault | EnvFault:
+def rebuild_fault(reply: Reply) -> PolicyFault | EnvFault:
     """The fault that a worker reports, to be raised again."""
     if isinstance(reply, BlamedPolicy):
         return PolicyFault(reply.text, reply.kind, ends=reply.ends)
@@ -310,7 +310,7 @@ def blamed(reply: Reply) -> PolicyFault | EnvFault:
     return EnvFault(f"the environment answered with {type(reply).__name__}", "protocol")
 
 
-def stopped_at_limit(text: str, ended: Ended | None) -> Observation:
+def make_limit_observation(text: str, ended: Ended | None) -> Observation:
     """The end of an episode by the policy's own program."""
     log.debug("an episode ended at a limit of its worker: %s; %s", text, ended)
     return Observation(done=True, faults=(LIMIT,))

@@ -18,7 +18,7 @@ from grmpipe.envs.env import EnvFault, Episode
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
 from grmpipe.envs.sandbox.confinement import Missing
-from grmpipe.envs.sandbox.crash_cleanup import clear, noted
+from grmpipe.envs.sandbox.crash_cleanup import clear, record_host
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.envs.sandbox.supervisor import MEMORY_S
 from grmpipe.types import Prompt
@@ -46,7 +46,7 @@ class IsolationReport:
     missing: tuple[Missing, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.level}, without: {described(self.missing)}" if self.missing else self.level
+        return f"{self.level}, without: {describe_missing(self.missing)}" if self.missing else self.level
 
 
 def weaknesses(missing: Sequence[Missing]) -> tuple[Missing, ...]:
@@ -54,7 +54,7 @@ def weaknesses(missing: Sequence[Missing]) -> tuple[Missing, ...]:
     return tuple(each for each in missing if each.part not in SPARE)
 
 
-def described(missing: Sequence[Missing]) -> str:
+def describe_missing(missing: Sequence[Missing]) -> str:
     return "; ".join(f"{each.part} ({each.reason})" for each in missing)
 
 
@@ -65,12 +65,12 @@ def isolation_report(config: IsolationConfig | None = None) -> IsolationReport:
     config = replace(config or IsolationConfig(), kind=PROCESS, image="", network=False)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return asyncio.run(tried(config, Path(folder)))
+            return asyncio.run(try_isolation(config, Path(folder)))
         except (EnvFault, ValueError, OSError) as error:
             return IsolationReport(level=INPROCESS, missing=(Missing(part=PROCESS, reason=str(error)),))
 
 
-async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
+async def try_isolation(isolation: IsolationConfig, folder: Path) -> IsolationReport:
     outside = folder / "outside"
     outside.mkdir()
     config = EnvConfig(
@@ -79,7 +79,7 @@ async def tried(isolation: IsolationConfig, folder: Path) -> IsolationReport:
         options={"outside": str(outside), "processes": isolation.max_processes},
         isolation=isolation,
     )
-    left = noted(folder)
+    left = record_host(folder)
     host = ProcessHost(config, left, LIMITS)
     try:
         await host.start()
@@ -102,10 +102,10 @@ def describe_isolation() -> str:
     report, outer = isolation_report(), bubblewrap_missing()
     memory = f"the memory of an episode is added up every {MEMORY_S:g} s"
     memory = memory if report.level == PROCESS else "memory is not bounded"
-    return f"{report}; {outer or 'in bubblewrap'}; {counting(report)}; {memory}; containers: {containers()}"
+    return f"{report}; {outer or 'in bubblewrap'}; {describe_count_bound(report)}; {memory}; containers: {containers()}"
 
 
-def counting(report: IsolationReport) -> str:
+def describe_count_bound(report: IsolationReport) -> str:
     """Which means bounds the number of processes."""
     parts = {each.part for each in report.missing}
     if report.level != PROCESS or "process count" in parts:

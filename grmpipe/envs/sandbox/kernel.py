@@ -26,7 +26,7 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 
 
-def checked(result: int) -> int:
+def check_result(result: int) -> int:
     """The result of a call, or its error."""
     if result < 0:
         code = ctypes.get_errno()
@@ -35,52 +35,52 @@ def checked(result: int) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    return checked(libc.syscall(ctypes.c_long(number), *arguments))
+    return check_result(libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def set_parent_death_signal(signal: int) -> None:
     """The signal that this process gets when the thread that forked it ends. A change of credentials clears it."""
-    checked(libc.prctl(_SET_PDEATHSIG, signal, 0, 0, 0))
+    check_result(libc.prctl(_SET_PDEATHSIG, signal, 0, 0, 0))
 
 
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent has ended."""
-    checked(libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0))
+    check_result(libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0))
 
 
 def set_no_new_privileges() -> None:
     """No program that is started from here gains rights by a set-uid bit."""
-    checked(libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check_result(libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def own_proc_files() -> None:
     """Own /proc/self again, which belongs to root after a change of credentials."""
-    checked(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))
+    check_result(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))
 
 
 def hide_from_others() -> None:
     """Other processes of this user reach neither memory nor descriptors of this one. A program that it starts is open
     again.
     """
-    checked(libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+    check_result(libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
 
 
 def unshare(flags: int) -> None:
-    checked(libc.unshare(flags))
+    check_result(libc.unshare(flags))
 
 
 def mount(source: str, folder: str, kind: str, flags: int, options: str = "") -> None:
-    checked(libc.mount(source.encode(), folder.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    check_result(libc.mount(source.encode(), folder.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
 def bind(source: str, target: str) -> None:
     """`target` becomes `source`, in this mount namespace."""
-    checked(libc.mount(source.encode(), target.encode(), None, ctypes.c_ulong(_BIND), None))
+    check_result(libc.mount(source.encode(), target.encode(), None, ctypes.c_ulong(_BIND), None))
 
 
 def make_mounts_private() -> None:
     """Changes of mounts stay in this mount namespace."""
-    checked(libc.mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None))
+    check_result(libc.mount(None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None))
 
 
 def make_mounts_read_only() -> None:
@@ -99,7 +99,7 @@ def bring_loopback_up() -> None:
 
 def become(user: int) -> None:
     """Change the user and its group, with no other groups. Capabilities survive until `keep_capabilities`."""
-    checked(libc.prctl(_SET_KEEPCAPS, 1, 0, 0, 0))
+    check_result(libc.prctl(_SET_KEEPCAPS, 1, 0, 0, 0))
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -110,7 +110,7 @@ def forbid_capabilities(*kept: int) -> None:
     for capability in range(64):
         if capability not in kept and libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             if not capability:
-                checked(-1)
+                check_result(-1)
             return  # beyond the last one that this kernel knows
 
 
@@ -118,6 +118,6 @@ def keep_capabilities(*kept: int) -> None:
     """Lose all capabilities but these, which programs started from here have too."""
     mask = sum(1 << capability for capability in kept)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    checked(libc.capset(struct.pack("II", _CAPABILITIES, 0), struct.pack("6I", low, low, low, high, high, high)))
+    check_result(libc.capset(struct.pack("II", _CAPABILITIES, 0), struct.pack("6I", low, low, low, high, high, high)))
     for capability in kept:
-        checked(libc.prctl(_CAP_AMBIENT, _AMBIENT_RAISE, capability, 0, 0))
+        check_result(libc.prctl(_CAP_AMBIENT, _AMBIENT_RAISE, capability, 0, 0))

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from grmpipe.config.keys.user_code import shortened
+from grmpipe.config.keys.user_code import shorten
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.types import EnvCause
@@ -73,7 +73,7 @@ class BlamedEnv(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-def blaming(fault: PolicyFault | EnvFault) -> BlamedPolicy | BlamedEnv:
+def report_fault(fault: PolicyFault | EnvFault) -> BlamedPolicy | BlamedEnv:
     """The report of a fault."""
     if isinstance(fault, PolicyFault):
         return BlamedPolicy(str(fault)[:MAX_DETAIL], fault.kind, fault.ends)
@@ -116,11 +116,11 @@ class BadFrame(Exception):
 
 def frame(message: Request | Report) -> bytes:
     """A message with its length. Raises BadFrame if it is too long, or holds what isn't plain data."""
-    body = body_of(message)
+    body = encode_body(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def body_of(message: Request | Report) -> bytes:
+def encode_body(message: Request | Report) -> bytes:
     """A message without its length. Raises BadFrame."""
     try:
         body = _encoder.encode(message)
@@ -147,17 +147,17 @@ async def body_of_next(reader: asyncio.StreamReader) -> bytes | None:
 async def next_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
     """The next message of `requests` or `reports`. None at the end. Raises BadFrame."""
     body = await body_of_next(reader)
-    return None if body is None else decoded(decoder, body)
+    return None if body is None else decode_body(decoder, body)
 
 
-def decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadFrame(str(error)) from None
 
 
-def fitting(observation: Observation) -> Observation:
+def fit_observation(observation: Observation) -> Observation:
     """The observation for a frame. Where it is too long, the middle is cut out of the messages that are longer than
     their share of MAX_TEXT.
     """
@@ -165,4 +165,4 @@ def fitting(observation: Observation) -> Observation:
     if sum(len(message.content) for message in messages) <= MAX_FRAME // 4:
         return observation
     share = MAX_TEXT // len(messages)
-    return replace(observation, messages=[replace(one, content=shortened(one.content, share)) for one in messages])
+    return replace(observation, messages=[replace(one, content=shorten(one.content, share)) for one in messages])

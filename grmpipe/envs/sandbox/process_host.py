@@ -18,10 +18,10 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
-from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, wrapped
+from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, make_command
 from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.sandbox.crash_cleanup import MARK, CleanupRecord, remove_folder
-from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, imported_packages
+from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, list_imported_packages
 from grmpipe.envs.sandbox.hosted_env import WorkerHost
 from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
@@ -145,8 +145,8 @@ class ProcessHost(WorkerHost):
         isolation = self._config.isolation
         if self.outer is not None:
             return []
-        read = (*readable(isolation.read), *imported_packages())
-        return wrapped(read, (str(self._folder),), network=isolation.network)
+        read = (*readable(isolation.read), *list_imported_packages())
+        return make_command(read, (str(self._folder),), network=isolation.network)
 
     async def stop(self) -> None:
         """End the workers that are still there, and the fork server."""
@@ -175,9 +175,9 @@ class ProcessHost(WorkerHost):
                 undo.callback(each.close)
             with env_there, supervisor_there:
                 await fork(
-                    control, bounds_of(self._config.isolation, folder, self._without), env_there, supervisor_there
+                    control, make_bounds(self._config.isolation, folder, self._without), env_there, supervisor_there
                 )
-            streams = await stream_of(env), await stream_of(supervisor)
+            streams = await open_stream(env), await open_stream(supervisor)
             undo.pop_all()
         return ProcessWorker(*streams, supervisor, folder)
 
@@ -209,11 +209,11 @@ async def fork(control: socket.socket, bounds: Bounds, *sockets: socket.socket) 
             raise EnvFault(f"the host of environments takes no more: {error}", "boot") from None
 
 
-async def stream_of(connected: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_stream(connected: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_unix_connection(sock=connected, limit=2**20)
 
 
-def bounds_of(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -> Bounds:
+def make_bounds(config: IsolationConfig, folder: Path, without: tuple[str, ...]) -> Bounds:
     """What a worker may do, with its own folder."""
     return Bounds(
         folder=str(folder),

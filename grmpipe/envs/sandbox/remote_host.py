@@ -14,7 +14,7 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.host_member import HostAnswer
-from grmpipe.envs.sandbox.hosted_env import blamed
+from grmpipe.envs.sandbox.hosted_env import rebuild_fault
 from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Close,
@@ -24,8 +24,8 @@ from grmpipe.envs.sandbox.messages import (
     Reply,
     Request,
     Step,
-    body_of,
-    decoded,
+    decode_body,
+    encode_body,
     reports,
 )
 from scheduler.processes.actors import ActorDied
@@ -92,9 +92,9 @@ class RemoteHost:
             raise EnvFault(self._words(process), "died")
         try:
             async with asyncio.timeout(limit_s) as limit:
-                answer = cast(HostAnswer, await self._serve(number, body_of(request)))
+                answer = cast(HostAnswer, await self._serve(number, encode_body(request)))
             self.count(process, answer.counts)
-            return cast(Reply, decoded(reports, answer.reply))
+            return cast(Reply, decode_body(reports, answer.reply))
         except BadFrame as error:
             raise EnvFault(str(error), "protocol") from None
         except ActorDied as death:
@@ -147,7 +147,7 @@ class RemoteEnv:
         reply = await self._host.ask(self._process, self._number, Open(episode), self._limits.boot_s)
         if isinstance(reply, Opened):
             return reply.opening
-        raise blamed(reply)
+        raise rebuild_fault(reply)
 
     async def step(self, action: Action) -> Observation:
         if self._process is None:
@@ -155,7 +155,7 @@ class RemoteEnv:
         reply = await self._host.ask(self._process, self._number, Step(action), self._limits.step_s)
         if isinstance(reply, Observed):
             return reply.observation
-        raise blamed(reply)
+        raise rebuild_fault(reply)
 
     async def close(self) -> None:
         try:

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from grmpipe.envs.sandbox.kernel import checked, libc
+from grmpipe.envs.sandbox.kernel import check_result, libc
 
 _SET_SECCOMP, _FILTER = 22, 2
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h
@@ -54,7 +54,7 @@ def restrict() -> None:
     program = b"".join(instructions(*MACHINES[platform.machine()]))
     code = ctypes.create_string_buffer(program, len(program))
     pointer = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
-    checked(libc.prctl(_SET_SECCOMP, _FILTER, pointer, 0, 0))
+    check_result(libc.prctl(_SET_SECCOMP, _FILTER, pointer, 0, 0))
 
 
 def instructions(column: int, architecture: int, socket_call: int, mmap_call: int) -> Iterator[bytes]:

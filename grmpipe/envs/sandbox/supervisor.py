@@ -25,7 +25,7 @@ from grmpipe.envs.sandbox.confinement import (
     Namespaces,
     confine,
     enter_namespaces,
-    map_ids_of,
+    map_ids,
 )
 from grmpipe.envs.sandbox.messages import Ended, frame
 from grmpipe.envs.sandbox.worker_processes import children, holds_more, own_bytes, sees_only_worker
@@ -92,7 +92,7 @@ def map_users_when_asked(supervisor: socket.socket, process: int) -> None:
     if not asked:
         return
     try:
-        map_ids_of(process, int.from_bytes(asked, "little"))
+        map_ids(process, int.from_bytes(asked, "little"))
         answer = MAPPED
     except OSError:
         answer = REFUSED

@@ -21,11 +21,11 @@ def holds_more(limit_bytes: int, imported_bytes: int) -> bool:
 
     imported_bytes: what the environment's code took of it before.
     """
-    worker = numbered(PROC) if sees_only_worker() else descendants(os.getpid())
+    worker = list_numbers(PROC) if sees_only_worker() else descendants(os.getpid())
     held = {process: own_bytes(process) for process in worker}
     if sum(held.values()) <= limit_bytes:
         return False  # what they share takes longer to find out
-    return sum(part_of(process, most, imported_bytes) for process, most in held.items()) > limit_bytes
+    return sum(measure_process(process, most, imported_bytes) for process, most in held.items()) > limit_bytes
 
 
 def sees_only_worker() -> bool:
@@ -35,10 +35,10 @@ def sees_only_worker() -> bool:
     return not (PROC / "self").exists()
 
 
-def part_of(process: int, held_bytes: int, imported_bytes: int) -> int:
+def measure_process(process: int, held_bytes: int, imported_bytes: int) -> int:
     """What a process holds, with its part of what it shares."""
     try:
-        fields = fields_of(PROC / str(process) / "smaps_rollup")
+        fields = read_sizes(PROC / str(process) / "smaps_rollup")
     except OSError:
         return max(0, held_bytes - imported_bytes)
     return min(held_bytes, fields.get("Pss_Anon", held_bytes) + fields.get("SwapPss", 0))
@@ -47,19 +47,19 @@ def part_of(process: int, held_bytes: int, imported_bytes: int) -> int:
 def own_bytes(process: int) -> int:
     """Memory that a process holds, shared or not, without pages of files. 0: it has ended."""
     try:
-        fields = fields_of(PROC / str(process) / "status")
+        fields = read_sizes(PROC / str(process) / "status")
     except OSError:
         return 0
     return fields.get("RssAnon", fields.get("VmRSS", 0)) + fields.get("VmSwap", 0)
 
 
-def fields_of(file: Path) -> dict[str, int]:
+def read_sizes(file: Path) -> dict[str, int]:
     """The sizes of a file of /proc by their names, in bytes. Raises OSError."""
     with file.open("rb", buffering=0) as opened:
         return {name.decode(): int(size) * KILOBYTE for name, size in SIZE.findall(opened.read())}
 
 
-def numbered(folder: Path) -> list[int]:
+def list_numbers(folder: Path) -> list[int]:
     try:
         return [int(each.name) for each in folder.iterdir() if each.name.isdigit()]
     except OSError:
@@ -78,15 +78,15 @@ def children(process: int) -> list[int]:
     """Processes whose parent is this one."""
     folder = PROC / str(process) / "task"
     try:
-        listed = [(folder / str(thread) / "children").read_text(encoding="ascii") for thread in numbered(folder)]
+        listed = [(folder / str(thread) / "children").read_text(encoding="ascii") for thread in list_numbers(folder)]
     except FileNotFoundError:  # a kernel without this file, or the process has ended
-        return [each for each in numbered(PROC) if parent_of(PROC / str(each)) == process]
+        return [each for each in list_numbers(PROC) if find_parent(PROC / str(each)) == process]
     except OSError:
         return []
     return [int(child) for child in " ".join(listed).split()]
 
 
-def parent_of(process: Path) -> int:
+def find_parent(process: Path) -> int:
     try:
         stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:  # it has ended

@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 import msgspec
 
-from grmpipe.config.keys.user_code import BadValueError, scalar_of, shown
+from grmpipe.config.keys.user_code import BadValueError, format_value, to_scalar
 from grmpipe.envs.env import EnvFault, PolicyFault
 from models.import_path import import_module
 from models.types import ToolCall, ToolSpec
@@ -42,9 +42,9 @@ class FunctionTool:
             raise PolicyFault(f"wrong arguments of {self.spec.name}: {error}", "arguments") from error
         given = {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
         if inspect.iscoroutinefunction(self.function):
-            return text_of(await self.function(**given))
+            return to_text(await self.function(**given))
         try:
-            return text_of(await in_own_thread(self.function, **given))
+            return to_text(await in_own_thread(self.function, **given))
         except TooManyStuck as error:
             raise EnvFault(
                 f"{error}: give what it waits for a time limit, make it async, or type env.isolation.kind=process, "
@@ -53,26 +53,26 @@ class FunctionTool:
             ) from error
 
 
-def text_of(result: object) -> str:
+def to_text(result: object) -> str:
     """A text as it is, anything else as JSON, also with scalars of numpy and torch. Raises BadValueError."""
     if isinstance(result, str):
         return result
     try:
-        return msgspec.json.encode(scalar_of(result), enc_hook=plain_scalar).decode()
+        return msgspec.json.encode(to_scalar(result), enc_hook=plain_scalar).decode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadValueError(
-            f"returned {shown(result)}, which is no JSON ({error}): return a text, numbers, lists and dicts"
+            f"returned {format_value(result)}, which is no JSON ({error}): return a text, numbers, lists and dicts"
         ) from error
 
 
 def plain_scalar(value: object) -> object:
-    if (plain := scalar_of(value)) is value:
+    if (plain := to_scalar(value)) is value:
         raise TypeError(f"it holds a {type(value).__name__}")
     return plain
 
 
 @functools.cache
-def tools_of(path: str) -> tuple[FunctionTool, ...]:
+def load_tools(path: str) -> tuple[FunctionTool, ...]:
     """The public functions of the module at a dotted path: those in its `__all__`, else those that it defines itself.
 
     Raises ValueError that begins with the key.
@@ -83,7 +83,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
         raise ValueError(
             f"functions: the module {path} has no public function; define one, such as `def add(a: int, b: int) -> int`"
         )
-    return tuple(tool_of(function) for function in functions)
+    return tuple(make_tool(function) for function in functions)
 
 
 def public_functions(module: ModuleType) -> list[Callable[..., object]]:
@@ -97,7 +97,7 @@ def public_functions(module: ModuleType) -> list[Callable[..., object]]:
     ]
 
 
-def tool_of(function: Callable[..., object]) -> FunctionTool:
+def make_tool(function: Callable[..., object]) -> FunctionTool:
     """A typed function as a tool. Raises ValueError if its arguments have no types, or can't be given by name."""
     name, where = function.__name__, f"functions: {function.__module__}.{function.__name__}"
     hints = get_type_hints(function)
@@ -114,9 +114,9 @@ def tool_of(function: Callable[..., object]) -> FunctionTool:
         typed = (parameter.name, hints[parameter.name])
         fields.append(typed if parameter.default is parameter.empty else (*typed, parameter.default))
     arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
-    description, of_arguments = described(inspect.getdoc(function) or "")
+    description, of_arguments = parse_docstring(inspect.getdoc(function) or "")
     try:
-        parameters = schema_of(arguments, of_arguments)
+        parameters = make_schema(arguments, of_arguments)
     except TypeError as error:
         raise ValueError(f"{where}: a type that JSON doesn't know: {error}") from error
     return FunctionTool(
@@ -124,7 +124,7 @@ def tool_of(function: Callable[..., object]) -> FunctionTool:
     )
 
 
-def schema_of(arguments: type[msgspec.Struct], descriptions: dict[str, str]) -> dict[str, object]:
+def make_schema(arguments: type[msgspec.Struct], descriptions: dict[str, str]) -> dict[str, object]:
     """The JSON Schema of an object with these arguments."""
     _, components = msgspec.json.schema_components([arguments])
     own = dict(components.pop(arguments.__name__))
@@ -136,7 +136,7 @@ def schema_of(arguments: type[msgspec.Struct], descriptions: dict[str, str]) -> 
     return parameters | ({"$defs": components} if components else {})
 
 
-def described(docstring: str) -> tuple[str, dict[str, str]]:
+def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """The first paragraph of a docstring, and what its section of arguments says of each ("Args:", Google's style)."""
     lines = docstring.splitlines()
     begin = next((i for i, line in enumerate(lines) if ARGUMENTS_SECTION.match(line)), len(lines))

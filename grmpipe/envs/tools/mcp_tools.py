@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from grmpipe.config.env import EnvConfig, McpServerConfig
 from grmpipe.config.keys.redact import mask
 from grmpipe.envs.env import EnvFault, PolicyFault
-from grmpipe.envs.process_group import supervised
-from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.envs.process_group import wrap_command
+from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.types import EnvCause
 from models.types import ToolCall, ToolSpec
 
@@ -50,9 +50,9 @@ async def check_servers(config: EnvConfig) -> None:
     """Start each server once. Raises ValueError that begins with the key, for one that doesn't start within boot_s, and
     for a tool with the name of another one.
     """
-    owners = {tool.spec.name: "functions" for tool in (tools_of(config.functions) if config.functions else ())}
+    owners = {tool.spec.name: "functions" for tool in (load_tools(config.functions) if config.functions else ())}
     servers = McpServers(config.mcp_servers)
-    asking = (listed_in(servers, name, config.boot_s) for name in config.mcp)
+    asking = (list_tools(servers, name, config.boot_s) for name in config.mcp)
     found = await asyncio.gather(*asking, return_exceptions=True)  # the others end too, before one is raised
     await servers.close()
     for name, tools in zip(config.mcp, found, strict=True):
@@ -65,11 +65,11 @@ async def check_servers(config: EnvConfig) -> None:
                 )
 
 
-async def listed_in(servers: McpServers, name: str, limit_s: float) -> list[str]:
+async def list_tools(servers: McpServers, name: str, limit_s: float) -> list[str]:
     """The names of a server's tools. Raises ValueError."""
     try:
         async with asyncio.timeout(limit_s):
-            return await servers.names_of(name)
+            return await servers.list_names(name)
     except EnvFault as fault:
         raise ValueError(f"mcp.{name}: {fault}") from fault
     except TimeoutError:
@@ -123,7 +123,7 @@ class McpServers:
             raise
         return OpenServers(tools=tuple(tools), own=tuple(own))
 
-    async def names_of(self, name: str) -> list[str]:
+    async def list_names(self, name: str) -> list[str]:
         """The tools of one server, which is started for that. Raises EnvFault."""
         connection = await self._connection(name)
         try:
@@ -161,7 +161,7 @@ class McpServers:
 
     async def _tools_of(self, name: str, connection: Connection) -> list[McpTool]:
         if name not in self._specs:
-            self._specs[name] = allowed(await connection.listed(), self._configs[name].tools)
+            self._specs[name] = select_allowed(await connection.listed(), self._configs[name].tools)
         return [McpTool(spec=spec, connection=connection) for spec in self._specs[name]]
 
 
@@ -206,7 +206,7 @@ class Connection:
         except Exception as error:
             said = connection.said()
             await connection.close()
-            text = f"the MCP server {name} ({config}) doesn't start: {connection.cause_of(error)}"
+            text = f"the MCP server {name} ({config}) doesn't start: {connection.explain_error(error)}"
             if config.url and not config.shared:
                 text += "; one that keeps no sessions needs shared: true"
             raise EnvFault(f"{text}; {said}" if said else text, "boot") from error
@@ -221,8 +221,8 @@ class Connection:
         self._errors.seek(0)
         return mask(self._errors.read(), self._config.secrets)[-SHOWN_ERROR_CHARS:].strip()
 
-    def cause_of(self, error: BaseException) -> str:
-        return mask(cause_of(error), self._config.secrets)
+    def explain_error(self, error: BaseException) -> str:
+        return mask(find_first_error(error), self._config.secrets)
 
     async def listed(self) -> tuple[ToolSpec, ...]:
         """All tools of the server."""
@@ -238,7 +238,7 @@ class Connection:
 
     async def called(self, call: ToolCall) -> str:
         result = await self._asked(self._ready.result().call_tool(call.name, dict(call.arguments)))
-        text = text_of(result)
+        text = to_text(result)
         if result.is_error:
             raise PolicyFault(text)
         return text
@@ -257,7 +257,9 @@ class Connection:
     async def _run(self) -> None:
         try:
             async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(client_of(self._config, self._http, self._errors, self._read))
+                client = await stack.enter_async_context(
+                    make_client(self._config, self._http, self._errors, self._read)
+                )
                 self._ready.set_result(client)
                 await self._end.wait()
         except Exception as error:  # the library's transports raise what their own libraries do
@@ -265,7 +267,7 @@ class Connection:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
-                log.info("the connection to the MCP server %s ended: %s", self._name, self.cause_of(error))
+                log.info("the connection to the MCP server %s ended: %s", self._name, self.explain_error(error))
 
     async def _read(self, message: object) -> None:
         """Notes an error of the transport: the library hands over what it couldn't read among the messages."""
@@ -287,10 +289,10 @@ class Connection:
                 raise PolicyFault(mask(str(error), self._config.secrets), "arguments") from error
             if await self._still_answers():
                 raise PolicyFault(mask(str(error), self._config.secrets)) from error
-            raise EnvFault(f"the MCP server {self._name} failed: {self.cause_of(error)}", "died") from error
+            raise EnvFault(f"the MCP server {self._name} failed: {self.explain_error(error)}", "died") from error
         except Exception as error:
             cause: EnvCause = "protocol" if await self._still_answers() else "unreachable"
-            raise EnvFault(f"the MCP server {self._name}: {self.cause_of(error)}", cause) from error
+            raise EnvFault(f"the MCP server {self._name}: {self.explain_error(error)}", cause) from error
         finally:
             request.cancel()
         raise EnvFault(f"the connection to the MCP server {self._name} ended", "died")
@@ -307,7 +309,7 @@ class Connection:
         return answers
 
 
-def client_of(
+def make_client(
     config: McpServerConfig,
     http: AsyncClient | None,
     errors: TextIO,
@@ -324,7 +326,7 @@ def client_of(
         mode = "auto" if config.shared else "legacy"
         transport = streamable_http_client(config.url, http_client=http)
         return Client(transport, mode=mode, cache=None, message_handler=on_message)
-    program, *arguments = supervised(config.command)
+    program, *arguments = wrap_command(config.command)
     parameters = StdioServerParameters(command=program, args=arguments, env=dict(config.env))
     return Client(stdio_client(parameters, errlog=errors), cache=None, message_handler=on_message)
 
@@ -337,7 +339,7 @@ def http_client(config: McpServerConfig) -> AsyncClient:
     return httpx2.AsyncClient(headers=dict(config.headers), timeout=timeout, limits=every_session)
 
 
-def allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, ...]:
+def select_allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, ...]:
     """The tools of these names; all if there are no names. Raises EnvFault (boot) for a name without a tool."""
     there = {spec.name: spec for spec in specs}
     if unknown := [name for name in names if name not in there]:
@@ -345,7 +347,7 @@ def allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, 
     return tuple(there[name] for name in names or there)
 
 
-def text_of(result: CallToolResult) -> str:
+def to_text(result: CallToolResult) -> str:
     """The result's texts. What isn't text is only named."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
 
@@ -355,12 +357,12 @@ def unread(error: Exception) -> str:
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
-        return cause_of(error)
+        return find_first_error(error)
     inputs = (found if isinstance(found := one["input"], str) else json.dumps(found) for one in error.errors())
     return max(inputs, key=len)
 
 
-def cause_of(error: BaseException) -> str:
+def find_first_error(error: BaseException) -> str:
     """The first error of a group of them, as task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

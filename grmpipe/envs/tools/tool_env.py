@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from grmpipe.config.env import ToolCallLimits
-from grmpipe.config.keys.user_code import called, described
+from grmpipe.config.keys.user_code import call_guarded, describe_code
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import FunctionTool, tools_of
+from grmpipe.envs.tools.function_tools import FunctionTool, load_tools
 from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers
 from models.types import Message, ToolCall, ToolSpec
 from scheduler.event_loop import TimeIsUp, within
@@ -37,7 +37,7 @@ class ToolEnv:
     def __init__(
         self, functions: str = "", servers: McpServers | None = None, limits: ToolCallLimits | None = None
     ) -> None:
-        self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (tools_of(functions) if functions else ())}
+        self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (load_tools(functions) if functions else ())}
         self._servers = servers
         self._limits = limits or ToolCallLimits()
         self._opened: OpenServers | None = None
@@ -102,10 +102,10 @@ class ToolEnv:
         tool = self._tools.get(call.name)
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
-        with called(f"the tool {owner_of(tool)}", (PolicyFault, EnvFault)):
+        with call_guarded(f"the tool {describe_owner(tool)}", (PolicyFault, EnvFault)):
             return await tool.call(call)
 
 
-def owner_of(tool: Tool) -> str:
+def describe_owner(tool: Tool) -> str:
     """The function of a tool, or the name of one on a server."""
-    return described(tool.function) if isinstance(tool, FunctionTool) else tool.spec.name
+    return describe_code(tool.function) if isinstance(tool, FunctionTool) else tool.spec.name

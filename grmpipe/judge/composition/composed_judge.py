@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import main_of
+from grmpipe.config.judging import find_main
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.combine import share_of_passes
@@ -54,7 +54,7 @@ def compose_judge(
         root=root,
         judges=used,
         comparing=frozenset(name for name, judge in used.items() if compares(judge, configs[name])),
-        scale=configs[main_of(used)].scale,
+        scale=configs[find_main(used)].scale,
         waits=tree.waits_for_siblings(),
         skill=skill or MeasuredSkill(),
     )

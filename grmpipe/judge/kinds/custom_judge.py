@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.judge.checked_judge import CheckedJudge, CheckedRolloutJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, RolloutJudge
 from grmpipe.types import Judge
@@ -17,7 +17,7 @@ def load_custom_judge(config: JudgeConfig) -> Judge:
 
     Raises ValueError if the class can't be imported, can't be constructed, or is neither.
     """
-    made = found_at(config.custom.target, "custom.target")
+    made = find_at(config.custom.target, "custom.target")
     if not inspect.isclass(made):
         raise ValueError(f"custom.target: {config.custom.target} is not a class")
     try:

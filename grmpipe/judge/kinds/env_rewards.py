@@ -20,7 +20,7 @@ class EnvRewardJudge:
         self._config = config
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-        found = [self._config.sum_of(turn.rewards) for turn in rollout.turns]
+        found = [self._config.sum_rewards(turn.rewards) for turn in rollout.turns]
         given = {turn: reward for turn, reward in enumerate(found) if reward is not None}
         if not given and self._config.missing is not None:
             given = {len(rollout.turns) - 1: self._config.missing}

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.keys.user_code import UserCodeError, called
+from grmpipe.config.keys.user_code import UserCodeError, call_guarded
 from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
 from grmpipe.judge.pointwise_adapter import HandOver
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
@@ -59,7 +59,7 @@ class FunctionJudge:
     async def _call(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[GivenReward]:
         one = self.function
         async with asyncio.timeout(self._timeout_s):
-            with called(one.owner, (TooManyStuck,)):
+            with call_guarded(one.owner, (TooManyStuck,)):
                 arguments = one.arguments(prompt, rollouts)
                 if one.is_async:
                     given = await cast(Awaitable[object], one.function(**arguments))

@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.config.keys.dotted_path import found_at
-from grmpipe.config.keys.user_code import BadValueError, described, number_of, shown
+from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.config.keys.user_code import BadValueError, describe_code, format_value, to_number
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 
@@ -96,7 +96,7 @@ class RewardFunction:
         if (as_list := getattr(given, "tolist", None)) is not None:  # an array of numpy or torch
             given = as_list()
         if not isinstance(given, list | tuple) or len(given) != count:
-            what = f"{len(given)} values" if isinstance(given, list | tuple) else shown(given)
+            what = f"{len(given)} values" if isinstance(given, list | tuple) else format_value(given)
             raise BadValueError(f"returned {what} for {count} responses; return a list with one value for each")
         return [scored(one) for one in given]
 
@@ -116,17 +116,18 @@ OWN_FIELDS = ("prompt_id", "source", "reference", "info")
 
 def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> RewardFunction:
     """What a dotted path names. key: of it in the configuration. Raises ValueError that begins with `function`."""
-    function = found_at(path, "function")
+    function = find_at(path, "function")
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"function: {path} is no function; {WRITE}")
-    owner = f"{key}: {described(function)}"
+    owner = f"{key}: {describe_code(function)}"
     parameters = inspect.signature(function).parameters
     by_name = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     names = tuple(one.name for one in by_name)
     recognised = [name for name in CONVENTIONS if name in names]
     if len(recognised) != 1 or any(one.kind is one.POSITIONAL_ONLY for one in parameters.values()):
         raise ValueError(
-            f"function: {described(function)} takes {', '.join(parameters) or 'nothing'}: one parameter must be the "
+            f"function: {describe_code(function)} takes {', '.join(parameters) or 'nothing'}: one parameter must "
+            f"be the "
             f"response, by one of the names {', '.join(CONVENTIONS)}, and each must have a name to give it by; {WRITE}"
         )
     return RewardFunction(
@@ -148,15 +149,15 @@ def scored(given: object) -> GivenReward:
         return GivenReward(reward=reward_in(given))
     key = next((key for key in REWARD_KEYS if key in given), None)
     if key is None:
-        raise BadValueError(f"returned {shown(given)}, a dict without {' or '.join(REWARD_KEYS)}; {RETURN}")
-    numbers = {str(name): number_of(value) for name, value in given.items() if name != key}
+        raise BadValueError(f"returned {format_value(given)}, a dict without {' or '.join(REWARD_KEYS)}; {RETURN}")
+    numbers = {str(name): to_number(value) for name, value in given.items() if name != key}
     metrics = {name: number for name, number in numbers.items() if number is not None}
     return GivenReward(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics)
 
 
 def reward_in(value: object) -> float:
-    if (number := number_of(value)) is None:
-        raise BadValueError(f"returned {shown(value)}; {RETURN}")
+    if (number := to_number(value)) is None:
+        raise BadValueError(f"returned {format_value(value)}; {RETURN}")
     return number
 
 

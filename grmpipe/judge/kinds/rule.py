@@ -10,7 +10,7 @@ from typing import cast
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import RULES
 from grmpipe.config.keys.entry_names import JUDGE
-from grmpipe.config.keys.user_code import UserCodeError, called, described, number_of, shown
+from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_code, format_value, to_number
 from grmpipe.judge.kinds.answer import answer_of, reference_answer
 from grmpipe.judge.kinds.math_rule import means_the_same as means_the_same
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
@@ -52,17 +52,19 @@ def rule_named(name: str, key: str = JUDGE) -> Rule:
     key: the configuration's section of the judge.
     """
     rule = cast(Callable[[str, str], object], RULES.found(name))
-    owner = f"{key}.rule: {described(rule)}"
+    owner = f"{key}.rule: {describe_code(rule)}"
 
     def graded(text: str, reference: str) -> float:
         try:
-            with called(owner, (ValueError,)):
+            with call_guarded(owner, (ValueError,)):
                 given = rule(text, reference)
         except UserCodeError as error:
             raise RuleBrokenError(str(error)) from error.__cause__
-        grade = number_of(given)
+        grade = to_number(given)
         if grade is None or not 0 <= grade <= 1:
-            raise RuleBrokenError(f"{owner} returned {shown(given)}; return True or False, or a number from 0 to 1")
+            raise RuleBrokenError(
+                f"{owner} returned {format_value(given)}; return True or False, or a number from 0 to 1"
+            )
         return grade
 
     return graded

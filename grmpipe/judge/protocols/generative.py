@@ -9,7 +9,7 @@ from typing import cast
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.keys.dotted_path import found_at
+from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
@@ -42,7 +42,7 @@ class GenerativeJudge:
         if config.vote in VOTES_WITH_META_RM and meta_rm is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
         ahead = config.principles.kind == "shared"
-        self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
+        self._open = cast(Open, find_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
             client=GrmClient(grm, config, seed),
             config=config,

@@ -77,4 +77,4 @@ class ListwiseSession(GroupSession):
         scores = [judgement.scores[judgement.siblings.index(sibling)] for judgement in judgements]
         verdict = voted(COMPONENT, self._rollouts[sibling], scores, vote, self._context.scale)
         abstained = self._context.abstention(verdict.score_std)
-        return abstained or replace(verdict, score=self._context.config.shown_score(verdict.score))
+        return abstained or replace(verdict, score=self._context.config.to_shown_score(verdict.score))

@@ -147,7 +147,7 @@ class PointwiseSession(GroupSession):
         values = shares if len(parts.places) == len(shares) else [reward]
         return Verdict(
             rewards=tuple(replace(place, value=value) for place, value in zip(parts.places, values, strict=True)),
-            score=self._context.config.shown_score(parts.score_of(votes)),
+            score=self._context.config.to_shown_score(parts.score_of(votes)),
             breakdown={COMPONENT: reward},
             score_std=spread,
             num_judgements=len(chosen),

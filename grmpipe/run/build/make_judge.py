@@ -47,7 +47,7 @@ def make_watchers(parts: JudgeParts) -> dict[str, Judge]:
     """The judges and compositions that only watch, by name."""
     config, found = parts.prepared.config, dict[str, Judge]()
     for name in config.watchers:
-        judges = make_judges(parts, {one: config.judges[one] for one in config.rewards.judges_of(name)})
+        judges = make_judges(parts, {one: config.judges[one] for one in config.rewards.list_judges(name)})
         found[name] = (
             composed(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
         )

@@ -98,8 +98,8 @@ def make_watchers(prepared: Prepared, running: RunComponents) -> list[Watcher]:
     """The judges that only watch."""
     config, judges = prepared.config, running.watchers_for(prepared)
     group_size, num_queued = config.train.group_size, STEPS_WAITING * config.train.groups_per_batch
-    judges_of, limits = config.rewards.judges_of, {name: judge.limits for name, judge in config.judges.items()}
-    concurrency = {name: sum(limits[one].max_concurrency for one in judges_of(name)) for name in judges}
+    list_judges, limits = config.rewards.list_judges, {name: judge.limits for name, judge in config.judges.items()}
+    concurrency = {name: sum(limits[one].max_concurrency for one in list_judges(name)) for name in judges}
     return [
         Watcher(
             name=name,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from dataclasses import dataclass
 
-from grmpipe.config.roles import option_key_of
+from grmpipe.config.roles import make_option_key
 from grmpipe.judge.kinds.scalar import ScalarModel
 from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.meta_rm import MetaRm
@@ -121,7 +121,7 @@ def connect_scorer(one: FoundScalarModel, prepared: Prepared, requests: LogOf) -
     model = prepared.config.models[name]
     use = EndpointUse(
         model_key=model.key,
-        option_key=option_key_of(model, one.engine),
+        option_key=make_option_key(model, one.engine),
         limits=limits,
         requests=requests(name),
     )

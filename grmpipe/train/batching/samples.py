@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from grmpipe.algorithm.advantages import estimate
-from grmpipe.algorithm.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
+from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, place_rewards, shape_rewards
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
@@ -55,9 +55,11 @@ def earned(
     """The inputs of advantages and value targets: rewards minus penalties, and the critic's values."""
     key, by_token = rollout_key(rollout), algorithm.estimator_kind.by_token
     kl_N = None if kl is None else kl[key]
-    rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
+    rewards = shape_rewards(
+        place_rewards(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N
+    )
     if by_token and kl_N is not None:
-        rewards = charged_by_token(rewards, algorithm.kl_coefficient * kl_N)
+        rewards = charge_by_token(rewards, algorithm.kl_coefficient * kl_N)
     return rewards if values is None else replace(rewards, expected_N=values[key])
 
 

@@ -9,7 +9,7 @@ import asyncio
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import targets_of
+from grmpipe.algorithm.advantages import find_targets
 from grmpipe.algorithm.rewards import Values
 from grmpipe.algorithm.value_loss import value_quality
 from grmpipe.config.critic import CriticConfig, critic_train
@@ -98,7 +98,7 @@ class Critic:
         await self.ranks.discard()
 
     def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
-        samples, found = [], targets_of(self._algorithm.estimator)
+        samples, found = [], find_targets(self._algorithm.estimator)
         for rollout, verdict in judged_siblings(group):
             rewards = earned(rollout, verdict, self._algorithm, self._max_new_tokens, kl, values)
             _, returns_N = found(rewards, self._algorithm)

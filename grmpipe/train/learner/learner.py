@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
+from grmpipe.algorithm.objective import TokenLogprobs, find_parts, sum_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.device_batch import DeviceBatch
@@ -104,7 +104,7 @@ class Learner(TrainingRank):
                 reference_T=None if reference_T is None else reference_T[batch.places_E],
                 ages_T=ages_E,
             )
-            loss = summed_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
+            loss = sum_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
         if self._experts.replays:
             share = self._experts.rerouted(replay, batch.places_E, batch.loss_mask_E, len(batch.token_ids_T))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.models import find_model
@@ -67,7 +67,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def config(engine: str, **policy: object) -> RunConfig:
-    return config_of({"placement": PLACEMENT, "policy": {"engine": engine, **policy}})
+    return build_config({"placement": PLACEMENT, "policy": {"engine": engine, **policy}})
 
 
 def test_an_engine_of_a_users_own_serves_a_role_and_takes_its_weights(mine: str) -> None:

@@ -147,5 +147,5 @@ def test_how_often_a_group_of_8_is_asked_about_depends_on_the_protocol(settings:
 
 
 def test_a_score_is_shown_as_its_vote_gives_it() -> None:
-    assert JudgeConfig(num_judgements=4, vote="sum").shown_score(8) == 32
-    assert JudgeConfig(num_judgements=4, vote="median").shown_score(8) == 8
+    assert JudgeConfig(num_judgements=4, vote="sum").to_shown_score(8) == 32
+    assert JudgeConfig(num_judgements=4, vote="median").to_shown_score(8) == 8

@@ -11,8 +11,8 @@ from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
 from grmpipe.config.io.key_errors import explain
-from grmpipe.config.io.resume_rules import changed_keys, changes_on_resume, free_on_resume
-from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
+from grmpipe.config.io.resume_rules import changes_on_resume, find_changed_keys, free_on_resume
+from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.keys.entry_names import check_names
 from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -62,7 +62,7 @@ def test_a_second_judge_and_its_model_come_from_the_same_groups() -> None:
     assert list(config.judging.judges) == ["judge", "second"]
     assert config.served == ("policy", "grm", "weak")
     assert config.models["weak"].path == "tiny://weak_grm"
-    assert list(config.judging.asking("weak")) == ["second"]
+    assert list(config.judging.select_asking("weak")) == ["second"]
 
 
 def test_a_model_that_judges_may_be_called_teacher() -> None:
@@ -91,7 +91,7 @@ def test_a_place_can_be_that_of_another_role_by_interpolation() -> None:
 def test_two_judges_on_one_model_share_its_engines() -> None:
     config = built("+judge@judges.second=generative", "judges.second.temperature=0.5", *MIXED)
     assert config.served == ("policy", "grm")
-    assert list(config.judging.asking("grm")) == ["judge", "second"]
+    assert list(config.judging.select_asking("grm")) == ["judge", "second"]
 
 
 def test_a_reward_by_another_judge_leaves_the_first_model_without_a_place() -> None:
@@ -149,7 +149,7 @@ def test_a_pool_that_does_not_exist_is_named_by_the_role() -> None:
 
 
 def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
-    config = config_of(
+    config = build_config(
         {
             "models": {"weak": {"path": "tiny://weak_grm"}},
             "judges": {"second": {"model": "weak"}},
@@ -173,7 +173,7 @@ def test_resume_may_change_the_same_keys_of_every_judge_and_model() -> None:
     assert free_on_resume("models.weak.train.lr") and not free_on_resume("models.weak.train.group_size")
     assert not free_on_resume("reward.mix.judge") and not free_on_resume("rewards.style.members")
     old, new = built(*TWO_MODELS, *MIXED), built(*TWO_MODELS, *MIXED, "judges.second.limits.timeout_s=100")
-    assert changed_keys(old, new) == []
+    assert find_changed_keys(old, new) == []
     assert [change.key for change in changes_on_resume(old, new)] == ["judges.second.limits.timeout_s"]
 
 

@@ -302,7 +302,7 @@ def test_a_composition_that_the_reward_does_not_use_is_refused() -> None:
 
 def shares(reward: dict[str, Any], sources: dict[str, float] | None = None, **rewards: dict[str, Any]) -> dict:
     made = {name: RewardConfig(**values) for name, values in rewards.items()}
-    return RewardTree.of(RewardConfig(**reward), made).asked_shares(sources or {"": 1.0})
+    return RewardTree.of(RewardConfig(**reward), made).compute_asked_shares(sources or {"": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
-from grmpipe.config.io.resume_rules import changed_keys
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.resume_rules import find_changed_keys
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.engines import engine_factory
@@ -41,7 +41,7 @@ def placement_of(resource: str = "cpu", slots: int = 1, **roles: dict) -> dict:
 
 def config(placement: dict | None = None, **sections: object) -> RunConfig:
     shared = {"cluster": {"kind": "inprocess"}, "placement": placement or placement_of()}
-    return config_of({**shared, **sections})
+    return build_config({**shared, **sections})
 
 
 def roles_of(run: RunConfig) -> Roles:
@@ -331,7 +331,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict, free: bool) -> None:
-    assert (changed_keys(config(), config(**sections)) == []) is free
+    assert (find_changed_keys(config(), config(**sections)) == []) is free
 
 
 @pytest.mark.parametrize(
@@ -362,13 +362,13 @@ def test_quantizing_engine_has_the_wider_tolerance(engine: str, options: dict, t
 def test_samples_of_quantized_weights_are_corrected_for_or_refused(engine: str, options: dict) -> None:
     def seated(task: str = "train", **algorithm: str) -> None:
         sections = {"policy": {"engine": engine}, "engine": {engine: options}, "algorithm": algorithm}
-        seat_roles(config_of({"placement": placement_of(), "task": task, **sections}))
+        seat_roles(build_config({"placement": placement_of(), "task": task, **sections}))
 
     with pytest.raises(ConfigError, match=r"^algorithm\.correction: .*quantized.*type algorithm\.correction=tis or"):
         seated(correction="none")
     seated(correction="tis")
     seated(correction="none", proximal="sampler")
-    seated(correction="grmpipe.algorithm.corrections.uncorrected")
+    seated(correction="grmpipe.algorithm.corrections.apply_no_correction")
     seated("evaluate", correction="none")
 
 

@@ -15,9 +15,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.io.key_errors import explain, known_keys, unknown_key
-from grmpipe.config.io.resume_rules import changed_keys
-from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
+from grmpipe.config.io.key_errors import explain, list_keys, unknown_key
+from grmpipe.config.io.resume_rules import find_changed_keys
+from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.places import check_deadlines
 
@@ -132,7 +132,7 @@ def test_mistake_is_reported_with_what_to_type_instead(conf: None, overrides: li
 
 def test_no_key_has_the_name_of_a_group_which_would_take_what_is_typed_for_it() -> None:
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
-    known = known_keys()
+    known = list_keys()
     single = {key for key in known if not any(other.startswith(f"{key}.") for other in known)}
     assert not groups & single
 
@@ -149,27 +149,27 @@ def test_what_is_to_be_typed_for_a_role_that_the_file_lacks_works(conf: None, po
 
 
 def test_the_nearest_key_is_named_across_sections() -> None:
-    assert "train.group_size" in unknown_key("rollout.group_size", known_keys())
-    assert "did you mean" not in unknown_key("qqqqqqq", known_keys())
-    assert "did you mean" not in unknown_key("batch_size", known_keys()), "nothing that merely looks alike"
+    assert "train.group_size" in unknown_key("rollout.group_size", list_keys())
+    assert "did you mean" not in unknown_key("qqqqqqq", list_keys())
+    assert "did you mean" not in unknown_key("batch_size", list_keys()), "nothing that merely looks alike"
     for typed, meant in {
         "algorithm.drop_zero_advantage": "algorithm.dynamic_sampling_batches",  # by what its sentence says
         "algorithm.clip_hihg": "algorithm.clip_high",
         "train.group_per_batch": "train.groups_per_batch",
         "rollout.max_tokens": "rollout.max_new_tokens",
     }.items():
-        assert unknown_key(typed, known_keys()).startswith(f"unknown key {typed!r}; did you mean {meant}")
+        assert unknown_key(typed, list_keys()).startswith(f"unknown key {typed!r}; did you mean {meant}")
 
 
 def test_an_error_of_a_section_gets_the_sections_key() -> None:
     with pytest.raises(ConfigError, match=r"^train\.schedule: unknown value 'step'"):
-        config_of({"train": {"schedule": "step"}})
+        build_config({"train": {"schedule": "step"}})
     with pytest.raises(ConfigError, match=r"^placement\.pools\.a\.slots: must be at least 1"):
-        config_of({"placement": {"pools": {"a": {"slots": 0}}}})
+        build_config({"placement": {"pools": {"a": {"slots": 0}}}})
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    config = config_of(
+    config = build_config(
         {
             "train": {"lr": 1e-5, "optimizer": {"betas": [0.8, 0.9]}},
             "placement": {"pools": {"a": {"slots": 2}}},
@@ -194,8 +194,8 @@ def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys
     with pytest.raises(
         ConfigError, match=r"^judge\.limits\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"
     ):
-        check_deadlines(config_of(slow))
-    check_deadlines(config_of({**slow, "judge": {"limits": {"timeout_s": 300.0}, "kind": "rule"}}))
+        check_deadlines(build_config(slow))
+    check_deadlines(build_config({**slow, "judge": {"limits": {"timeout_s": 300.0}, "kind": "rule"}}))
 
 
 def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_deadline_of_a_group() -> None:
@@ -203,7 +203,7 @@ def test_judges_that_are_asked_one_after_the_other_must_end_together_before_the_
         judges = {"cheap": {}, "exact": {"kind": "rule"}}
         nested = {"both": {"kind": "mix", "mix": {"cheap": 1, "exact": 1}}}
         parts = {"judges": judges, "rewards": nested, "reward": kind, "rollout": {"group_deadline_s": deadline_s}}
-        check_deadlines(config_of(parts))
+        check_deadlines(build_config(parts))
 
     cascade = {"kind": "cascade", "first": "both", "then": "judge", "unsure_band": [0.3, 0.7]}
     check(cascade, 241.0)
@@ -229,8 +229,8 @@ def test_only_a_judge_that_writes_has_a_timeout_by_its_tokens() -> None:
 
 def test_a_run_of_other_deadlines_is_resumed() -> None:
     """It was begun with the deadlines of another release, for example."""
-    old = config_of({"judge": {"limits": {"timeout_s": 120.0}}, "rollout": {"group_deadline_s": 120.0}})
-    assert changed_keys(old, run_config()) == []
+    old = build_config({"judge": {"limits": {"timeout_s": 120.0}}, "rollout": {"group_deadline_s": 120.0}})
+    assert find_changed_keys(old, run_config()) == []
 
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "/tmp", "", "../up"])
@@ -248,5 +248,7 @@ def test_an_empty_run_dir_is_refused_and_not_the_current_directory() -> None:
 
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:
     old = run_config()
-    assert changed_keys(old, config_of({"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
-    assert changed_keys(old, config_of({"rollout": {"temperature": 0.5}})) == ["rollout.temperature: 1.0 -> 0.5"]
+    assert find_changed_keys(old, build_config({"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
+    assert find_changed_keys(old, build_config({"rollout": {"temperature": 0.5}})) == [
+        "rollout.temperature: 1.0 -> 0.5"
+    ]

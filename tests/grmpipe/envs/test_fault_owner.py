@@ -13,7 +13,7 @@ from grmpipe.envs.fault_owner import (
     KNOWN_POLICY_ERRORS,
     FaultRules,
     RaisedElsewhere,
-    fault_of,
+    decide_fault,
     fault_rules,
     policys_end,
     readable,
@@ -54,9 +54,9 @@ def named(path: str) -> Exception:
     ],
 )
 def test_policy_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, kind: str, ends: bool) -> None:
-    fault = fault_of(error, "my.step", rules, has_acted=True)
+    fault = decide_fault(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, PolicyFault) and (fault.kind, fault.ends) == (kind, ends)
-    before = fault_of(error, "my.open", rules, has_acted=False)
+    before = decide_fault(error, "my.open", rules, has_acted=False)
     assert isinstance(before, EnvFault), "before its first turn nothing is its doing"
 
 
@@ -75,7 +75,7 @@ def test_policy_is_blamed_for_its_own_faults(error: BaseException, rules: FaultR
     ],
 )
 def test_environment_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, cause: str) -> None:
-    fault = fault_of(error, "my.step", rules, has_acted=True)
+    fault = decide_fault(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, EnvFault) and fault.cause == cause
 
 

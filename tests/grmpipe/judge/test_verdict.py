@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.judge.verdict import best_indices, majority, mean, median, mixed, score_std, total, weighted
 from grmpipe.types import RewardSpan, Verdict
 
@@ -70,7 +70,7 @@ def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) ->
     assert [(span.end, span.value, span.share) for span in spans] == [
         (4, 0.25, 0.25), (8, 0.0, 0.25), (12, pytest.approx(0.125), 0.25), (12, 0.25, 0.25),
     ]  # fmt: skip
-    rewards = rewards_of(bench.rollout("x" * 12), replace(blank, rewards=spans))
+    rewards = place_rewards(bench.rollout("x" * 12), replace(blank, rewards=spans))
     assert rewards.shares_K == pytest.approx((0.25, 0.25, 0.5))
     assert rewards.earned_K.tolist() == pytest.approx([1.0, 0.0, 0.75])
     assert rewards.outcome == pytest.approx(0.75 * 0.5 + 0.25)

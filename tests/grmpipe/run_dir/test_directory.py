@@ -13,7 +13,7 @@ import pytest
 from configs import run_config, with_sections
 
 from grmpipe.config.data import DataConfig
-from grmpipe.config.io.yaml_io import config_of, read_yaml, to_yaml
+from grmpipe.config.io.yaml_io import build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
@@ -117,7 +117,7 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     assert locate_run(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
-    changed = config_of({"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    changed = build_config({"experiment_name": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         locate_run(changed)
     Path("runs/x/1/policy").mkdir()
@@ -282,7 +282,7 @@ def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_writ
         "train": {"lr": 1e-4, "num_steps": 160},
         "judge": {"limits": {"timeout_s": 600.0}, "max_failure_rate": 0.5},
     }
-    config = config_of({"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
+    config = build_config({"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
         with RunLock(config) as lock:
             lock.open()

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grmpipe.envs.tools.function_tools import tools_of
+from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
@@ -37,7 +37,7 @@ def renderer() -> Renderer:
 
 
 def test_training_sees_the_tokens_that_the_policy_is_shown_in_an_episode() -> None:
-    tools = tuple(tool.spec for tool in tools_of(tiny_tools.__name__))
+    tools = tuple(tool.spec for tool in load_tools(tiny_tools.__name__))
     for problem in make_problems("train", 20, 0, LARGE):
         dialogue = with_calculator(problem, right_episode(problem))
         said = [Message(role=one.role, content=one.text) for one in dialogue.messages[1:]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from configs import in_blocks
 
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.prepare import Prepared, prepare
 
@@ -24,7 +24,7 @@ def prepared(grm: dict[str, object], **judge: object) -> Prepared:
             "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}},
         }
     judge = {"thinking_tokens": 40, **judge}
-    config = config_of({**values, "grm": {"path": "tiny://grm", **grm}, "judge": in_blocks(judge)})
+    config = build_config({**values, "grm": {"path": "tiny://grm", **grm}, "judge": in_blocks(judge)})
     return prepare(config)
 
 
@@ -57,9 +57,9 @@ def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFi
     caplog.set_level("INFO", "grmpipe.validate.context_limits")
     judge = prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None).config.main_judge
     assert f"judge: grm may think for {judge.max_new_tokens // 2} tokens before its verdict" in caplog.text
-    budget = judge.thinking_budget(thinks=True)
+    budget = judge.make_thinking_budget(thinks=True)
     assert budget is not None and budget.num_tokens == judge.max_new_tokens // 2
-    assert judge.thinking_budget(thinks=False) is None
+    assert judge.make_thinking_budget(thinks=False) is None
 
 
 def test_note_tells_of_a_budget_for_a_judge_that_thinks_without_one(caplog: pytest.LogCaptureFixture) -> None:

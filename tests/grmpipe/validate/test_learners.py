@@ -9,7 +9,7 @@ from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grmpipe.capacity.plan.run_facts import collect_facts
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
@@ -34,7 +34,7 @@ def config(ranks: int, **parallel: int) -> RunConfig:
         "pools": {"all": {"slots": ranks}},
         "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all", "replicas": ranks}},
     }
-    return config_of(
+    return build_config(
         {
             "cluster": {"kind": "ray"},
             "placement": placement,
@@ -69,7 +69,7 @@ def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> 
         "pools": {"all": {"slots": ranks}},
         "roles": roles | {"grm_learner": {"pool": "all", "replicas": ranks}},
     }
-    return config_of(
+    return build_config(
         {
             "cluster": {"kind": base.cluster.kind},
             "placement": placement,
@@ -100,10 +100,10 @@ def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> No
 
 def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Path) -> None:
     Qwen3Config(**SMALL).save_pretrained(tmp_path)
-    shared = config_of({"critic": {"parallel": {"cp": 4}}})
+    shared = build_config({"critic": {"parallel": {"cp": 4}}})
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.cp: 4 .* 2 query heads of critic\.path .*cp=2$"):
         check_divides(shared, "critic", "critic", str(tmp_path))
-    divided = config_of({"critic": {"parallel": {"ep": 2}}})
+    divided = build_config({"critic": {"parallel": {"ep": 2}}})
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.ep: a 'qwen3' model .* type 1$"):
         check_experts(divided, str(tmp_path), "critic")
     check_experts(divided, str(tmp_path))
@@ -120,7 +120,7 @@ def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:
 
 
 def divided(ep: int) -> RunConfig:
-    return config_of({"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
+    return build_config({"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
 
 
 def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def check_replay(engine: str, resource: str, **options: bool) -> None:
     placement = {"pools": pools, "roles": {role: {"pool": role} for role in ROLES}}
     policy = {"engine": engine, "engine_options": options}
     values = {"cluster": {"kind": "inprocess"}, "placement": placement, "policy": policy}
-    config = config_of(values | {"algorithm": {"router_replay": "rollout"}})
+    config = build_config(values | {"algorithm": {"router_replay": "rollout"}})
     check_records_experts(resolve_roles(config, place(config.placement, config.roles)).served["policy"])
 
 
@@ -175,7 +175,7 @@ def test_vllm_keeps_them_with_its_prefix_cache() -> None:
 
 
 def check_names(path: Path, engine: str) -> None:
-    config = config_of({"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
+    config = build_config({"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
     role = resolve_roles(config, Placement(pools={}, seats={})).served["policy"]
     check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), role)
 

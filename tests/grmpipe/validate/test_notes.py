@@ -13,7 +13,7 @@ from configs import run_config
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.io.yaml_io import build, config_of
+from grmpipe.config.io.yaml_io import build, build_config
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.tasks import notes
@@ -71,29 +71,29 @@ def test_the_readmes_own_command_computes_in_bfloat16_on_gpus() -> None:
 
 def test_types_follow_the_device_of_each_role() -> None:
     assert types_of(run_config()) == ("float32", "float32", "float32", False)
-    assert types_of(config_of({"placement": ON_A_GPU})) == ("bfloat16", "bfloat16", "bfloat16", True)
+    assert types_of(build_config({"placement": ON_A_GPU})) == ("bfloat16", "bfloat16", "bfloat16", True)
     apart = {
         "pools": {"all": {"resource": "gpu"}, "cores": {}},
         "roles": {**ON_A_GPU["roles"], "grm": {"pool": "cores"}},
     }
-    assert types_of(config_of({"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
+    assert types_of(build_config({"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
 
 
 def test_what_is_set_stays() -> None:
     told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": "none"}}
-    config = config_of({"placement": ON_A_GPU, **told})
+    config = build_config({"placement": ON_A_GPU, **told})
     assert types_of(config) == ("float32", "bfloat16", "float32", False)
 
 
 def test_float32_on_a_gpu_is_noted_by_key() -> None:
     told = {"policy": {"engine": "vllm", "dtype": "float32"}, "grm": {"engine": "vllm"}, "train": {"dtype": "float32"}}
-    notes = notes_of(config_of({"placement": ON_A_GPU, **told}))
+    notes = notes_of(build_config({"placement": ON_A_GPU, **told}))
     assert [note.split(":")[0] for note in notes] == ["policy.dtype", "train.dtype"]
     assert all("float32 on a GPU" in note and "type " in note for note in notes)
 
 
 def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
-    config = config_of({"placement": ON_A_GPU, "grm": {"engine": "vllm", "path": "tiny://grm"}})
+    config = build_config({"placement": ON_A_GPU, "grm": {"engine": "vllm", "path": "tiny://grm"}})
     (note,) = notes_of(config)
     assert note.startswith("policy.engine: the embedded engine serves 8.2 B") and "policy.engine=vllm" in note
     assert notes_of(config, None) == [], "of unknown size"
@@ -101,7 +101,7 @@ def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
 
 def test_a_large_model_whose_activations_are_all_held_is_noted() -> None:
     told = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "train": {"activation_checkpointing": "none"}}
-    (note,) = notes_of(config_of({"placement": ON_A_GPU, **told}))
+    (note,) = notes_of(build_config({"placement": ON_A_GPU, **told}))
     assert note.startswith("train.activation_checkpointing: ")
 
 

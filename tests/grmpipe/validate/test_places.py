@@ -36,7 +36,7 @@ def config_of(name: str, resource: str, engine: str, wanted: str = "auto", **poo
     pools = {each: {"slots": number, "resource": resource, **pool} for each, number in slots.items()}
     judge = {"pools": {**pools, "judging": {}}, "roles": {**roles, "grm": {"pool": "judging"}}}
     sections = {"placement": judge, "policy": {"engine": engine}, "sync": {"transport": wanted}}
-    return yaml_io.config_of(sections)
+    return yaml_io.build_config(sections)
 
 
 def chosen(config: RunConfig, same_machine: bool = True) -> str:
@@ -169,6 +169,6 @@ def test_an_engine_over_several_gpus_that_it_would_share_is_refused_by_key() -> 
     pools = {"all": {"slots": 2, "resource": "gpu"}, "judging": {}}
     roles = {"learner": {"pool": "all", "replicas": 2}, "policy": {"pool": "all", "slots_per_replica": 2},
              "grm": {"pool": "judging"}}  # fmt: skip
-    config = yaml_io.config_of({"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
+    config = yaml_io.build_config({"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
     with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* can't share them .*learner"):
         seats(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.capacity.plan.run_facts import collect_facts
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
@@ -29,7 +29,7 @@ WITH_GRM_LEARNER = {**PLACES, "roles": {**PLACES["roles"], "grm_learner": {"pool
 
 
 def config(**sections: object) -> RunConfig:
-    return config_of({"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
+    return build_config({"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
 
 
 def test_the_defaults_are_a_run_that_may_start() -> None:

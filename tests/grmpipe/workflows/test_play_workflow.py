@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.config.keys.user_code import described
+from grmpipe.config.keys.user_code import describe_code
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.fault_owner import FaultRules
@@ -55,7 +55,7 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
         async def play() -> Rollout:
             recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
             times = StageLimits(boot_s=1, step_s=step_s, close_s=0.2, max_observation_chars=0)
-            player = WorkflowPlayer(Running(workflow), Gateway(), times, rules, described(workflow))
+            player = WorkflowPlayer(Running(workflow), Gateway(), times, rules, describe_code(workflow))
             counts = player.counts
             try:
                 rollout = await player.play(recorder, request_of, PROMPT, ignore_first_token)

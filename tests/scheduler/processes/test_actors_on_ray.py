@@ -99,9 +99,9 @@ def members() -> MemberFactory:
             raise ValueError("train.lr: no")
 
         def finds(self, path: str) -> str:
-            from grmpipe.config.keys.dotted_path import found_at
+            from grmpipe.config.keys.dotted_path import find_at
 
-            return str(found_at(path, "algorithm.loss"))
+            return str(find_at(path, "algorithm.loss"))
 
         def process_id(self) -> int:
             return os.getpid()

@@ -87,7 +87,7 @@ def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
     params = SamplingParams(
         max_new_tokens=judge.max_new_tokens,
         temperature=judge.temperature,
-        thinking=judge.thinking_budget(thinks=thinks(renderer.thinking)),
+        thinking=judge.make_thinking_budget(thinks=thinks(renderer.thinking)),
     )
     sampler = ReasoningEngine(grm.engines, renderer)
 

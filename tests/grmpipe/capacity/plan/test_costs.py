@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.plan.costs import estimated_learner, push_s, pushed_bytes
+from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, push_s
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
@@ -32,7 +32,7 @@ def facts_with(*overrides: str) -> RunFacts:
 
 
 def learner(facts: RunFacts) -> LearnerSpeed:
-    return estimated_learner("policy", facts, facts.seated("learner"))
+    return estimate_learner("policy", facts, facts.seated("learner"))
 
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
@@ -46,7 +46,7 @@ def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
 
 def test_a_push_of_adapters_takes_their_bytes_alone() -> None:
     merged, alone = (
-        pushed_bytes("policy", facts_with("policy.lora.rank=8", f"policy.lora.sync={sync}"))
+        count_push_bytes("policy", facts_with("policy.lora.rank=8", f"policy.lora.sync={sync}"))
         for sync in ("merged", "adapters")
     )
     footprint = facts_with().models["policy"].footprint

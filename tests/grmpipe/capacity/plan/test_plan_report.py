@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
+from grmpipe.capacity.plan.memory import memory_parts, overfull_slots, sum_held_memory
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
@@ -249,7 +249,7 @@ def held(*overrides: str) -> tuple[float, dict[str, float]]:
     parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
     here = [seats[0] for seats in facts.placement.seats.values()]
     whole = {role: sum(part.num_bytes for part in some) for role, some in parts.items()}
-    return held_at_once(facts, here[0].pool, here, parts), whole
+    return sum_held_memory(facts, here[0].pool, here, parts), whole
 
 
 def test_time_shared_gpu_is_counted_once(big_run: tuple[str, ...]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import held_at_once, memory_parts
+from grmpipe.capacity.plan.memory import memory_parts, sum_held_memory
 from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.shares import USABLE, EngineNeeds, divided, shares_of, with_shares
+from grmpipe.capacity.plan.shares import USABLE, EngineNeeds, compute_shares, divide_memory, with_shares
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tasks import prepare_evaluation
@@ -47,15 +47,15 @@ def facts_with(*overrides: str) -> RunFacts:
 
 def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
     wishes = {"policy": EngineNeeds(weights=10, token=1), "grm": EngineNeeds(weights=20, token=3)}
-    assert divided(70, wishes) == {"policy": 20, "grm": 50}
+    assert divide_memory(70, wishes) == {"policy": 20, "grm": 50}
     fixed = {**wishes, "grm": EngineNeeds(weights=20, token=3, kv=8)}
-    assert divided(70, fixed) == {"policy": 42, "grm": 28}
-    assert divided(29, wishes) == divided(30, wishes) == {}
+    assert divide_memory(70, fixed) == {"policy": 42, "grm": 28}
+    assert divide_memory(29, wishes) == divide_memory(30, wishes) == {}
 
 
 def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
     facts = facts_with()
-    shares = shares_of(facts)
+    shares = compute_shares(facts)
     learner = sum(part.num_bytes for part in memory_parts(facts, "learner")) / 80e9
     assert shares.keys() == {"policy", "grm"} and shares["grm"] > shares["policy"] > 0.02
     assert learner + sum(shares.values()) == pytest.approx(USABLE)
@@ -66,12 +66,12 @@ def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
 
 def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
     """On an elastic slot only one of them is awake; with the learner gone too, both have more."""
-    elastic = shares_of(facts_with("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
-    beside = shares_of(facts_with())
+    elastic = compute_shares(facts_with("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
+    beside = compute_shares(facts_with())
     assert all(elastic[role] > beside[role] for role in beside)
     assert elastic["policy"] == pytest.approx(elastic["grm"])
     by_turns = facts_with("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
-    assert sum(shares_of(by_turns).values()) == pytest.approx(USABLE)
+    assert sum(compute_shares(by_turns).values()) == pytest.approx(USABLE)
 
 
 def test_policy_engine_leaves_room_for_the_weights_of_a_time_shared_learner() -> None:
@@ -80,28 +80,28 @@ def test_policy_engine_leaves_room_for_the_weights_of_a_time_shared_learner() ->
         composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
                  "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging")
     )  # fmt: skip
-    assert shares_of(facts)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
+    assert compute_shares(facts)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
 
 
 def test_roles_with_gpus_of_their_own_have_the_default() -> None:
     facts = collect_facts(composed("+experiment=qwen3_8b", PROMPTS))
-    assert shares_of(facts) == {}
+    assert compute_shares(facts) == {}
     engine = facts.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.memory_share == 0.85
 
 
 def test_a_share_that_is_set_is_kept_and_the_other_engine_gets_the_rest() -> None:
     facts = facts_with("+grm.engine_options.gpu_memory_utilization=0.5")
-    shares = shares_of(facts)
+    shares = compute_shares(facts)
     assert shares.keys() == {"policy"}
     parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
-    beside = held_at_once(facts, "all", [facts.placement.seats[role][0] for role in ("learner", "grm")], parts)
+    beside = sum_held_memory(facts, "all", [facts.placement.seats[role][0] for role in ("learner", "grm")], parts)
     assert shares["policy"] == pytest.approx(USABLE - beside / 80e9)
 
 
 def test_models_that_leave_no_room_get_no_share() -> None:
     facts = collect_facts(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"))
-    assert shares_of(facts) == {}
+    assert compute_shares(facts) == {}
 
 
 @pytest.mark.vllm

@@ -21,7 +21,7 @@ from grmpipe.capacity.plan.work import (
     shares_asked,
     step_work,
 )
-from grmpipe.config.io.resolve_config import typed_sections
+from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.reward import RewardConfig
 
@@ -75,7 +75,7 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(facts: RunFacts) ->
     prompts = facts.data.train[:40]
     mixed = tuple(replace(prompt, source="math" if n < 10 else "chat") for n, prompt in enumerate(prompts))
     route = RewardConfig(kind="route", route={"math": "safety"}, default="judge")
-    config = with_sections(facts.config, judges={"safety": typed_sections(facts.config).judges["safety"]}, reward=route)
+    config = with_sections(facts.config, judges={"safety": fill_sections(facts.config).judges["safety"]}, reward=route)
     routed = replace(facts, config=config, data=replace(facts.data, train=mixed))
     assert shares_asked(routed) == {"safety": 0.25, "judge": 0.75}
     work = step_work(routed).engines
@@ -85,7 +85,7 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(facts: RunFacts) ->
 
 
 def test_a_policy_that_judges_has_the_work_of_both(facts: RunFacts) -> None:
-    own = replace(typed_sections(facts.config).judges["safety"], model="policy")
+    own = replace(fill_sections(facts.config).judges["safety"], model="policy")
     roles = {role: seat for role, seat in facts.config.placement.roles.items() if not role.startswith("safety")}
     placed = replace(facts.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")

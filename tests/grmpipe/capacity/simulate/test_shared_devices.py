@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.capacity.simulate.shared_devices import shared_devices
+from grmpipe.capacity.simulate.shared_devices import find_shared_devices
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 
@@ -13,10 +13,10 @@ def laptop(resource: str) -> Placement:
 
 
 def test_a_gpu_is_shared_by_those_on_it_and_the_cores_of_a_machine_by_all_that_run_there() -> None:
-    gpu = shared_devices(laptop("gpu"), cores=0)
+    gpu = find_shared_devices(laptop("gpu"), cores=0)
     assert gpu.keys() == {"policy-0", "learner-0"} and len(set(gpu.values())) == 1
-    cores = shared_devices(laptop("cpu"), cores=2)
+    cores = find_shared_devices(laptop("cpu"), cores=2)
     assert cores.keys() == {"policy-0", "learner-0", "grm-0", "driver"} and len(set(cores.values())) == 1
-    both = shared_devices(laptop("gpu"), cores=8)
+    both = find_shared_devices(laptop("gpu"), cores=8)
     assert both["driver"] is not both["policy-0"], "the driver has cores, too"
-    assert shared_devices(laptop("cpu"), cores=0).keys() == {"policy-0", "learner-0"}
+    assert find_shared_devices(laptop("cpu"), cores=0).keys() == {"policy-0", "learner-0"}

@@ -12,7 +12,7 @@ from simulated_workload import COSTS, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.learner_passes import passes_of
+from grmpipe.capacity.learner_passes import count_passes
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
@@ -86,7 +86,7 @@ def test_a_plan_and_a_bound_count_the_passes_that_a_batch_takes(
     algorithm: dict[str, object], num_forward: int, num_updates: int
 ) -> None:
     """By the calls of the real BatchTrainer: 3 ms for a packed token, 1 ms of it without gradients."""
-    passes = passes_of(AlgorithmConfig(**algorithm), groups_per_batch=4)  # type: ignore[arg-type]
+    passes = count_passes(AlgorithmConfig(**algorithm), groups_per_batch=4)  # type: ignore[arg-type]
     assert (passes.num_forward, passes.num_updates) == (num_forward, num_updates)
     run = of_algorithm(replace(COSTS, learner=LearnerSpeed(token_s=3e-3, step_s=10.0)), **algorithm)
     tokens = 4 * (26 + 4 * 100)  # 4 groups of 4 siblings with a prompt of 26 tokens

@@ -24,11 +24,11 @@ from grmpipe.capacity.simulate.simulated_answers import (
     Lengths,
     ModelWriter,
     Writer,
+    fit_lengths,
     lengths_in,
     lognormal,
-    measured,
 )
-from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, select_settled_steps, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
@@ -198,9 +198,9 @@ def test_endless_critique_is_cut_and_counted() -> None:
 
 
 def test_the_first_and_last_steps_of_a_stale_run_are_not_counted() -> None:
-    assert settled_steps(10, 0) == range(10)
-    assert settled_steps(10, 1) == range(2, 8)
-    assert settled_steps(4, 1) == range(4)
+    assert select_settled_steps(10, 0) == range(10)
+    assert select_settled_steps(10, 1) == range(2, 8)
+    assert select_settled_steps(4, 1) == range(4)
 
 
 # -- several judges ----------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_lognormal_lengths_have_their_median_and_their_mean() -> None:
 
 
 def test_measured_lengths_come_as_often_as_they_did() -> None:
-    lengths = drawn(measured([5, 5, 5, 90]))
+    lengths = drawn(fit_lengths([5, 5, 5, 90]))
     assert lengths.count(90) / len(lengths) == pytest.approx(0.25, abs=0.03)
     assert set(lengths) == {5, 90}
 

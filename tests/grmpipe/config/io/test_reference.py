@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grmpipe.config.io.reference import PAGE, KeyEntry, page, sections_of
+from grmpipe.config.io.reference import PAGE, KeyEntry, list_sections, page
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.task_settings import PlanConfig
@@ -92,7 +92,7 @@ def leaves(value: object, path: str = "") -> Iterator[str]:
 
 
 def entries_of(cls: type) -> dict[str, KeyEntry]:
-    return {entry.key: entry for section in sections_of(cls) for entry in section.entries}
+    return {entry.key: entry for section in list_sections(cls) for entry in section.entries}
 
 
 def test_the_page_is_current() -> None:
@@ -126,7 +126,7 @@ def test_a_key_has_its_own_comment_unit_default_and_choices() -> None:
 )
 def test_a_key_without_one_sentence_is_refused(cls: type, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        list(sections_of(cls))
+        list(list_sections(cls))
 
 
 def test_a_default_of_a_run_is_that_of_its_section_where_the_section_has_others() -> None:

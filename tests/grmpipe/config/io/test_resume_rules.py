@@ -14,8 +14,8 @@ from grmpipe.config.io.resume_rules import (
     FREE_ON_RESUME,
     START_KEYS,
     ConfigChange,
-    changed_keys,
     changes_on_resume,
+    find_changed_keys,
     free_on_resume,
 )
 from grmpipe.config.run_sections import RunSections
@@ -82,4 +82,4 @@ def test_change_of_a_run_is_reported_without_secrets_and_its_name_is_no_change()
     told = changes_on_resume(old, new)
     assert ConfigChange(key="tracking.wandb.project", old="grmpipe", new="p") in told
     assert {change.key for change in told} == {"tracking.wandb.project", "tracking.wandb.tags"}
-    assert changed_keys(old, new) == []
+    assert find_changed_keys(old, new) == []

@@ -11,8 +11,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from grmpipe import cli as entry
-from grmpipe.config.io.resume_rules import changed_keys
-from grmpipe.config.io.yaml_io import build, config_of, read_yaml, to_yaml
+from grmpipe.config.io.resume_rules import find_changed_keys
+from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.logs import setup_logging
 
@@ -33,7 +33,7 @@ def composed(*overrides: str) -> RunConfig:
 
 def resumed(tmp_path: Path, old: RunConfig, new: RunConfig) -> list[str]:
     (tmp_path / "config.yaml").write_text(to_yaml(old), encoding="utf-8")
-    return changed_keys(read_yaml(tmp_path / "config.yaml"), new)
+    return find_changed_keys(read_yaml(tmp_path / "config.yaml"), new)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_secret_reaches_its_engine_and_no_file(
     written = to_yaml(config)
     assert SECRET not in written
     assert resumed(tmp_path, config, config) == []
-    told = changed_keys(read_yaml(tmp_path / "config.yaml"), composed(f"+{BODY}={{note: something}}"))
+    told = find_changed_keys(read_yaml(tmp_path / "config.yaml"), composed(f"+{BODY}={{note: something}}"))
     assert told == [] or SECRET not in str(told)
 
 
@@ -80,7 +80,7 @@ def test_rotated_key_resumes_and_another_secret_does_not_and_neither_is_shown(
 
 
 def with_server(given: str) -> RunConfig:
-    return config_of({"env": {"kind": "tools", "mcp": {"notes": yaml.safe_load("{" + given + "}")}}})
+    return build_config({"env": {"kind": "tools", "mcp": {"notes": yaml.safe_load("{" + given + "}")}}})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_may_change_on_resume_stays_typed_and_what_may_not_is_compared(
 
 
 def test_no_text_of_our_own_keys_is_taken_for_a_secret(tmp_path: Path) -> None:
-    config = config_of({"policy": {"lora": {"rank": 4}}, "rollout": {"max_new_tokens": 7}})
+    config = build_config({"policy": {"lora": {"rank": 4}}, "rollout": {"max_new_tokens": 7}})
     assert "sha256" not in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_yaml(tmp_path / "config.yaml") == config

@@ -11,13 +11,13 @@ import pytest
 
 from grmpipe.config.keys.user_code import (
     UserCodeError,
-    called,
-    described,
-    noted,
-    number_of,
+    call_guarded,
+    describe_code,
+    describe_error,
+    format_value,
+    note_owner,
     plain_text,
-    shown,
-    words_of,
+    to_number,
 )
 
 
@@ -45,8 +45,8 @@ def function() -> None: ...
     ],
 )
 def test_code_is_described_by_its_dotted_name_its_file_and_its_line(code: object, name: str) -> None:
-    assert re.fullmatch(rf".*test_user_code\.{name} \(.*test_user_code\.py:\d+\)", described(code))
-    assert described(len) == "builtins.len"
+    assert re.fullmatch(rf".*test_user_code\.{name} \(.*test_user_code\.py:\d+\)", describe_code(code))
+    assert describe_code(len) == "builtins.len"
 
 
 def test_exception_is_reported_with_the_line_of_the_users_file() -> None:
@@ -57,14 +57,14 @@ def test_exception_is_reported_with_the_line_of_the_users_file() -> None:
         try:
             raise error
         except BaseException as caught:
-            words = words_of(caught)
+            words = describe_error(caught)
         assert said in words and re.search(r"\(.*test_user_code\.py:\d+\)$", words) and len(words) < 3000
 
 
 @pytest.mark.parametrize("value", [None, "1", b"1", [1], np.zeros(2), np.str_("1"), float("nan"), 10**400, 1j, Users()])
 def test_value_that_is_no_finite_number_becomes_none_and_is_described(value: object) -> None:
-    assert number_of(value) is None
-    assert len(shown(value)) < 200
+    assert to_number(value) is None
+    assert len(format_value(value)) < 200
 
 
 def test_half_characters_become_question_marks() -> None:
@@ -75,14 +75,14 @@ def test_what_would_end_the_process_becomes_an_error_and_a_cancellation_from_out
     async def go(asked: bool) -> None:
         task = asyncio.current_task()
         assert task is not None
-        with called("my.code"):
+        with call_guarded("my.code"):
             if asked:
                 task.cancel()
                 await asyncio.sleep(0)
             raise asyncio.CancelledError
 
     for error in (SystemExit(3), KeyboardInterrupt()):
-        with pytest.raises(UserCodeError, match=f"my.code raised {type(error).__name__}"), called("my.code"):
+        with pytest.raises(UserCodeError, match=f"my.code raised {type(error).__name__}"), call_guarded("my.code"):
             raise error
     with pytest.raises(UserCodeError, match="CancelledError"):
         asyncio.run(go(False))
@@ -91,6 +91,6 @@ def test_what_would_end_the_process_becomes_an_error_and_a_cancellation_from_out
 
 
 def test_a_noted_exception_keeps_its_type() -> None:
-    with pytest.raises(KeyError) as error, noted("my.code"):
+    with pytest.raises(KeyError) as error, note_owner("my.code"):
         raise KeyError("x")
     assert re.fullmatch(r"in my\.code, .*test_user_code\.py:\d+:", error.value.__notes__[0])

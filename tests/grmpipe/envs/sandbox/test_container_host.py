@@ -20,7 +20,7 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.container_host import ContainerHost, command
-from grmpipe.envs.sandbox.crash_cleanup import FOLDER, CleanupRecord, clear, file_of, noted, sweep
+from grmpipe.envs.sandbox.crash_cleanup import FOLDER, CleanupRecord, clear, locate_record, record_host, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.types import Prompt
 
@@ -90,7 +90,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def left(docker: Path) -> Iterator[CleanupRecord]:
     """What a host of containers notes."""
-    left = noted(docker.parent, "docker")
+    left = record_host(docker.parent, "docker")
     yield left
     clear(docker.parent, left)
 
@@ -172,7 +172,7 @@ def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(lef
 def test_containers_of_a_run_that_was_killed_are_found_by_their_label(docker: Path, left: CleanupRecord) -> None:
     run_dir = docker.parent
     started_before = msgspec.structs.replace(left, started="1")  # its process id belongs to another process now
-    file_of(run_dir, left).write_bytes(msgspec.json.encode(started_before))
+    locate_record(run_dir, left).write_bytes(msgspec.json.encode(started_before))
     with subprocess.Popen(["sleep", "600"]) as container:
         (docker / f"grmpipe-{left.token}-1").write_text(str(container.pid), encoding="ascii")
         assert sweep(run_dir) == 1

@@ -17,9 +17,9 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation
 from grmpipe.envs.sandbox import env_host
 from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.envs.sandbox.env_host import open_env_host
-from grmpipe.envs.sandbox.fork_server import imported_packages
+from grmpipe.envs.sandbox.fork_server import list_imported_packages
 from grmpipe.envs.sandbox.isolation_report import IsolationReport, describe_isolation, weaknesses
-from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fitting, frame, next_message, reports
+from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fit_observation, frame, next_message, reports
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.types import Prompt
 from models.types import Message
@@ -56,12 +56,12 @@ def test_in_the_run_itself_failing_episodes_are_counted_too(monkeypatch: pytest.
 def test_an_observation_comes_back_as_it_was() -> None:
     messages = [Message(role="tool", content="7", name="add", tool_call_id="c")]
     sent = Observation(messages=messages, rewards={"a": 0.25}, state_key="k", faults=("tool",), done=True)
-    assert reports.decode(frame(Observed(fitting(sent)))[4:]) == Observed(sent)
+    assert reports.decode(frame(Observed(fit_observation(sent)))[4:]) == Observed(sent)
 
 
 def test_a_long_observation_keeps_its_begin_and_end() -> None:
     sent = Observation(messages=[Message(role="tool", content=f"a{'x' * MAX_FRAME}z")])
-    back = reports.decode(frame(Observed(fitting(sent)))[4:])
+    back = reports.decode(frame(Observed(fit_observation(sent)))[4:])
     assert isinstance(back, Observed)
     text = back.observation.messages[0].content
     assert text[0] == "a" and text[-1] == "z" and "characters left out" in text and len(text) < 300_000
@@ -101,9 +101,9 @@ def test_a_package_that_no_import_path_leads_to_is_read_whole(monkeypatch: pytes
     package = Path(grmpipe.__file__).parent
     others = [path for path in sys.path if Path(path).absolute() != package.parent]
     monkeypatch.setattr(sys, "path", others)
-    assert str(package) in imported_packages()
+    assert str(package) in list_imported_packages()
     monkeypatch.setattr(sys, "path", [str(package.parent), *others])
-    assert str(package) not in imported_packages()
+    assert str(package) not in list_imported_packages()
 
 
 def test_the_doctor_says_which_isolation_there_is() -> None:

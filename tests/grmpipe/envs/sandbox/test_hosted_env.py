@@ -12,7 +12,7 @@ from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.messages import Began, Ended, Opened, frame
-from grmpipe.envs.sandbox.process_host import ProcessWorker, stream_of
+from grmpipe.envs.sandbox.process_host import ProcessWorker, open_stream
 from grmpipe.types import Prompt
 from models.types import Message
 
@@ -22,7 +22,7 @@ AT_LIMIT = Ended(signal=signal.SIGKILL, exit_code=0, cpu_s=0.1, limit="256 MB of
 def test_the_report_of_a_supervisor_that_has_gone_outlives_a_word_to_it(tmp_path: Path) -> None:
     async def told() -> Ended | None:
         (env, env_there), (run, run_there) = socket.socketpair(), socket.socketpair()
-        worker = ProcessWorker(await stream_of(env), await stream_of(run), run, tmp_path / "worker")
+        worker = ProcessWorker(await open_stream(env), await open_stream(run), run, tmp_path / "worker")
         (tmp_path / "worker").mkdir()
         run_there.sendall(frame(AT_LIMIT))
         run_there.close()
@@ -44,7 +44,7 @@ class EndsByItself:
         self.killed = False
 
     async def open(self) -> EndsByItself:
-        self.reader, self.writer = await stream_of(self._pair)
+        self.reader, self.writer = await open_stream(self._pair)
         self._there.sendall(frame(Opened(opening=Opening(messages=(Message(role="user", content="?"),)))))
         self._there.sendall(frame(Began()))
         self._there.shutdown(socket.SHUT_WR)

@@ -21,11 +21,11 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.limited_env import StageLimits
-from grmpipe.envs.sandbox.crash_cleanup import FOLDER, clear, noted, processes_of, sweep
+from grmpipe.envs.sandbox.crash_cleanup import FOLDER, clear, find_processes, record_host, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.isolation_report import isolation_report
-from grmpipe.envs.sandbox.process_host import ProcessHost, bounds_of, fork
+from grmpipe.envs.sandbox.process_host import ProcessHost, fork, make_bounds
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
 
@@ -74,10 +74,10 @@ class Host:
     ) -> None:
         self.runner = asyncio.Runner()
         self.run_dir = run_dir
-        self.left = noted(run_dir)
+        self.left = record_host(run_dir)
         self.host = ProcessHost(config or config_of(), self.left, limits, without)
         self.run(self.host.start())
-        self.idle = len(list(processes_of(self.left.token)))  # the fork server, and bubblewrap around it
+        self.idle = len(list(find_processes(self.left.token)))  # the fork server, and bubblewrap around it
 
     def run(self, work: Coroutine[object, object, T]) -> T:
         return self.runner.run(work)
@@ -122,7 +122,7 @@ class Host:
         try:
             return self.run(both())
         finally:
-            wait_until(lambda: len(list(processes_of(self.left.token))) == self.idle)
+            wait_until(lambda: len(list(find_processes(self.left.token))) == self.idle)
 
     async def _works(self, neighbour: HostedEnv) -> None:
         for turn in range(3):
@@ -390,12 +390,12 @@ def test_a_host_that_dies_is_started_again_and_its_workers_are_faults(tmp_path: 
 
         async def work() -> None:
             env = await host.working()
-            for process in processes_of(host.left.token):
+            for process in find_processes(host.left.token):
                 os.kill(process, signal.SIGKILL)
             with pytest.raises(EnvFault) as fault:
                 await env.step(Action(text="ping"))
             assert fault.value.cause == "died"
-            wait_until(lambda: not list(processes_of(host.left.token)))
+            wait_until(lambda: not list(find_processes(host.left.token)))
             again = await host.working()
             assert text_of(await again.step(Action(text="ping x"))) == "x"
             await again.close()
@@ -409,7 +409,7 @@ def test_a_busy_fork_server_is_waited_for() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         theirs.setblocking(False)
-        bounds = bounds_of(ISOLATION, Path("folder"), ())
+        bounds = make_bounds(ISOLATION, Path("folder"), ())
         taken = 0
         with ours, theirs:
             asked = [asyncio.create_task(fork(ours, bounds, theirs)) for _ in range(300)]
@@ -445,7 +445,7 @@ def test_workers_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:
     host.run(host.working())
     host.stop()
     assert (host.host.counts.opened, host.host.counts.killed) == (1, 1)
-    assert not list(processes_of(host.left.token)) and not Path(host.left.folder).exists()
+    assert not list(find_processes(host.left.token)) and not Path(host.left.folder).exists()
 
 
 def test_a_step_that_is_cancelled_leaves_a_worker_that_can_be_closed(host: Host) -> None:
@@ -516,10 +516,10 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
     (token,) = (file.stem for file in (tmp_path / FOLDER).iterdir())
-    assert len(list(processes_of(token))) > 6 and running(DAEMON)
+    assert len(list(find_processes(token))) > 6 and running(DAEMON)
     assert sweep(tmp_path) == 0, "a run that lives is left alone"
     driver.kill()
-    wait_until(lambda: not list(processes_of(token)) and not running(DAEMON))
+    wait_until(lambda: not list(find_processes(token)) and not running(DAEMON))
     wait_until(lambda: sweep(tmp_path) == 1)  # also before its parent has asked for its end
     driver.wait()
     driver.stdout.close()

@@ -18,7 +18,7 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, Episode
-from grmpipe.envs.sandbox.crash_cleanup import clear, noted
+from grmpipe.envs.sandbox.crash_cleanup import clear, record_host
 from grmpipe.envs.sandbox.isolation_report import LIMITS
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.types import Prompt
@@ -97,7 +97,7 @@ def is_refused(text: str) -> bool:
 async def attacked(run_dir: Path, without: tuple[str, ...], programs: Mapping[str, str]) -> dict[str, str]:
     """The answers to all attacks in one worker, which must then still be able to work."""
     config = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION)
-    left = noted(run_dir)
+    left = record_host(run_dir)
     host = ProcessHost(config, left, LIMITS, without)
     try:
         await host.start()

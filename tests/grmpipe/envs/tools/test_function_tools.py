@@ -13,7 +13,7 @@ import pytest
 from grmpipe.config.env import EnvConfig, ToolCallLimits
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
-from grmpipe.envs.tools.function_tools import FunctionTool, tool_of, tools_of
+from grmpipe.envs.tools.function_tools import FunctionTool, load_tools, make_tool
 from grmpipe.envs.tools.tool_env import ToolEnv
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
@@ -87,7 +87,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_public_functions_become_specifications(module: str) -> None:
-    search, divide, *others = tools_of(module)
+    search, divide, *others = load_tools(module)
     names = ["fails", "hangs", "stubborn", "leaves", "array", "scalars"]
     assert [tool.spec.name for tool in (search, divide, *others)] == ["search", "divide", *names]
     assert search.spec.description == "Search the archive. All of it."
@@ -120,13 +120,13 @@ def of_no_json(path: Path) -> int:
 )
 def test_a_function_that_no_model_could_call_is_refused(function: object, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^functions: .*{said}"):
-        tool_of(function)  # type: ignore[arg-type]
+        make_tool(function)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("path", "said"), [("nowhere_at_all", "can't be imported"), ("users_empty", "no public")])
 def test_a_module_without_tools_is_refused(module: str, path: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^functions: .*{said}"):
-        tools_of(path)
+        load_tools(path)
 
 
 def called(tool: FunctionTool, **arguments: object) -> str:
@@ -134,7 +134,7 @@ def called(tool: FunctionTool, **arguments: object) -> str:
 
 
 def test_results_are_texts_or_json(module: str) -> None:
-    search, divide, *_, scalars = tools_of(module)
+    search, divide, *_, scalars = load_tools(module)
     assert called(scalars) == '{"a":0.5,"b":[2,true]}'
     assert called(search, query="ü", limit=2) == '["ü","ü"]'
     assert called(divide, a=1, b=4) == "0.25"
@@ -146,7 +146,7 @@ def test_results_are_texts_or_json(module: str) -> None:
 )
 def test_wrong_arguments_are_the_policys_fault_and_are_explained(module: str, arguments: dict[str, object]) -> None:
     with pytest.raises(PolicyFault, match="^wrong arguments of search: ") as fault:
-        called(tools_of(module)[0], **arguments)
+        called(load_tools(module)[0], **arguments)
     assert fault.value.kind == "arguments"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grmpipe.algorithm.advantages import standardize
-from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
@@ -98,7 +98,7 @@ def test_group_std_weighs_each_component_by_its_own_group(group_bench: Any) -> N
         plain = 0.75 * LADDER[sibling] + 0.25 * 0.8
         assert (verdict.outcome, verdict.score) == (pytest.approx(plain), pytest.approx(1 + 9 * plain))
         rollout = rollout_of_text("g000000", sibling, "")
-        assert rewards_of(rollout, verdict).outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
+        assert place_rewards(rollout, verdict).outcome == pytest.approx(0.75 * (LADDER[sibling] - mean) / std)
 
 
 def test_equal_rewards_of_turns_stay_equal_by_group_std(group_bench: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_response_without_siblings_has_its_plain_reward_and_trains_nothing_by_
     (report,) = table.reports(1).values()
     verdict = verdict_of(report)
     assert (verdict.outcome, verdict.score) == (pytest.approx(0.1), pytest.approx(1 + 9 * 0.1))
-    assert rewards_of(rollout_of_text("g000000", 0, ""), verdict).outcome == 0.0
+    assert place_rewards(rollout_of_text("g000000", 0, ""), verdict).outcome == 0.0
 
 
 def test_a_normalised_part_of_a_route_is_shown_by_its_plain_reward(group_bench: Any) -> None:

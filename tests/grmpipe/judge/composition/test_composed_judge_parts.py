@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configs import judge_config
 
-from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.combine import by_group
@@ -122,5 +122,5 @@ def test_a_step_bears_its_share_of_the_groups_mean(bench: Any) -> None:
     moved = by_group(verdict, [verdict, low], min_group_std=0.0)
     mean, std = 0.3, 0.4 / 2**0.5
     assert moved.outcome == pytest.approx((0.5 - mean) / std)
-    earned = rewards_of(bench.rollout("x" * 8), moved).earned_K.tolist()
+    earned = place_rewards(bench.rollout("x" * 8), moved).earned_K.tolist()
     assert earned == pytest.approx([(0.5 / 0.75 - mean) / std, (0.0 - mean) / std])

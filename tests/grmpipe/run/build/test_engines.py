@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
@@ -36,7 +36,7 @@ from models.types import ModelFiles, WeightBucket
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
     pools = {"engines": {"slots": 2, "resource": resource, "elastic": True}}
     roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm")}
-    return config_of({"placement": {"pools": pools, "roles": roles}, **sections})
+    return build_config({"placement": {"pools": pools, "roles": roles}, **sections})
 
 
 class Words:
@@ -121,8 +121,8 @@ def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time
     placement = {"pools": {"engines": {"slots": 2, "elastic": True}}, "roles": roles}
     engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm", "train": {"enabled": True}}}
     with pytest.raises(ConfigError, match=r"grm\.train\.enabled: the pool engines is elastic"):
-        seat_roles(config_of({"placement": placement, **engines}))
-    seat_roles(config_of({"placement": placement, "slots": {"balance": {"swap": "weights"}}, **engines}))
+        seat_roles(build_config({"placement": placement, **engines}))
+    seat_roles(build_config({"placement": placement, "slots": {"balance": {"swap": "weights"}}, **engines}))
 
 
 def test_the_engine_of_both_roles_has_the_wider_options() -> None:
@@ -177,7 +177,7 @@ def test_servers_that_run_already_have_no_elastic_slot() -> None:
 def by_turns(resource: str = "gpu", learner: str = "all", **sections: object) -> RunConfig:
     pools = {"all": {"slots": 2, "resource": resource, "time_shared": True}, "train": {"slots": 1}}
     roles = {"policy": {"pool": "all"}, "grm": {"pool": "all"}, "learner": {"pool": learner}}
-    return config_of({"placement": {"pools": pools, "roles": roles}, **sections})
+    return build_config({"placement": {"pools": pools, "roles": roles}, **sections})
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -205,12 +205,12 @@ def test_a_judge_that_learns_has_no_turns_with_its_learner() -> None:
     placement = {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}}
     train = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^placement\.roles\.grm_learner\.pool: only the policy's learner"):
-        seat_roles(config_of({"placement": placement, "grm": {"train": train}}))
+        seat_roles(build_config({"placement": placement, "grm": {"train": train}}))
 
 
 def test_a_pool_is_elastic_or_time_shared() -> None:
     with pytest.raises(ConfigError, match=r"placement\.pools\.engines\.time_shared: .*elastic"):
-        config_of({"placement": {"pools": {"engines": {"elastic": True, "time_shared": True}}}})
+        build_config({"placement": {"pools": {"engines": {"elastic": True, "time_shared": True}}}})
 
 
 def test_only_engines_that_draw_by_position_keep_the_seed_of_a_moved_request() -> None:
@@ -222,7 +222,7 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
     """Policy and two judges: the policy and the first judge on an elastic pool, the second judge on its own."""
     pools = {"engines": {"slots": 2, "resource": "gpu", "elastic": True}, "apart": {"slots": 1, "resource": "gpu"}}
     seats = {"policy": "engines", "learner": "apart", "grm": "engines", "second": "apart"}
-    config = config_of(
+    config = build_config(
         {
             "engine": {"kind": "vllm", "vllm": {"sleep_mode": swap == "sleep"}},
             "models": {"second": {"path": "tiny://grm"}},

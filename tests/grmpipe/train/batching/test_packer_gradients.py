@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
 from grmpipe.config.algorithm_tables import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -97,7 +97,7 @@ def gradient(
             else None,
             ages_T=3 - torch.from_numpy(batch.versions_E),
         )
-        loss = summed_loss(
+        loss = sum_loss(
             logprobs,
             torch.from_numpy(batch.advantages_E).double(),
             torch.from_numpy(batch.loss_mask_E),

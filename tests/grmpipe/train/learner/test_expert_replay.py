@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.config.io.yaml_io import config_of
+from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
 from grmpipe.tiny.mixture import upcycle
@@ -204,7 +204,7 @@ def test_old_logprobs_needs_a_pass_for_them(algorithm: AlgorithmConfig, groups_p
     with pytest.raises(ValueError, match=r"algorithm\.router_replay: .* type algorithm\.updates_per_batch=2"):
         check_router_replay(algorithm, groups_per_batch)
     with pytest.raises(ConfigError, match=r"^algorithm\.router_replay: old_logprobs replays"):
-        config_of({"algorithm": {"router_replay": "old_logprobs"}})
+        build_config({"algorithm": {"router_replay": "old_logprobs"}})
     check_router_replay(AlgorithmConfig(router_replay="old_logprobs", updates_per_batch=2), 4)
     check_router_replay(REPLAYED, 1)
 
