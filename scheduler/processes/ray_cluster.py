@@ -98,7 +98,8 @@ class RayCluster:
         cluster = cls(config, placement, owns_ray)
         try:
             check_capacity(placement, nodes_of_ray())
-            await asyncio.to_thread(cluster._reserve_pools)
+            cluster._ask_for_pools()  # not in the thread, which goes on when this is cancelled
+            await asyncio.to_thread(cluster._until_reserved)
         except BaseException:
             await cluster.shutdown()
             raise
@@ -187,10 +188,13 @@ class RayCluster:
         if self._owns_ray:
             ray.shutdown()
 
-    def _reserve_pools(self) -> None:
+    def _ask_for_pools(self) -> None:
         for name, pool in self._placement.pools.items():
             bundles = [{pool.resource.upper(): float(len(slots))} for slots in self._placement.bundles(name)]
             self._pools[name] = placement_group(bundles, strategy=pool.strategy)
+
+    def _until_reserved(self) -> None:
+        """Wait for the pools. Raises ValueError if one doesn't become free in time."""
         for name, group in self._pools.items():
             if not group.wait(self._config.start_timeout_s):
                 raise ValueError(

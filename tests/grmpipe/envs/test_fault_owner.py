@@ -53,7 +53,7 @@ def named(path: str) -> Exception:
         (MemoryError(), BOX, "limit", True),
     ],
 )
-def test_what_is_the_policys_doing(error: BaseException, rules: FaultRules, kind: str, ends: bool) -> None:
+def test_policy_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, kind: str, ends: bool) -> None:
     fault = decide_fault(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, PolicyFault) and (fault.kind, fault.ends) == (kind, ends)
     before = decide_fault(error, "my.open", rules, has_acted=False)
@@ -74,7 +74,7 @@ def test_what_is_the_policys_doing(error: BaseException, rules: FaultRules, kind
         (ConnectionError("x"), BOX, "broken"),
     ],
 )
-def test_what_is_the_environments(error: BaseException, rules: FaultRules, cause: str) -> None:
+def test_environment_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, cause: str) -> None:
     fault = decide_fault(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, EnvFault) and fault.cause == cause
 

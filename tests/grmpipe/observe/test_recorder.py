@@ -154,23 +154,23 @@ PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?")
 
 
 @ANY_EXAMPLE
-@given(prompt_index=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS)
+@given(prompt_index=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS, compact=st.booleans())
 def test_a_rollout_comes_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, prompt_index: int, prompt: Prompt, rollout: Rollout
+    tmp_path_factory: pytest.TempPathFactory, prompt_index: int, prompt: Prompt, rollout: Rollout, compact: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir).rollout(prompt_index, prompt, rollout)
+    Recorder(run_dir, compact=compact).rollout(prompt_index, prompt, rollout)
     (back,) = load_rollouts(run_dir / "rollouts.jsonl")
     assert (back.prompt_index, back.prompt, back.rollout) == (prompt_index, prompt, rollout)
 
 
 @ANY_EXAMPLE
-@given(rollout=ROLLOUTS, report=REPORTS)
+@given(rollout=ROLLOUTS, report=REPORTS, compact=st.booleans())
 def test_a_report_comes_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, rollout: Rollout, report: JudgeReport
+    tmp_path_factory: pytest.TempPathFactory, rollout: Rollout, report: JudgeReport, compact: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir).judged(rollout, report)
+    Recorder(run_dir, compact=compact).judged(rollout, report)
     ((who, back),) = load_verdicts(run_dir / "judgements.jsonl")
     assert (who, back) == ((rollout.group_id, rollout.sibling), report)
     assert type(back.verdict) is type(report.verdict)
@@ -250,7 +250,7 @@ def test_no_damaged_line_is_read_as_another(tmp_path: Path) -> None:
             assert read in ([meant], [])  # [] if it became two lines
 
 
-def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: Path) -> None:
+def test_damaged_line_is_reported_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     recorder = Recorder(tmp_path)
     for number in range(3):
@@ -274,7 +274,7 @@ def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: 
             list(load(path))
 
 
-def test_lines_of_another_run_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_another_run_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b'{"of": "a version without run ids"}\n')
     Journal(path, run_id="ours").append({"a": 1})

@@ -518,7 +518,7 @@ def ran(world: World) -> Run:
 
 @settings(max_examples=30)
 @given(worlds)
-def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
+def test_faults_break_no_guarantee(world: World) -> None:
     """Guarantees 2, 3, 5 and 7, and no slot idles next to work for longer than a switch and a check take."""
     run = ran(world)
     ledger, steps = run.pipeline.ledger, run.learner.steps

@@ -62,7 +62,7 @@ def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each()
         assert all((lock.place.run_dir / "config.yaml").exists() for lock in (first, second))
 
 
-def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+def test_second_run_in_one_named_directory_is_refused() -> None:
     named = dataclasses.replace(CONFIG, run_dir="mine")
     with RunLock(named) as first, RunLock(named) as second:
         first.open()
@@ -72,7 +72,7 @@ def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -
         assert later.place.resumed, "the end of a lock gives the directory back"
 
 
-def test_a_run_that_goes_on_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
+def test_run_that_is_active_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
     leave_run(Path("mine"))
     config = dataclasses.replace(auto(), run_dir="mine")
     with RunLock(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
@@ -130,7 +130,7 @@ REPLAY = dataclasses.replace(CONFIG, data=DataConfig(retrain_from="runs/x/1/roll
 
 
 @pytest.mark.parametrize("other", [EVALUATION, REPLAY], ids=["evaluation", "replay"])
-def test_a_resume_continues_the_training_run_whatever_used_it_later(other: RunConfig) -> None:
+def test_resume_continues_the_training_run_after_later_tasks_used_it(other: RunConfig) -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     leave_run(Path("runs/x/2"), "completed", config=other)
@@ -163,7 +163,7 @@ def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.03, 0.5, 0.9, 0.997])
-def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
+def test_torn_configuration_is_reported(share: float) -> None:
     leave_run(Path("mine"))
     whole = Path("mine/config.yaml").read_text()
     pipeline_state = whole[: int(share * len(whole))]
@@ -200,7 +200,7 @@ def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"stat', "[]", "{}", "\0\0"])
-def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
+def test_torn_summary_is_reported_and_written_again(text: str) -> None:
     leave_run(Path("mine"))
     Path("mine/summary.json").write_text(text)
     place = locate_run(dataclasses.replace(auto(), run_dir="mine"))
@@ -214,9 +214,9 @@ def leave_checkpoint(run_dir: Path, step: int, run_id: str = "") -> Path:
     return checkpoints.publish(checkpoints.draft(step), state, ())
 
 
-def test_no_run_goes_on_from_another_ones_checkpoint() -> None:
-    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock:
-        run_dir = lock.open()
+def test_run_never_resumes_from_another_runs_checkpoint() -> None:
+    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
+        run_dir = claim.open()
     resume = dataclasses.replace(auto(), run_dir="mine")
     leave_checkpoint(run_dir, 2, run_id_of(run_dir))
     assert RunLock(resume).place.checkpoint == Path("mine/checkpoints/step_2")
@@ -227,7 +227,7 @@ def test_no_run_goes_on_from_another_ones_checkpoint() -> None:
         RunLock(resume)
 
 
-def test_no_run_begins_beside_the_checkpoints_of_one_whose_files_are_gone() -> None:
+def test_run_does_not_begin_next_to_checkpoints_of_a_run_whose_files_are_gone() -> None:
     leave_checkpoint(Path("mine"), 2)
     with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock, pytest.raises(ConfigError) as refused:
         lock.open()

@@ -49,7 +49,7 @@ def test_no_other_text_reads_as_a_view() -> None:
         assert judgement_of_calls(problem, view) == "Check: malformed.\nScore: 1"
 
 
-def test_a_judgement_puts_each_right_sum_beside_the_one_that_was_called() -> None:
+def test_judgement_shows_each_right_sum_next_to_the_called_one() -> None:
     assert judgement_of_calls(PROBLEM, RIGHT) == (
         "Check: 32 - 9 / 32 - 9 ok; 23 + 6 / 23 + 6 ok; answer 29 / 29 ok.\nScore: 10"
     )

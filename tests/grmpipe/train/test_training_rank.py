@@ -27,7 +27,7 @@ def test_all_calls_of_a_rank_can_travel_by_a_socket(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", RANKS[:4])
-def test_a_step_that_was_not_finite_is_distinct_overrides_by_the_driver(kind: type) -> None:
+def test_driver_recognises_a_step_that_was_not_finite(kind: type) -> None:
     known = Dialect.of(kind).errors
     error = rebuild_error(remote_error(NonFiniteGradients(float("inf"), "critic.lr", ("g1", "g2")), known), known)
     assert isinstance(error, NonFiniteGradients)

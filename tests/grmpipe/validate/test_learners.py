@@ -162,7 +162,7 @@ def check_replay(engine: str, resource: str, **options: bool) -> None:
     ("engine", "resource", "why"),
     [("sglang", "gpu", "engine=sglang doesn't report them"), ("vllm", "cpu", "vLLM reports them only on a GPU")],
 )
-def test_who_does_not_tell_them_is_refused(engine: str, resource: str, why: str) -> None:
+def test_engine_that_reports_no_experts_is_refused(engine: str, resource: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.router_replay: .*{why}; type policy\.engine=embedded"):
         check_replay(engine, resource)
     check_replay("embedded", resource)

@@ -188,7 +188,7 @@ def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: py
         prepare(config(judge={"kind": "rule", "rule": "math_verify"}))
 
 
-def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
+def test_own_prompts_are_not_evaluated_on_tiny_problems(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "What is 6 x 7?"}\n')
     assert read_data(config(data={"path": str(tmp_path / "train.jsonl")})).held_out == ()
 

@@ -19,7 +19,7 @@ def test_only_work_on_long_texts_leaves_the_loops_thread(num_chars: int, off_loo
     assert (thread is not threading.current_thread()) == off_loop
 
 
-def test_the_loop_goes_on_during_long_work() -> None:
+def test_event_loop_runs_during_long_work() -> None:
     async def turns_meanwhile() -> int:
         work = asyncio.ensure_future(off_loop_if_long(LONG_CHARS, lambda: time.sleep(0.2)))
         turns = 0

@@ -72,7 +72,7 @@ def test_the_answer_begins_after_the_thought(markers: ThinkingMarkers, text: str
     assert with_thought(written, markers, str, str).answer == answer
 
 
-def test_a_completion_nobody_marked_is_all_answer() -> None:
+def test_completion_without_marks_is_all_answer() -> None:
     assert completion_of(QWEN3, QWEN3.encode_markup("<think>hm</think>12")).answer == "<think>hm</think>12"
 
 

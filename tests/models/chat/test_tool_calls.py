@@ -219,7 +219,7 @@ def test_a_call_that_cannot_be_read_is_an_error_in_few_words_and_stays_text(
     assert turn.content and turn.content in text
 
 
-def test_of_two_calls_the_one_that_can_be_read_is_read() -> None:
+def test_readable_one_of_two_calls_is_read() -> None:
     broken = '<tool_call>{"name": "add",}</tool_call>'
     turn = read("hermes", f"{broken}\n{HERMES_IDA}")
     assert turn.tool_calls == (IDA,) and len(turn.errors) == 1 and turn.content == broken
@@ -294,7 +294,7 @@ def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> 
     assert read("llama3_json", unmarked * 2).tool_calls == (ADD, ADD)
 
 
-def test_a_parser_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parser_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
         "from models.types import ParsedTurn, ToolCall\n"
         "def shouted(text, tools):\n"

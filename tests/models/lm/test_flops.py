@@ -39,7 +39,7 @@ def sizes(lengths: list[int], prefixes: list[int] | None = None, head_rows: int 
     return PackedSizes(lengths_S=lengths, prefixes_S=prefixes or [0] * len(lengths), head_rows=head_rows)
 
 
-def test_a_dense_model_takes_6_operations_per_weight_and_token_beside_its_attention() -> None:
+def test_dense_model_takes_6_operations_per_weight_and_token_plus_its_attention() -> None:
     flops = ModelFlops(layer_weights=100, head_weights=10, attention={})
     assert flops.training(sizes([3, 4], head_rows=5)) == 6 * (100 * 7 + 10 * 5)
     assert flops.forward(sizes([3, 4], head_rows=5)) == 2 * (100 * 7 + 10 * 5)

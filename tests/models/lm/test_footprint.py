@@ -201,7 +201,7 @@ def test_a_mixtures_token_passes_the_experts_that_it_chooses(tmp_path: Path) -> 
     assert read_footprint(str(tmp_path)).intermediate_size == 2 * 48
 
 
-def test_of_few_tokens_the_gradient_of_the_head_on_its_way_is_the_most() -> None:
+def test_gradient_of_the_head_dominates_memory_with_few_tokens() -> None:
     footprint = footprint_of_shape(QWEN3_8B)
     head = footprint.num_root_parameters // 2
     working = footprint.estimate_working_bytes("bfloat16", 64, OFFLOADED, ranks=4)

@@ -129,7 +129,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_neither_all_logits_nor_their_gradient_ever_exist() -> None:
+def test_logits_and_their_gradient_never_exist_as_a_whole() -> None:
     hidden, weight, _, chosen = parts()
     with Largest() as largest:
         linear_logprobs(hidden, weight, None, asked(chosen, want_entropy=True)).sum().backward()

@@ -64,7 +64,7 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-6, rtol=0)
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_logprobs_of_no_rows_have_a_gradient() -> None:
     leaf = torch.zeros(0, 6, requires_grad=True)
     logprobs, _ = compute_chosen_logprobs(leaf, Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True))
     logprobs.sum().backward()

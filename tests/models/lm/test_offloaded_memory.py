@@ -23,7 +23,7 @@ def test_tensors_and_their_views_are_empty_while_lent_and_whole_afterwards() -> 
     assert part.data_ptr() == whole[4:].data_ptr(), "a view of something else"
 
 
-def test_an_optimizer_goes_on_after_its_state_and_weights_were_lent_as_if_they_had_not_been() -> None:
+def test_optimizer_continues_unchanged_after_its_memory_was_offloaded() -> None:
     def trained(lends: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)

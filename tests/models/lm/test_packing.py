@@ -119,7 +119,7 @@ def is_own_T() -> Tensor:
     )
 
 
-def test_the_first_token_after_a_prefix_is_told_by_its_last(exact: PreTrainedModel) -> None:
+def test_first_token_after_a_prefix_is_predicted_by_the_prefix_last_token(exact: PreTrainedModel) -> None:
     packing = Packing(*laid_out()[2:])
     starts = [0, *itertools.accumulate(laid_out()[2].tolist())][:-1]
     before = packing.before_T[torch.tensor(starts)].tolist()
@@ -128,7 +128,9 @@ def test_the_first_token_after_a_prefix_is_told_by_its_last(exact: PreTrainedMod
 
 
 @pytest.mark.parametrize("layers", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
-def test_so_they_are_with_rotary_positions_grouped_heads_and_sliding_windows(tmp_path: Path, layers: dict) -> None:
+def test_packed_logprobs_match_with_rotary_positions_grouped_heads_and_sliding_windows(
+    tmp_path: Path, layers: dict
+) -> None:
     model = qwen(tmp_path, **layers)
     assert ("sliding_attention" in model.config.layer_types) == bool(layers)
     torch.testing.assert_close(once(model).logprobs_T, one_by_one(model).logprobs_T, atol=1e-5, rtol=0)

@@ -112,7 +112,7 @@ def test_a_new_head_says_nought_and_its_trunk_is_the_causal_models(causal_path: 
     )
 
 
-def test_a_head_in_training_goes_on_from_its_own_directory(scalar_path: str) -> None:
+def test_head_in_training_continues_from_its_own_directory(scalar_path: str) -> None:
     ids, positions, lengths = packed(LENGTHS)
     served, started = (load(scalar_path) for load in (load_scalar_head, start_scalar_head))
     assert torch.equal(

@@ -226,7 +226,7 @@ def test_only_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     mine.close()
 
 
-def test_what_no_lock_holds_is_swept_though_its_process_id_is_anothers_by_now(tmp_path: Path) -> None:
+def test_unlocked_memory_is_swept_even_if_its_process_id_is_in_use_again(tmp_path: Path) -> None:
     left = tmp_path / f"grmpipe-weights-{socket.gethostname()}-{os.getpid()}-77"
     left.write_bytes(b"x")
     folder = tmp_path / f"grmpipe-sglang-{socket.gethostname()}-{os.getpid()}-abc"
@@ -238,7 +238,7 @@ def test_what_no_lock_holds_is_swept_though_its_process_id_is_anothers_by_now(tm
     assert not list(tmp_path.iterdir())
 
 
-def test_no_room_names_the_key_and_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_shared_memory_names_the_key_and_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(weight_files, "folders_of_shared_memory", lambda: [tmp_path])
     with pytest.raises(ValueError, match=r"sync\.transport: shared_memory needs \d+ MB .*set sync\.transport=disk"):
         SharedArena().reserve(1 << 50)
@@ -309,7 +309,7 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize(("end", "timeout_s"), [("die", 60.0), ("hang", 4.0)])
-def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else_restarts(
+def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_other(
     end: str, timeout_s: float, start_receiver: Callable[[], Receiver]
 ) -> None:
     survivor, lost = start_receiver(), start_receiver()
@@ -334,7 +334,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
     sender.close()
 
 
-def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
+def test_missing_peer_is_awaited_until_the_timeout() -> None:
     sender = GlooBroadcasts("float32", CPU)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 of 3 could not join .* within 1 s"):

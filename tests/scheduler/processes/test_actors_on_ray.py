@@ -490,7 +490,7 @@ async def refused(path: str) -> None:
     raise OSError("no socket for you")
 
 
-def test_who_waits_at_the_end_of_a_cluster_is_told_and_asks_ray_nothing_any_more(
+def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calling Ray after its end would start it again or join another run's, and wait there."""

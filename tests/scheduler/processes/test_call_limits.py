@@ -90,7 +90,7 @@ def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type, killed:
     assert run_virtually(go) <= LIMITS.of("start", ())
 
 
-def test_what_loads_and_saves_has_hours_and_what_only_tells_has_minutes() -> None:
+def test_calls_that_load_or_save_have_hours_and_other_calls_minutes() -> None:
     limits = CallLimits(call_timeout_s=300.0)
     assert all(limits.of("ask", (method,)) == limits.of(method, ()) == HOUR_S for method in LOAD)
     assert all(limits.of(method, ()) == 300.0 for method in CONTROL)

@@ -11,7 +11,7 @@ from scheduler.placement import ClusterConfig, NodeCapacity
 from scheduler.processes.ray_start import count_threads, init_ray, nodes_of_ray, select_env_vars, without_allocator
 
 
-def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+def test_dead_address_is_reported_at_once() -> None:
     """Ray itself would try for half a minute."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int
     assert count_threads(nodes, gpus) == threads
 
 
-def test_machines_of_one_host_name_are_distinct_overrides_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_one_host_name_are_told_apart_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would count as one machine."""
     found = [("vm", "10.0.0.1", True), ("vm", "10.0.0.2", True), ("other", "10.0.0.3", True), ("vm", "10.0.0.4", False)]
     nodes = [

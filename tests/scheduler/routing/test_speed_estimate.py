@@ -7,7 +7,7 @@ import pytest
 from scheduler.routing.speed_estimate import RateEstimator
 
 
-def test_what_a_request_has_left_is_what_the_longer_ones_had() -> None:
+def test_remaining_length_of_a_request_is_estimated_from_longer_ones() -> None:
     rates = RateEstimator()
     for tokens in [10] * 100 + [100] * 100 + [200] * 100:
         rates.ended(tokens)

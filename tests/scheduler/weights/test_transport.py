@@ -66,7 +66,7 @@ def test_auto_follows_the_places(engine: str, route: WeightPath, transport: str)
 
 @pytest.mark.parametrize("engine", KINDS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: WeightPath) -> None:
+def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, route: WeightPath) -> None:
     if engine == "sglang" and route.same_process:
         return  # a server is never in the learner's process
     chosen = choose("auto", engine, route)

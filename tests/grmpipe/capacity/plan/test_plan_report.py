@@ -124,7 +124,7 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
     assert gradients(facts_with("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
-def test_a_micro_batch_holds_the_longest_answer_whatever_its_size() -> None:
+def test_micro_batch_holds_the_longest_answer() -> None:
     """It isn't divided, but for the ranks that share it."""
 
     def activations(role: str, *overrides: str) -> str:
@@ -163,7 +163,7 @@ def test_weights_in_fp8_leave_more_memory_for_keys_and_values(big_run: tuple[str
     assert "56.4 GB  KV, the rest" in narrow  # of 0.85 x 80 GB
 
 
-def test_engines_are_told_with_the_options_that_differ_from_their_defaults() -> None:
+def test_plan_shows_options_of_engines_that_differ_from_their_defaults() -> None:
     text = planned("+experiment=quickstart_vllm", "grm.engine=embedded", "engine.embedded.max_batch_rows=64")
     assert "  policy   vllm; kv_cache_mb=64\n  grm      embedded; max_batch_rows=64" in text
     assert "67.1 MB  KV, engine.vllm.kv_cache_mb: 87381 tokens" in text  # 64 MiB of 768 bytes
@@ -234,7 +234,7 @@ def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monke
     assert "OPENAI_API_KEY is not set" in text.split("not checked here")[1]
 
 
-def test_roles_that_crowd_one_gpu_are_distinct_overrides(big_run: tuple[str, ...]) -> None:
+def test_roles_that_crowd_one_gpu_are_named(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
     facts = collect_facts(config)
     parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
@@ -252,7 +252,7 @@ def held(*overrides: str) -> tuple[float, dict[str, float]]:
     return sum_held_memory(facts, here[0].pool, here, parts), whole
 
 
-def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -> None:
+def test_time_shared_gpu_is_counted_once(big_run: tuple[str, ...]) -> None:
     beside, whole = held()
     assert beside == sum(whole.values())
     by_turns, whole = held("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
@@ -263,7 +263,7 @@ def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -
     assert held("placement.pools.all.elastic=true", *sleeping, "slots.balance.swap=weights")[0] == moving
 
 
-def test_a_plan_says_who_has_a_slot_by_turns(big_run: tuple[str, ...]) -> None:
+def test_plan_names_the_roles_of_a_time_shared_slot(big_run: tuple[str, ...]) -> None:
     text = planned(
         "+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true"
     )
@@ -353,7 +353,7 @@ def test_hosts_of_environments_are_listed_by_slot_and_have_no_known_work() -> No
     assert ["env", "unknown"] in rows and "at least" in text.split("time of a step")[1]
 
 
-def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
+def test_plan_asks_for_a_missing_device(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):

@@ -74,7 +74,7 @@ def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
     assert sum(compute_shares(by_turns).values()) == pytest.approx(USABLE)
 
 
-def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_brings() -> None:
+def test_policy_engine_leaves_room_for_the_weights_of_a_time_shared_learner() -> None:
     """Alone with a learner with large weights: 8 B in float32."""
     facts = collect_facts(
         composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",

@@ -284,7 +284,7 @@ def test_there_is_no_network_but_the_workers_own(host: Host, needs: Callable[...
 
 @pytest.mark.parametrize("kind", ["host", "bare_host"])
 @pytest.mark.parametrize("harm", ["read", "write"])
-def test_files_outside_of_the_list_are_neither_read_nor_written(
+def test_files_outside_the_list_can_not_be_read_or_written(
     request: pytest.FixtureRequest, kind: str, harm: str, tmp_path: Path, needs: Callable[..., None]
 ) -> None:
     needs("Landlock")

@@ -71,7 +71,7 @@ def test_at_last_every_text_is_cut() -> None:
     assert "characters of the policy left out ...]" in text
 
 
-def test_a_single_text_is_cut_as_ever_within_its_fence() -> None:
+def test_single_text_is_cut_within_its_fence() -> None:
     text = shown(200, of_text("a" * 500))
     assert all(line.startswith("> ") for line in text.splitlines()) and "characters cut ...]" in text
 

@@ -107,7 +107,7 @@ def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRa
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_who_needs_a_group_starts_early_and_who_needs_the_batch_waits(name: str) -> None:
+def test_estimators_of_groups_start_early_and_estimators_of_batches_wait(name: str) -> None:
     _, rounds = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 0.0, 1.0), judged(3, 0.0, 1.0))
     assert rounds == ([1, 2, 3] if ESTIMATORS[name].need == "group" else [0, 0, 0])
 
@@ -132,7 +132,7 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].need == "batch"])
-def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
+def test_estimator_of_batches_does_not_start_while_it_waits(name: str) -> None:
     ranks = RecordingRanks()
 
     async def run() -> None:
@@ -183,7 +183,7 @@ def test_several_updates_fix_pi_old_before_the_first(name: str) -> None:
     assert ranks.calls == ["old_pass", "old_pass", "accumulate", "step", "accumulate", "step"]
 
 
-def test_each_update_learns_from_the_same_groups_in_whatever_order_they_came() -> None:
+def test_each_update_learns_from_the_same_groups_in_any_order_of_arrival() -> None:
     algorithm = AlgorithmConfig(updates_per_batch=2)
     groups = [judged(number, 0.0, 1.0) for number in range(1, 7)]
     firsts = []
@@ -284,7 +284,8 @@ def test_a_step_tells_the_mean_advantage_of_each_rollout_that_has_one(estimator:
     advantages = asyncio.run(run()).advantages
     assert advantages.keys() == {(group.group_id, 0), (group.group_id, 2)}
     low, high = advantages[group.group_id, 0], advantages[group.group_id, 2]
-    assert low < 0 < high == pytest.approx(-low)
+    assert 0.7 < high < 1.5, "of a token, not of all three"
+    assert low == pytest.approx(-high)
 
 
 @pytest.mark.parametrize("proximal", ["interpolated", "sampler"])

@@ -385,7 +385,7 @@ def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, t
     assert weights(plain) == weights(saving)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is trained meanwhile gets into it."""
@@ -418,7 +418,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert weights(other) == weights(learner), "the optimizer's state is of then, too"
 
 
-def test_a_write_beside_training_that_fails_is_told(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_during_training_is_reported(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -159,7 +159,7 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
     ]  # fmt: skip
 
 
-def test_steps_and_loads_wait_while_weights_are_held_and_accumulating_goes_on() -> None:
+def test_steps_and_loads_wait_while_weights_are_held_and_accumulation_continues() -> None:
     actors = Recorded({"step": [{}, {}], "load": [7, 7], "accumulate": [{}, {}]})
     totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
 
@@ -205,7 +205,7 @@ class Slow(Recorded):
         return [{}, {}]
 
 
-def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> None:
+def test_calls_wait_while_the_learner_is_still() -> None:
     """Running calls end before; calls made meanwhile wait. Otherwise calls overlap."""
 
     async def go() -> list[str]:

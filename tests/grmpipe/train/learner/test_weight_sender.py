@@ -149,9 +149,7 @@ def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_p
     learner.close()
 
 
-def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_begins_anew(
-    gpt2_path: str, tmp_path: Path
-) -> None:
+def test_delivery_without_a_receiver_fails_and_the_next_push_starts_again(gpt2_path: str, tmp_path: Path) -> None:
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
     receiver = BroadcastLink()
     with ThreadPoolExecutor(1) as thread:

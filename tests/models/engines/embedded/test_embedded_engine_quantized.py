@@ -42,7 +42,7 @@ def expected(path: str, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-def test_it_computes_with_rounded_weights_before_and_after_a_push(
+def test_quantized_engine_computes_with_rounded_weights_before_and_after_a_push(
     model_path: str, next_version_path: str, kind: str
 ) -> None:
     engine = EmbeddedEngine(EngineSpec(path=model_path, role="policy"), EmbeddedConfig(quantize=kind))

@@ -38,7 +38,7 @@ def after(text: str, pattern: str) -> Matcher:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXTS | st.sampled_from(["Score: 3", "x\nScore: 10\n", "\\boxed{1, 10}", "ab", "aab", "12.3", ""]))
-def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
+def test_grammar_accepts_what_re_accepts(pattern: str, text: str) -> None:
     matcher, accepts = GRAMMAR.start(pattern), True
     for token_id in TOKENIZER.encode(text):
         accepts = accepts and bool(allowed_by(matcher)[token_id])
@@ -47,7 +47,7 @@ def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
 
 
 @given(choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), pattern=st.sampled_from([SCORE_LINE, BOXED]))
-def test_whatever_is_drawn_of_the_allowed_tokens_can_still_end_well(choices: list[int], pattern: str) -> None:
+def test_every_draw_of_allowed_tokens_can_still_match_the_pattern(choices: list[int], pattern: str) -> None:
     matcher, token_ids = GRAMMAR.start(pattern), []
     for choice in choices:
         allowed_V = allowed_by(matcher)

@@ -132,7 +132,7 @@ def test_weights_that_an_earlier_run_sent_are_replaced_by_the_servers_own(theirs
     assert (reload["weight_version"], reload["abort_all_requests"]) == ("default", True)
 
 
-def test_nobody_there_names_the_key() -> None:
+def test_unreachable_server_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"engine\.sglang\.urls: the server at http://127\.0\.0\.1:9 doesn't answer"):
         check_joined("http://127.0.0.1:9", "", "m", 128)
 

@@ -26,7 +26,7 @@ def answer(*versions: str) -> dict:
     return {"ranks": [{"checksums": {name: f"{name}{v}" for name in HELD}, "per_gpu_checksum": v} for v in versions]}
 
 
-def test_experts_that_were_dropped_are_told_and_a_change_on_one_rank_is_enough() -> None:
+def test_dropped_experts_are_reported_and_a_change_on_one_rank_suffices() -> None:
     old, new = (dict.fromkeys(SENT, v) for v in ("1", "2"))
     before, stands_still = read_digests(answer("a", "a")), read_digests(answer("a", "a"))
     assert find_unapplied(new, old, before, read_digests(answer("a", "b"))) == ()

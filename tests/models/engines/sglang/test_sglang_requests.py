@@ -45,7 +45,7 @@ def test_events_may_hold_the_new_tokens_or_all_so_far(whole: bool) -> None:
     assert sampled.num_prefilled == 2
 
 
-def test_the_first_token_is_told_once_and_not_by_an_event_without_any() -> None:
+def test_first_token_is_reported_once_and_not_by_an_event_without_tokens() -> None:
     told: list[int] = []
     ticket = ticket_of()
     ticket.listeners.append(lambda: told.append(1))

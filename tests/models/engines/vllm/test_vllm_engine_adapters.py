@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_the_base_then_of_each_pushed_adapter(
         assert completion.oldest_version == version
 
 
-def test_a_kept_request_goes_on_with_the_new_adapter(
+def test_kept_request_continues_with_the_new_adapter(
     engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, model_path: str
 ) -> None:
     ids, trained = prompt_of(20), Trained(model_path, 5)

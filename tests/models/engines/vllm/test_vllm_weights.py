@@ -93,7 +93,7 @@ def test_a_tensor_is_applied_where_one_worker_took_it_and_what_holds_it_changed(
     assert find_unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")
 
 
-def test_what_vllm_saw_is_told_under_the_names_that_were_sent() -> None:
+def test_receipt_of_vllm_uses_the_names_that_were_sent() -> None:
     own = Applied(taken=["embed", "norm"], still=["embed"], moved=[])
     told = under_sent_names(own, {"lm_head": "embed", "norm": "norm", "gone": "gone"})
     assert told == Applied(taken=["lm_head", "norm"], still=["lm_head"], moved=[])
